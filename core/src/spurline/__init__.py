@@ -1,0 +1,27 @@
+"""Spurline: a plugin-based toolkit for LLM post-training.
+
+`from spurline import load_config, Run` is the Python API; `spurline --help` the command line. Importing this package
+loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spurline.config.loading import load_config as load_config
+    from spurline.run import Run as Run
+
+__version__ = importlib.metadata.version("spurline")
+
+_LAZY = {"load_config": "spurline.config.loading", "Run": "spurline.run"}
+
+__all__ = ["Run", "__version__", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'spurline' has no attribute '{name}'")
+    return getattr(importlib.import_module(_LAZY[name]), name)

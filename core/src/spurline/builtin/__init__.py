@@ -1,0 +1,1 @@
+"""Core's own components, registered through the same hook that third parties use."""

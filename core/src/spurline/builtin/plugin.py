@@ -1,0 +1,116 @@
+"""Register core's own components. This is an ordinary plugin module, loaded first in every run."""
+
+from __future__ import annotations
+
+from spurline.builtin import configs
+from spurline.hookspecs import hookimpl
+from spurline.plugins import API_VERSION, Plugin
+from spurline.registry import CORE, ComponentRegistrar
+
+PLUGIN = Plugin(CORE, api=API_VERSION)
+
+_REPORT_PANELS = {
+    "summary": "SummaryPanel",
+    "loss": "LossPanel",
+    "evaluation": "EvaluationPanel",
+    "learning_rate": "LearningRatePanel",
+    "gradient": "GradientPanel",
+    "throughput": "ThroughputPanel",
+    "time_split": "TimeSplitPanel",
+    "sample_lengths": "SampleLengthsPanel",
+    "packing": "PackingPanel",
+    "samples": "SamplesPanel",
+    "config": "ConfigPanel",
+}
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    _register_data(registry)
+    _register_training(registry)
+    _register_observation(registry)
+
+
+def _register_data(registry: ComponentRegistrar) -> None:
+    builtin = "spurline.builtin"
+    registry.add(
+        "dataset", "hf", config=configs.HfDatasetConfig, factory=f"{builtin}.hf_dataset:HfDataset", default=True
+    )
+    registry.add(
+        "tokenization",
+        "sequential",
+        config=configs.SequentialTokenizationConfig,
+        factory=f"{builtin}.sequential_tokenization:SequentialTokenization",
+        default=True,
+    )
+    registry.add(
+        "collator", "padded", config=configs.PaddedCollatorConfig, factory=f"{builtin}.padded_collator:PaddedCollator"
+    )
+    registry.add(
+        "collator",
+        "packed",
+        config=configs.PackedCollatorConfig,
+        factory=f"{builtin}.packed_collator:PackedCollator",
+        default=True,
+    )
+    registry.add(
+        "collator",
+        "rollouts",
+        config=configs.RolloutsCollatorConfig,
+        factory=f"{builtin}.rollouts_collator:RolloutsCollator",
+    )
+    registry.add(
+        "prefetch",
+        "serial",
+        config=configs.SerialPrefetchConfig,
+        factory=f"{builtin}.serial_prefetch:SerialPrefetch",
+        default=True,
+    )
+
+
+def _register_training(registry: ComponentRegistrar) -> None:
+    builtin = "spurline.builtin"
+    registry.add(
+        "minibatches",
+        "whole",
+        config=configs.WholeBatchConfig,
+        factory=f"{builtin}.whole_batch:WholeBatch",
+        default=True,
+    )
+    registry.add(
+        "loss",
+        "cross_entropy",
+        config=configs.CrossEntropyConfig,
+        factory="spurline.losses.cross_entropy:CrossEntropy",
+        default=True,
+    )
+    registry.add("loss", "dft", config=configs.DynamicFineTuningConfig, factory="spurline.losses.dft:DynamicFineTuning")
+    registry.add(
+        "source", "sft", config=configs.SftSourceConfig, factory=f"{builtin}.sft_source:SftSource", default=True
+    )
+    registry.add(
+        "backend",
+        "local",
+        config=configs.LocalBackendConfig,
+        factory=f"{builtin}.local.backend:LocalBackend",
+        default=True,
+    )
+    registry.add("reward", "exact_match", config=configs.ExactMatchConfig, factory=f"{builtin}.exact_match:ExactMatch")
+
+
+def _register_observation(registry: ComponentRegistrar) -> None:
+    builtin = "spurline.builtin"
+    trackers = f"{builtin}.trackers"
+    registry.add("tracker", "jsonl", config=configs.JsonlTrackerConfig, factory=f"{trackers}.jsonl:JsonlTracker")
+    registry.add(
+        "tracker", "console", config=configs.ConsoleTrackerConfig, factory=f"{trackers}.console:ConsoleTracker"
+    )
+    registry.add(
+        "tracker",
+        "tensorboard",
+        config=configs.TensorboardTrackerConfig,
+        factory=f"{trackers}.tensorboard:TensorboardTracker",
+    )
+    registry.add("tracker", "wandb", config=configs.WandbTrackerConfig, factory=f"{trackers}.wandb:WandbTracker")
+    for name, panel in _REPORT_PANELS.items():
+        registry.add("report_panel", name, config=configs.ReportPanelConfig, factory=f"spurline.report.panels:{panel}")

@@ -1,0 +1,157 @@
+"""Turn pydantic's validation errors into problems a user can act on.
+
+In: a ValidationError, the model it came from and the registry. Out: one `Problem` per error, with the key path as the
+user wrote it (union tags removed) and the nearest fix.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel, Tag, ValidationError
+from pydantic_core import ErrorDetails
+
+from spurline.errors import Problem, listing, suggestion
+from spurline.registry import Registry
+
+
+def explain(error: ValidationError, model: type[BaseModel], registry: Registry) -> list[Problem]:
+    """One Problem per distinct error, in file order."""
+    problems: list[Problem] = []
+    all_details = error.errors(include_url=False)
+    for details in all_details:
+        if _follows_from_another(details, all_details):
+            continue
+        path, owner = _locate(model, details["loc"])
+        problem = Problem(".".join(path), _message(details, path, owner, registry))
+        if problem not in problems:
+            problems.append(problem)
+    return problems
+
+
+def _follows_from_another(details: ErrorDetails, all_details: list[ErrorDetails]) -> bool:
+    """A list whose only item is invalid also counts as too short; the item's own error says more."""
+    location = details["loc"]
+    return details["type"] == "too_short" and any(
+        other is not details and other["loc"][: len(location)] == location for other in all_details
+    )
+
+
+def _message(details: ErrorDetails, path: list[str], owner: type[BaseModel] | None, registry: Registry) -> str:
+    kind = details["type"]
+    context = details.get("ctx", {})
+    if kind == "extra_forbidden" and owner is not None:
+        return _unknown_key(path[-1], owner)
+    if kind == "unknown_component":
+        return _unknown_component(details, registry)
+    if kind == "missing":
+        described = _description(owner, path[-1])
+        return f"is required.{described}"
+    if kind == "literal_error":
+        expected = str(context.get("expected", ""))
+        close = suggestion(str(details["input"]), _unquote(expected))
+        return f"is {details['input']!r}; it must be {expected}.{close}"
+    shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {details['input']!r}: "
+    text = details["msg"][0].lower() + details["msg"][1:]
+    return f"{shown}{text}."
+
+
+def _unknown_key(key: str, owner: type[BaseModel]) -> str:
+    names = list(owner.model_fields)
+    chosen = _component_name(owner)
+    place = f" of '{chosen}'" if chosen else ""
+    settings = [name for name in names if name != "name"] if chosen else names
+    return f"is not a setting{place}.{suggestion(key, names)} Settings: {listing(settings)}."
+
+
+def _component_name(owner: type[BaseModel]) -> str | None:
+    field = owner.model_fields.get("name")
+    return field.default if field is not None and isinstance(field.default, str) else None
+
+
+def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
+    kind = details["msg"]
+    value = details["input"]
+    name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
+    names = registry.names(kind)
+    if name is None:
+        return f"must be a {kind}: its name, or a mapping with `name:`. Available: {listing(names)}."
+    return (
+        f"names no {kind}: '{name}' is unknown.{suggestion(str(name), names)} Available: {listing(names)}. "
+        "A component of a plugin needs that plugin in `plugins`."
+    )
+
+
+def _description(owner: type[BaseModel] | None, key: str) -> str:
+    field = owner.model_fields.get(key) if owner is not None else None
+    return f" {field.description}" if field is not None and field.description else ""
+
+
+def _unquote(expected: str) -> list[str]:
+    return [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
+
+
+def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
+    """The user's key path for an error location, and the section that owns its last key."""
+    path: list[str] = []
+    current: Any = model
+    owner: type[BaseModel] | None = None
+    for part in location:
+        tagged = dict(_tagged_members(current))
+        if isinstance(part, str) and part in tagged:
+            current = tagged[part]
+            continue
+        path.append(str(part))
+        section = _as_model(current)
+        if section is not None:
+            owner = section
+            field = section.model_fields.get(str(part))
+            current = _field_type(field) if field is not None else None
+        else:
+            owner = None
+            current = _item_type(current)
+    return path, owner
+
+
+def _field_type(field: Any) -> Any:
+    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+
+
+def _strip(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    inner = _strip(annotation)
+    return get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+
+
+def _tagged_members(annotation: Any) -> Iterator[tuple[str, Any]]:
+    for member in _members(annotation):
+        if get_origin(member) is Annotated:
+            inner, *marks = get_args(member)
+            tag = next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
+            if tag is not None:
+                yield tag, inner
+            else:
+                yield from _tagged_members(inner)
+
+
+def _as_model(annotation: Any) -> type[BaseModel] | None:
+    for member in _members(annotation):
+        bare = _strip(member)
+        if isinstance(bare, type) and issubclass(bare, BaseModel):
+            return bare
+    return None
+
+
+def _item_type(annotation: Any) -> Any:
+    """Type of the items of a tuple, list or dict annotation."""
+    for member in _members(annotation):
+        inner = _strip(member)
+        arguments = [argument for argument in get_args(inner) if argument is not Ellipsis]
+        if get_origin(inner) in (tuple, list, dict) and arguments:
+            return arguments[-1]
+    return None

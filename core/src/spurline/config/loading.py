@@ -1,0 +1,119 @@
+"""Two-phase loading: read `plugins`, load them, then validate everything against the model they complete.
+
+In: a file path or a mapping, and `key=value` overrides. Out: `LoadedConfig`, the frozen config with the plugin host it
+was validated against. Errors list every problem at once, with file, line, key path and nearest fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from spurline.config.assembly import assemble
+from spurline.config.document import Document, apply_overrides, read_document
+from spurline.config.explain import explain
+from spurline.config.run_config import RunConfig
+from spurline.config.section import Section
+from spurline.errors import ConfigError, PluginError, Problem
+from spurline.plugins import InstalledPlugin, PluginHost
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A validated configuration.
+
+    config: frozen values. host: the loaded plugins. origin: file name for messages.
+    """
+
+    config: RunConfig
+    host: PluginHost
+    origin: str
+
+    def resolved(self) -> dict[str, Any]:
+        """Every setting, defaults included, as plain JSON-able values."""
+        return self.config.model_dump(mode="json")
+
+
+def load_config(
+    source: Path | str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    available: Mapping[str, InstalledPlugin] | None = None,
+) -> LoadedConfig:
+    """Load and validate a configuration.
+
+    source: path of a YAML or TOML file, or a mapping of the same shape. overrides: `key.path=value` strings.
+    available: installed plugins; read from package metadata when None.
+    Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
+    """
+    if isinstance(source, Mapping):
+        document = Document("config", dict(source))
+    else:
+        document = read_document(Path(source))
+    apply_overrides(document, overrides)
+    host = PluginHost.load(_plugin_names(document), available)
+    model = config_model(host)
+    try:
+        config = model.model_validate(document.values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, model, host.registry), document.origin, document.lines) from None
+    problems = list(_cross_field_problems(config, config, ""))
+    if problems:
+        raise ConfigError(problems, document.origin, document.lines)
+    return LoadedConfig(config, host, document.origin)
+
+
+def config_model(host: PluginHost) -> type[RunConfig]:
+    """The pydantic model of the whole file for these plugins (`spurline schema` prints its JSON schema)."""
+    sections = {
+        name: plugin.declaration.config
+        for name, plugin in host.plugins.items()
+        if plugin.declaration.config is not None
+    }
+    return assemble(host.registry, sections)
+
+
+def _plugin_names(document: Document) -> list[str]:
+    names = document.values.get("plugins", [])
+    if isinstance(names, list) and all(isinstance(name, str) for name in cast("list[Any]", names)):
+        return cast("list[str]", names)
+    problem = Problem("plugins", f"must be a list of plugin names, such as [collation_fast]; it is {names!r}.")
+    raise ConfigError([problem], document.origin, document.lines)
+
+
+def _cross_field_problems(section: Section, run: RunConfig, prefix: str) -> Iterator[Problem]:
+    """Problems of this section and of every section inside it, with full key paths."""
+    for problem in section.problems(run):
+        key = ".".join(part for part in (prefix, problem.key) if part)
+        yield Problem(key, problem.message)
+    for name in type(section).model_fields:
+        yield from _problems_inside(getattr(section, name), run, f"{prefix}.{name}" if prefix else name)
+
+
+def _problems_inside(value: Any, run: RunConfig, path: str) -> Iterator[Problem]:
+    if isinstance(value, Section):
+        yield from _cross_field_problems(value, run, path)
+    elif isinstance(value, tuple):
+        for index, item in enumerate(cast("tuple[Any, ...]", value)):
+            yield from _problems_inside(item, run, f"{path}.{index}")
+    elif isinstance(value, dict):
+        for key, item in cast("dict[str, Any]", value).items():
+            yield from _problems_inside(item, run, f"{path}.{key}")
+
+
+def sections_of(config: BaseModel) -> Iterator[BaseModel]:
+    """The section itself and every section inside it, outermost first."""
+    yield config
+    for name in type(config).model_fields:
+        value: Any = getattr(config, name)
+        values = cast("Sequence[Any]", value if isinstance(value, tuple) else (value,))
+        for item in values:
+            if isinstance(item, BaseModel):
+                yield from sections_of(item)
+
+
+__all__ = ["ConfigError", "LoadedConfig", "PluginError", "config_model", "load_config", "sections_of"]

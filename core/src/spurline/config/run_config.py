@@ -1,0 +1,210 @@
+"""The sections that core itself owns, and `RunConfig`, the whole file.
+
+Fields marked with `Component(kind)` hold the settings of one component; loading replaces their type by a union of the
+configs that core and the enabled plugins registered for that kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from spurline.config.section import Component, ComponentConfig, OnResume, Section
+from spurline.errors import Problem
+
+FREE = OnResume.FREE
+
+
+class DatasetConfig(ComponentConfig):
+    """What every dataset entry has, whatever component loads the rows."""
+
+    format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized"] = "auto"
+    """How a row is read; `auto` decides from the column names of the first row."""
+    columns: dict[str, str] = {}
+    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Stop at the first malformed row, or leave it out and count it."""
+    label: str | None = None
+    """Short name in reports and row uids; default is the file or hub name."""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, (str, dict)) else value
+
+
+class DataConfig(Section):
+    """Which rows to train and evaluate on, and which of their tokens carry loss."""
+
+    train: Annotated[
+        tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...], BeforeValidator(_as_list)
+    ] = Field(min_length=1)
+    """Training datasets; several are mixed by their weights."""
+    eval: Annotated[
+        tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...], BeforeValidator(_as_list)
+    ] = ()
+    """Held-out datasets, never trained on."""
+    train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
+    """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""
+    max_length: int = Field(default=2048, gt=1)
+    """Tokens a sample may have."""
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """A sample over `max_length` keeps its first tokens, is left out and counted, or stops the run."""
+    shuffle: bool = True
+    """Permute the samples anew in each epoch; off keeps file order."""
+
+
+class ModelConfig(Section):
+    """The causal language model to train, as Hugging Face `transformers` loads it."""
+
+    path: str = Field(min_length=1)
+    """Hub name or local folder with `config.json`, weights and tokenizer."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit)."""
+    tokenizer: str | None = None
+    """Hub name or folder of the tokenizer; default is `path`."""
+    chat_template: Path | None = None
+    """Jinja file that replaces the tokenizer's chat template."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` takes only the architecture from `path` and draws fresh weights from `seed`."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with a hub model."""
+    config_overrides: dict[str, Any] = {}
+    """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and gradient clipping."""
+
+    learning_rate: float = Field(default=2e-5, ge=0, allow_inf_nan=False)
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the first and second moment estimates."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Decoupled weight decay for matrices; biases, norms and other vectors get none."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; null turns clipping off."""
+
+
+class ScheduleConfig(Section):
+    """Learning rate as a function of the optimizer step."""
+
+    name: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape after warm-up."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps of linear warm-up from zero."""
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Warm-up as a share of all optimizer steps; used when `warmup_steps` is not given."""
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Final learning rate as a share of the peak (linear and cosine)."""
+
+
+class CheckpointConfig(Section):
+    """When to save, and what to keep."""
+
+    every_steps: Annotated[int | None, FREE] = Field(default=None, gt=0)
+    """Save each time this many steps are done; null saves only at the end and on SIGINT or SIGTERM."""
+    keep_last: Annotated[int, FREE] = Field(default=2, ge=1)
+    """Complete checkpoints to keep; older ones are removed after a newer one is safe."""
+    export_hf: Annotated[bool, FREE] = False
+    """Also write a Hugging Face folder to RUN_DIR/model when training ends."""
+
+
+class GenerationEvalConfig(Section):
+    """Generate answers to held-out prompts and score them."""
+
+    rewards: dict[str, Annotated[ComponentConfig, Component("reward")]] = Field(min_length=1)
+    """Named scores, each a reward component: `{exact_match: exact_match}` logs `eval/exact_match`."""
+    max_new_tokens: int = Field(default=128, gt=0)
+    """Longest answer in tokens."""
+    max_samples: int | None = Field(default=200, gt=0)
+    """Use the first N prompts of the evaluation data; null uses all."""
+    batch_size: int = Field(default=64, gt=0)
+    """Prompts generated together."""
+
+
+class EvaluationConfig(Section):
+    """Held-out loss and, if asked for, scores of generated answers."""
+
+    every_steps: int | None = Field(default=None, gt=0)
+    """Evaluate each time this many steps are done; it always runs once at the end."""
+    batch_size: int | None = Field(default=None, gt=0)
+    """Samples per evaluation batch; default is the training `batch_size`."""
+    generate: GenerationEvalConfig | None = None
+    """Score generated answers; null computes the loss only."""
+
+
+class ReportConfig(Section):
+    """The HTML page written to RUN_DIR/report.html."""
+
+    enabled: bool = True
+    """Write the page when the run ends."""
+    panels: tuple[Annotated[ComponentConfig, Component("report_panel")], ...] | None = None
+    """Panels in page order; null shows every panel of core and of the enabled plugins."""
+
+
+class RunConfig(Section):
+    """One training run: the whole configuration file."""
+
+    plugins: tuple[str, ...] = ()
+    """Plugins to enable, in the order their hooks are called."""
+    run_dir: Annotated[Path, FREE] = Path("runs/default")
+    """Folder for metrics, checkpoints and the report; one run at a time."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of initial weights, data order, dropout and sampling."""
+    model: ModelConfig
+    """The model to train."""
+    data: DataConfig
+    """Training and evaluation rows."""
+    batch_size: int = Field(default=32, gt=0)
+    """Samples per optimizer step, over all devices."""
+    steps: Annotated[int | None, OnResume.MAY_GROW] = Field(default=None, gt=0)
+    """Training steps; give this or `epochs`."""
+    epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
+    """Passes over the mixed training data; rounded up to whole batches, the last of which wraps into the next epoch."""
+    source: Annotated[ComponentConfig, Component("source")]
+    """Where batches come from."""
+    tokenization: Annotated[ComponentConfig, Component("tokenization")]
+    """How rows become tokens."""
+    collator: Annotated[ComponentConfig, Component("collator")]
+    """How samples are laid out in a batch."""
+    prefetch: Annotated[ComponentConfig, Component("prefetch")]
+    """When batches are built: on demand, or ahead of need."""
+    minibatches: Annotated[ComponentConfig, Component("minibatches")]
+    """How a batch is cut into optimizer steps."""
+    loss: Annotated[ComponentConfig, Component("loss")]
+    """The objective per token."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW settings."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning-rate schedule."""
+    backend: Annotated[ComponentConfig, Component("backend")]
+    """Where and how forward, backward and the optimizer run."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    trackers: Annotated[tuple[Annotated[ComponentConfig, Component("tracker")], ...], FREE] = ()
+    """Where metrics go besides RUN_DIR/metrics.jsonl and the terminal."""
+    report: Annotated[ReportConfig, FREE] = ReportConfig()
+    """The HTML report."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if (self.steps is None) == (self.epochs is None):
+            both = "both given" if self.steps is not None else "both missing"
+            yield Problem("steps", f"and 'epochs' are {both}. Set exactly one, for example `epochs: 3`.")
+
+    def total_steps(self, samples_per_epoch: int) -> int:
+        """Number of loop steps of this run for data with so many samples per epoch."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        # A billionth of a batch absorbs binary rounding of fractional epochs, e.g. 0.1 * 30 samples.
+        return max(1, math.ceil(self.epochs * samples_per_epoch / self.batch_size - 1e-9))

@@ -1,0 +1,1 @@
+"""dataset -> tokens -> order -> batch."""

@@ -1,0 +1,193 @@
+"""`TrainingBatch`: row-aligned columns, the one form in which data reaches a backend.
+
+Place on the way: collator -> TrainingBatch -> mini-batches -> backend. SFT and RL use the same columns; a padded batch is
+a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the methods
+here and nowhere else, so columns cannot go out of line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.data.ragged import Ragged
+
+TOKEN_COLUMNS: dict[str, torch.dtype] = {
+    "input_ids": torch.int64,
+    "segment_ids": torch.int32,
+    "position_ids": torch.int64,
+    "loss_weights": torch.float32,
+}
+"""Columns every batch has, `[rows, length]`, aligned to the token position."""
+
+OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
+    "rollout_logprobs": torch.float32,
+    "old_logprobs": torch.float32,
+    "reference_logprobs": torch.float32,
+    "values": torch.float32,
+    "rewards": torch.float32,
+    "advantages": torch.float32,
+    "token_versions": torch.int32,
+    "routed_experts": torch.int16,
+}
+"""Columns RL adds; `routed_experts` is `[rows, length, layers, top_k]`."""
+
+SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
+"""Ragged metadata, one value per segment: prompt uid (str), sample of the group, turn, tokens."""
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Rows of tokens with everything that belongs to them. Read-only; valid until `release()`.
+
+    tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS.
+        `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each segment.
+        `loss_weights[r, t]` weighs the loss on predicting the token AT t: 0 on prompts, on the first token of each
+        segment and on padding.
+    segments: column name -> Ragged with one value per segment, in segment order.
+    unit_ids: int64 [R]; rows with one unit id (preference pairs) stay in one micro-batch and on one rank.
+    is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
+    info: numbers about the layout for metrics, such as `packing/fill` in 0..1.
+    on_release: returns reused buffers to their owner.
+    """
+
+    tokens: Mapping[str, Tensor]
+    segments: Mapping[str, Ragged]
+    unit_ids: Tensor
+    is_padding_row: Tensor
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+    on_release: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens["input_ids"].shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.tokens["input_ids"].shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int(torch.count_nonzero(self.tokens["segment_ids"]))
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens with a loss weight other than 0."""
+        return int(torch.count_nonzero(self.tokens["loss_weights"]))
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64] | Tensor) -> TrainingBatch:
+        """The chosen rows in that order, every column included."""
+        index = np.asarray(rows, dtype=np.int64)
+        selector = torch.from_numpy(index)
+        return replace(
+            self,
+            tokens={name: column[selector] for name, column in self.tokens.items()},
+            segments={name: column.take(index) for name, column in self.segments.items()},
+            unit_ids=self.unit_ids[selector],
+            is_padding_row=self.is_padding_row[selector],
+            on_release=None,
+        )
+
+    def pad_rows(self, multiple: int) -> TrainingBatch:
+        """The same rows plus marked, weightless rows up to a multiple of `multiple` (also from 0 rows)."""
+        target = max(multiple, -(-self.num_rows // multiple) * multiple)
+        missing = target - self.num_rows
+        if missing == 0:
+            return self
+        first_unit = int(self.unit_ids.max()) + 1 if self.num_rows else 0
+        return replace(
+            self,
+            tokens={
+                name: torch.cat([column, column.new_zeros((missing, *column.shape[1:]))])
+                for name, column in self.tokens.items()
+            },
+            segments={name: column.append_empty(missing) for name, column in self.segments.items()},
+            unit_ids=torch.cat([self.unit_ids, torch.arange(first_unit, first_unit + missing)]),
+            is_padding_row=torch.cat([self.is_padding_row, torch.ones(missing, dtype=torch.bool)]),
+            on_release=None,
+        )
+
+    def without_padding_rows(self) -> TrainingBatch:
+        """The real rows only; the inverse of `pad_rows`."""
+        return self.take(torch.nonzero(~self.is_padding_row).flatten()) if bool(self.is_padding_row.any()) else self
+
+    def drop_padding_rows(self, values: Tensor) -> Tensor:
+        """`values` [R, ...] computed for this batch, without those of padding rows."""
+        assert values.shape[0] == self.num_rows, (values.shape, self.num_rows)
+        return values[~self.is_padding_row.to(values.device)]
+
+    def with_tokens(self, **columns: Tensor) -> TrainingBatch:
+        """A copy with token columns added or replaced, each `[R, L, ...]`."""
+        return replace(self, tokens={**self.tokens, **columns}, on_release=None)
+
+    @staticmethod
+    def concatenate(batches: Sequence[TrainingBatch]) -> TrainingBatch:
+        """The rows of all batches; shorter ones are padded on the right. Unit ids stay distinct between batches."""
+        length = max(batch.length for batch in batches)
+        offsets = np.cumsum([0] + [int(batch.unit_ids.max()) + 1 if batch.num_rows else 0 for batch in batches[:-1]])
+        first = batches[0]
+        assert all(batch.tokens.keys() == first.tokens.keys() for batch in batches), "batches have different columns"
+        return TrainingBatch(
+            tokens={
+                name: torch.cat([_widen(batch.tokens[name], length) for batch in batches]) for name in first.tokens
+            },
+            segments={name: Ragged.concatenate(batch.segments[name] for batch in batches) for name in first.segments},
+            unit_ids=torch.cat([batch.unit_ids + int(start) for batch, start in zip(batches, offsets, strict=True)]),
+            is_padding_row=torch.cat([batch.is_padding_row for batch in batches]),
+            info=first.info,
+        )
+
+    def release(self) -> None:
+        """Give the buffers back; no column may be read after this."""
+        if self.on_release is not None:
+            self.on_release()
+
+    def check(self) -> None:
+        """Assert the invariants of the class docstring; for tests and contract suites, not for every step."""
+        _check_columns(self)
+        _check_segments(self)
+
+
+def _widen(column: Tensor, length: int) -> Tensor:
+    missing = length - column.shape[1]
+    if missing == 0:
+        return column
+    return torch.cat([column, column.new_zeros((column.shape[0], missing, *column.shape[2:]))], dim=1)
+
+
+def _check_columns(batch: TrainingBatch) -> None:
+    shape = (batch.num_rows, batch.length)
+    for name, dtype in TOKEN_COLUMNS.items():
+        assert name in batch.tokens, f"column {name} is missing"
+        assert batch.tokens[name].dtype == dtype, (name, batch.tokens[name].dtype, dtype)
+    for name, column in batch.tokens.items():
+        assert tuple(column.shape[:2]) == shape, (name, tuple(column.shape), shape)
+        assert column.dtype == (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype), (name, column.dtype)
+    for name in SEGMENT_COLUMNS:
+        assert len(batch.segments[name]) == batch.num_rows, (name, len(batch.segments[name]), batch.num_rows)
+    assert batch.unit_ids.shape == (batch.num_rows,) and batch.unit_ids.dtype == torch.int64
+    assert batch.is_padding_row.shape == (batch.num_rows,) and batch.is_padding_row.dtype == torch.bool
+
+
+def _check_segments(batch: TrainingBatch) -> None:
+    segment_ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
+    weights = batch.tokens["loss_weights"]
+    assert bool((weights[segment_ids == 0] == 0).all()), "padding has loss"
+    for row in range(batch.num_rows):
+        lengths = batch.segments["length"][row]
+        assert bool(batch.is_padding_row[row]) == (len(lengths) == 0), f"row {row} has {len(lengths)} segments"
+        for segment, length in enumerate(lengths.tolist(), start=1):
+            (where,) = torch.nonzero(segment_ids[row] == segment, as_tuple=True)
+            assert len(where) == length, (row, segment, len(where), length)
+            start = int(where[0])
+            assert int(where[-1]) - start + 1 == length, f"row {row}: segment {segment} is not contiguous"
+            assert torch.equal(positions[row, where], torch.arange(length)), f"row {row}: positions do not restart"
+            assert float(weights[row, start]) == 0, f"row {row}: first token of segment {segment} has loss"
+        assert int(segment_ids[row].max()) == len(lengths)

@@ -1,0 +1,106 @@
+"""The errors a user can meet, and the near-miss suggestions in them.
+
+Every error that a user can cause is a `SpurlineError` whose text says where, what and the nearest fix. The command
+line prints that text without a traceback and exits with `exit_code`. A broken internal invariant is an assertion, not
+one of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class SpurlineError(Exception):
+    """Base of every expected failure. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UserError(SpurlineError):
+    """Something the user can fix before any training happens."""
+
+    exit_code = 2
+
+
+class DataError(UserError):
+    """A dataset, row or sample that cannot be used; the text names file, row and field."""
+
+
+class PluginError(UserError):
+    """A plugin that is missing, broken, or in conflict with another one."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer that cannot be loaded or that the chosen backend cannot train exactly."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is truncated, foreign, or made by an incompatible configuration."""
+
+
+class RunDirectoryError(UserError):
+    """A run directory that is in use, belongs to another run, or cannot be written."""
+
+
+class RunFailedError(SpurlineError):
+    """The run itself failed; what had been saved before is intact."""
+
+
+class NonFiniteLossError(RunFailedError):
+    """The loss or gradient norm became NaN or infinite; names the samples of that step."""
+
+
+class CheckpointWriteError(RunFailedError):
+    """A checkpoint could not be written (full disk, say); earlier checkpoints are intact."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    key: dotted path in the file, such as `collator.max_tokens`; empty for the file as a whole.
+    message: what is wrong and the nearest fix, as sentences.
+    """
+
+    key: str
+    message: str
+
+
+class ConfigError(UserError):
+    """All problems of one configuration at once.
+
+    Each line reads `FILE:LINE: KEY message`; the line number is left out where the format has none.
+    """
+
+    def __init__(self, problems: Sequence[Problem], origin: str = "config", lines: dict[str, int] | None = None):
+        self.problems = tuple(problems)
+        self.origin = origin
+        located = lines or {}
+        super().__init__("\n".join(self._render(problem, located) for problem in self.problems))
+
+    def _render(self, problem: Problem, lines: dict[str, int]) -> str:
+        line = _line_of(problem.key, lines)
+        place = f"{self.origin}:{line}" if line else self.origin
+        return f"{place}: {problem.key} {problem.message}" if problem.key else f"{place}: {problem.message}"
+
+
+def _line_of(key: str, lines: dict[str, int]) -> int | None:
+    """Line of `key`, or of the closest enclosing key that is written in the file."""
+    while key:
+        if key in lines:
+            return lines[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the closest known word, or an empty string when none is close."""
+    match = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names as one sorted, comma-separated line; `(none)` when there are none."""
+    return ", ".join(sorted(names)) or "(none)"

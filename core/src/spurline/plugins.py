@@ -1,0 +1,231 @@
+"""Find, check, order and load plugins, and call their hooks.
+
+A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. Only plugins that the
+config lists are imported. `PluginHost` is the typed facade over pluggy; one host exists per run and per process, and a
+child process builds its own from the plugin names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pluggy
+
+from spurline import hookspecs
+from spurline.config.section import Section
+from spurline.errors import PluginError, listing, suggestion
+from spurline.registry import CORE, ComponentRegistrar, Registry
+
+API_VERSION = 1
+"""Version of the plugin interface; a plugin states the one it was written for."""
+
+ENTRY_POINT_GROUP = "spurline.plugins"
+COMMAND_GROUP = "spurline.commands"
+BUILTIN_MODULE = "spurline.builtin.plugin"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plugin module declares as `PLUGIN`.
+
+    name: as in the config's `plugins` list and as the key of its config section.
+    api: plugin interface version it was written for, `spurline.plugins.API_VERSION` today.
+    config: Section subclass for the top-level key `name`, or None.
+    requires: plugins that must be listed too. conflicts: plugins that must not be.
+    """
+
+    name: str
+    api: int
+    config: type[Section] | None = None
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InstalledPlugin:
+    """A plugin as package metadata shows it, without importing it."""
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True)
+class LoadedPlugin:
+    """An enabled plugin."""
+
+    declaration: Plugin
+    module: ModuleType
+    distribution: str
+    version: str
+
+    @property
+    def hooks(self) -> list[str]:
+        """Names of the hooks it implements."""
+        return [name for name in _hook_names() if _is_hookimpl(getattr(self.module, name, None))]
+
+
+def installed_plugins() -> dict[str, InstalledPlugin]:
+    """Every installed plugin by name, read from package metadata alone.
+
+    Raises PluginError when two distributions install a plugin under one name.
+    """
+    found: dict[str, InstalledPlugin] = {}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        distribution = entry.dist.name if entry.dist is not None else "(unknown distribution)"
+        version = entry.dist.version if entry.dist is not None else "?"
+        plugin = InstalledPlugin(entry.name, entry.value, distribution, version)
+        rival = found.setdefault(entry.name, plugin)
+        if rival.distribution != distribution:
+            raise PluginError(
+                f"Two installed distributions provide the plugin '{entry.name}': {rival.distribution} and "
+                f"{distribution}. Uninstall one: pip uninstall {distribution}."
+            )
+    return found
+
+
+class PluginHost:
+    """The plugins of one run: their components in `registry`, their hooks as methods of `hooks`."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.plugins: dict[str, LoadedPlugin] = {}
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+
+    @property
+    def hooks(self) -> Any:
+        """Call a hook by keyword: `host.hooks.on_step_end(step=3, metrics={...})`."""
+        return self._manager.hook
+
+    @classmethod
+    def load(cls, names: Sequence[str], available: Mapping[str, InstalledPlugin] | None = None) -> PluginHost:
+        """Load core's own components and the named plugins, in order.
+
+        available: what is installed; read from package metadata when None.
+        Raises PluginError for a missing, incompatible or conflicting plugin.
+        """
+        host = cls()
+        core_version = importlib.metadata.version("spurline")
+        host._add(_import_plugin(InstalledPlugin(CORE, BUILTIN_MODULE, "spurline", core_version)))
+        known = installed_plugins() if available is None and names else dict(available or {})
+        for name in _checked_names(names, known):
+            host._add(_import_plugin(known[name]))
+        host._check_relations()
+        host._register()
+        return host
+
+    def attach(self, implementations: object, name: str) -> None:
+        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if unknown."""
+        self._manager.register(implementations, name)
+        self._check_hook_names()
+
+    def versions(self) -> dict[str, str]:
+        """Distribution name -> version of core and of every enabled plugin."""
+        return {plugin.distribution: plugin.version for plugin in self.plugins.values()}
+
+    def _add(self, plugin: LoadedPlugin) -> None:
+        self.plugins[plugin.declaration.name] = plugin
+
+    def _check_relations(self) -> None:
+        enabled = set(self.plugins) - {CORE}
+        for name, plugin in self.plugins.items():
+            for needed in plugin.declaration.requires:
+                if needed not in enabled:
+                    raise PluginError(
+                        f"Plugin '{name}' requires '{needed}'. Add it to the list: plugins: [{needed}, {name}]."
+                    )
+            for rival in plugin.declaration.conflicts:
+                if rival in enabled:
+                    raise PluginError(
+                        f"Plugins '{name}' and '{rival}' cannot be enabled together. Remove one from `plugins`."
+                    )
+
+    def _register(self) -> None:
+        # pluggy calls the last registered first, so registering in reverse makes list order the call order.
+        for name, plugin in reversed(list(self.plugins.items())):
+            self._manager.register(plugin.module, name)
+        self._check_hook_names()
+        modules = [plugin.module for plugin in self.plugins.values()]
+        for name, plugin in self.plugins.items():
+            others = [module for module in modules if module is not plugin.module]
+            call = self._manager.subset_hook_caller("register_components", remove_plugins=others)
+            call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
+
+    def _check_hook_names(self) -> None:
+        try:
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            names = _hook_names()
+            unknown = [
+                name
+                for name, implementation in vars(error.plugin).items()
+                if _is_hookimpl(implementation) and name not in names
+            ]
+            hint = suggestion(unknown[0], names) if unknown else ""
+            raise PluginError(
+                f"Plugin '{self._manager.get_name(error.plugin)}' implements an unknown hook "
+                f"'{', '.join(unknown)}'.{hint} Hooks: {listing(names)}."
+            ) from error
+
+
+def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise PluginError(f"plugins lists '{name}' twice. Remove one.")
+        if name not in known:
+            raise PluginError(
+                f"Plugin '{name}' is not installed.{suggestion(name, known)} Installed: {listing(known)}. "
+                f"Official ones install with: pip install spurline-{name.replace('_', '-')}."
+            )
+        yield name
+
+
+def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
+    where = f"Plugin '{installed.name}' ({installed.distribution} {installed.version}, module {installed.module})"
+    try:
+        module = importlib.import_module(installed.module)
+    except Exception as error:
+        raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    declaration = getattr(module, "PLUGIN", None)
+    if not isinstance(declaration, Plugin):
+        raise PluginError(f"{where} defines no `PLUGIN = Plugin(name, api={API_VERSION}, ...)` from spurline.plugins.")
+    if declaration.name != installed.name:
+        raise PluginError(f"{where} declares the name '{declaration.name}'; entry point and PLUGIN must agree.")
+    if declaration.api != API_VERSION:
+        newer = "Upgrade spurline" if declaration.api > API_VERSION else "Upgrade the plugin"
+        raise PluginError(
+            f"{where} was written for plugin interface {declaration.api}, this spurline has {API_VERSION}. {newer}."
+        )
+    return LoadedPlugin(declaration, module, installed.distribution, installed.version)
+
+
+def _hook_names() -> list[str]:
+    return [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
+
+
+def _is_hookimpl(value: object) -> bool:
+    return hasattr(value, f"{hookspecs.PROJECT}_impl")
+
+
+@dataclass
+class CommandEntry:
+    """A subcommand that an installed plugin adds to `spurline`, imported only when invoked."""
+
+    name: str
+    distribution: str
+    load: Any = field(repr=False)
+
+
+def installed_commands() -> dict[str, CommandEntry]:
+    """Subcommands of installed plugins, by name, from metadata alone."""
+    return {
+        entry.name: CommandEntry(entry.name, entry.dist.name if entry.dist else "?", entry.load)
+        for entry in importlib.metadata.entry_points(group=COMMAND_GROUP)
+    }

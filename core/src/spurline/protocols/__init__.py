@@ -1,0 +1,1 @@
+"""One small file per component kind: what an implementation must provide."""

@@ -1,0 +1,79 @@
+"""Kind `backend`: where forward, backward and the optimizer run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from spurline.data.batch import TrainingBatch
+    from spurline.protocols.loss import Objective
+
+Role = Literal["policy", "reference", "critic"]
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over loss tokens, to be divided by whoever joins several batches.
+
+    loss: sum of weight * loss, in nats. weight: sum of weights. tokens: number of loss tokens.
+    """
+
+    loss: float
+    weight: float
+    tokens: int
+
+
+class Backend(Protocol):
+    """Hold a model and its optimizer, on however many ranks, behind one object.
+
+    Factory: `Class(config, run=RunConfig, total_updates=int)`: `run` gives the sections model, optimizer, schedule and
+    seed; `total_updates` the optimizer steps of the whole run. Its config class derives from
+    `spurline.protocols.backend_config.BackendConfig`, which gives the parallel layout without loading anything.
+    Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
+    """
+
+    def update(self, batch: TrainingBatch, objective: Objective) -> Mapping[str, float]:
+        """One optimizer step on all rows of a mini-batch; micro-batching, accumulation and clipping happen inside.
+
+        Returns `loss` (weighted sum / normalizer, nats), `grad_norm` (before clipping), `lr`, the loss's own metrics
+        and `time/forward_backward`, `time/optimizer` in seconds.
+        Raises NonFiniteLossError before anything changed when loss or gradient norm is not finite.
+        """
+        ...
+
+    def gradients(self, batch: TrainingBatch, objective: Objective) -> Iterator[tuple[str, Tensor]]:
+        """(hf_name, gradient) of the same objective, on CPU, unclipped, leaving weights and optimizer untouched."""
+        ...
+
+    def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
+        """Loss sums without gradients, in evaluation mode; `objective.normalizer` is not applied."""
+        ...
+
+    def logprobs(self, batch: TrainingBatch, role: Role = "policy") -> Tensor:
+        """float32 [R, L] on CPU: logprob of the token at each position with loss weight, 0 elsewhere; padding rows dropped."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        """Greedy continuations, one per prompt, end-of-sequence token included when it was produced."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(hf_name, tensor) for publishing and export; adapters merged, tied weights once. Consume one at a time."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit."""
+        ...
+
+    def close(self) -> None:
+        """End all processes and free device memory."""
+        ...

@@ -1,0 +1,58 @@
+"""Kind `collator`: tokenized samples are laid out as one TrainingBatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from spurline.data.batch import TrainingBatch
+    from spurline.data.token_store import TokenView
+    from spurline.rl.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """What a backend's parallelism asks of a batch.
+
+    data, tensor, context, pipeline: sizes of the parallel groups. fp8: whether matrices run in FP8.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    fp8: bool = False
+
+    @property
+    def align_to(self) -> int:
+        """Each segment's length is rounded up to a multiple of this."""
+        base = 2 * self.tensor * self.context if self.context > 1 else self.tensor
+        return math.lcm(base, 16 * self.context) if self.fp8 else base
+
+
+class Collator(Protocol):
+    """Lay tokenized samples out as one TrainingBatch.
+
+    Factory: `Class(config, pad_token_id=int, layout=ParallelLayout)`.
+    Deterministic for equal inputs and without state between calls, so it may run on another thread. Padding has
+    `input_ids` = pad_token_id and zero in every other column. Rows are a multiple of `layout.data`, rank by rank.
+    `info` has `packing/fill` (real tokens / all positions). Raises DataError naming a sample that cannot fit.
+    """
+
+    def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
+        """One batch with all samples, each in exactly one segment. training: False for evaluation batches."""
+        ...
+
+
+class RolloutCollator(Protocol):
+    """Lay trajectories out as one TrainingBatch, one segment per turn. Factory as for Collator.
+
+    Token columns beyond the four standard ones are present iff every turn has the data for them.
+    """
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        """One batch with all turns of all trajectories, in order."""
+        ...

@@ -1,0 +1,62 @@
+"""Kind `loss`: a token loss as a pure function of logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLossInputs:
+    """What a loss sees: the N positions of a micro-batch that carry loss, flattened, whole segments together.
+
+    logprobs: [N], differentiable, of the token at each position under the model being trained.
+    segment_index: int64 [N], which segment of the micro-batch each position is in, from 0.
+    num_segments: number of segments in the micro-batch.
+    columns: batch columns gathered at those positions, each [N]: `advantages`, `rollout_logprobs`, ...
+    entropy: [N], differentiable, when the loss asked for it; else None.
+    """
+
+    logprobs: Tensor
+    segment_index: Tensor
+    num_segments: int
+    columns: Mapping[str, Tensor]
+    entropy: Tensor | None = None
+
+
+class Loss(Protocol):
+    """Loss per token.
+
+    Factory: `Class(config)`. Pure and device-free: tensors in, tensors out, on whatever device they are.
+    A token's loss may depend on its own segment only, so that gradients do not depend on how rows were cut.
+    """
+
+    needs: frozenset[str]
+    """What must be provided besides `logprobs`: column names, and `entropy`."""
+
+    def token_loss(self, inputs: TokenLossInputs) -> Tensor:
+        """[N] losses; the backend sums weight * loss over the step and divides by the step's normaliser."""
+        ...
+
+    def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        """Named [N] values to report as their weighted mean over the step; empty when there are none. No gradient."""
+        ...
+
+    def describe(self) -> str:
+        """The objective in words, one sentence, for `spurline plan`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a backend minimises in one optimizer step: sum over tokens of w_t * l_t, divided by `normalizer`.
+
+    loss: the token loss. normalizer: Z, fixed once for the whole optimizer step over all ranks; > 0.
+    """
+
+    loss: Loss
+    normalizer: float

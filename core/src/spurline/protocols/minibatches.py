@@ -1,0 +1,24 @@
+"""Kind `minibatches`: cut a batch into optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from spurline.data.batch import TrainingBatch
+
+
+class MiniBatches(Protocol):
+    """Cut a batch into the mini-batches of its optimizer steps.
+
+    Factory: `Class(config, layout=ParallelLayout)`. Rows with one unit id stay together.
+    """
+
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that every batch takes; the same for each batch, so that LR schedules cannot drift."""
+        ...
+
+    def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
+        """`steps_per_batch()` mini-batches in training order, each padded to the data-parallel size."""
+        ...

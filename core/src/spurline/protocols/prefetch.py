@@ -1,0 +1,36 @@
+"""Kind `prefetch`: decide when the batch of a step is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from spurline.data.batch import TrainingBatch
+
+
+class Prefetch(Protocol):
+    """Serve the batches of consecutive steps, built by `build(step)`.
+
+    Factory: `Class(config, build=Callable[[int], TrainingBatch], last_step=int)`. `build` is a pure function of the step.
+    The served batches are the same for every implementation; only the time of building differs.
+    """
+
+    def start(self, step: int) -> None:
+        """Begin at this step (1-based); whatever was built for other steps is discarded."""
+        ...
+
+    def next(self, step: int) -> TrainingBatch:
+        """The batch of this step; steps are asked for in order. An error of `build(step)` is raised here."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the batch last served, such as `time/collate_wait` in seconds."""
+        ...
+
+    def close(self) -> None:
+        """Stop all work; no thread is alive afterwards. Never raises for a batch that was not asked for."""
+        ...
+
+
+BuildBatch = Callable[[int], "TrainingBatch"]

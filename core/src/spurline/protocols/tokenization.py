@@ -1,0 +1,47 @@
+"""Kind `tokenization`: dataset rows become a TokenStore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import DatasetConfig
+    from spurline.data.token_store import TokenStore
+    from spurline.protocols.dataset import Dataset
+
+
+@dataclass(frozen=True)
+class DatasetToTokenize:
+    """A dataset with the settings that say how its rows are read."""
+
+    dataset: Dataset
+    config: DatasetConfig
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The usable samples, and how many were left out or cut and why.
+
+    dropped: reason -> samples left out. truncated: samples cut to `max_length`.
+    examples: reason -> location of the first sample it happened to.
+    """
+
+    store: TokenStore
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    truncated: int = 0
+    examples: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class Tokenization(Protocol):
+    """Tokenize rows and decide which tokens carry loss.
+
+    Factory: `Class(config, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`.
+    Samples keep the order of the datasets and rows. Deterministic. Every implementation gives the same store for the
+    same input. Raises DataError naming file, row and field of a malformed row unless its dataset says `on_bad_row: skip`.
+    """
+
+    def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
+        """All samples of all datasets. A sample without a loss token is left out and counted."""
+        ...

@@ -1,0 +1,41 @@
+"""Kind `tracker`: a place that metrics are sent to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker is told at the start.
+
+    run_dir: the run's folder. resume_step: last step kept from an earlier attempt, 0 in a new run.
+    total_steps: steps of the whole run. config: every setting as plain values.
+    """
+
+    run_dir: Path
+    resume_step: int
+    total_steps: int
+    config: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """Receive metrics on the loop's thread.
+
+    Factory: `Class(config)`. Raises ConfigError in the factory when its optional library is missing.
+    """
+
+    def start(self, info: RunInfo) -> None:
+        """Called before the first step; drop whatever was logged after `info.resume_step`."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of one finished step, evaluation included. Durable on return for the JSONL tracker."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...

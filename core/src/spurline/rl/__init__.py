@@ -1,0 +1,1 @@
+"""prompts -> rollouts -> rewards -> advantages -> batch -> weight sync."""

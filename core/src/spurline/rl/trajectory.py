@@ -1,0 +1,61 @@
+"""The records of reinforcement learning: what was asked, generated, and how it was rewarded.
+
+Place on the way: environment -> Trajectory -> Group (with rewards) -> advantages -> rollouts collator -> TrainingBatch.
+Plain data; no torch, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of the model: the tokens it saw and the tokens it wrote.
+
+    prompt_ids: int32 [P], the whole context. response_ids: int32 [A], what the model produced, stop token included.
+    logprobs: float32 [A], of the distribution sampled from, or None. versions: int32 [A], weight version per token, or None.
+    loss_mask: uint8 [A], 0 where a response token is not trained. advantages, rewards: float32 [A] or None.
+    routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32] | None = None
+    versions: NDArray[np.int32] | None = None
+    rewards: NDArray[np.float32] | None = None
+    advantages: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.int16] | None = None
+    finish_reason: FinishReason = "stop"
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One attempt at a prompt: its turns in order and its reward terms.
+
+    uid: the prompt's uid. sample: which of the group's attempts this is, from 0.
+    rewards: named terms, before weights. info: anything the environment wants to log.
+    """
+
+    uid: str
+    sample: int
+    turns: tuple[Turn, ...]
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Group:
+    """All attempts at one prompt. draw: position of the prompt in the endless data order."""
+
+    uid: str
+    draw: int
+    trajectories: tuple[Trajectory, ...]

@@ -1,0 +1,1 @@
+"""The contract kit that ships to plugin authors: subclass a suite, provide your component, run pytest."""

@@ -1,0 +1,1 @@
+"""Loaded by pytest wherever spurline is installed."""
