@@ -128,15 +128,17 @@ def _yaml() -> YAML:
 
 
 def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
+    items: list[tuple[str, Any, Any]]
     if isinstance(node, CommentedMap):
-        items = [(str(key), key, child) for key, child in node.items()]
+        items = [(str(key), key, child) for key, child in cast("dict[Any, Any]", node).items()]
     elif isinstance(node, CommentedSeq):
-        items = [(str(index), index, child) for index, child in enumerate(node)]
+        items = [(str(index), index, child) for index, child in enumerate(cast("list[Any]", node))]
     else:
         return
+    places: dict[Any, Any] = cast("Any", node).lc.data or {}
     for name, key, child in items:
         path = f"{prefix}.{name}" if prefix else name
-        position = node.lc.data.get(key) if node.lc.data else None
+        position = places.get(key)
         if position is not None:
             lines[path] = int(position[0]) + 1
         _collect_lines(child, path, lines)

@@ -50,10 +50,7 @@ def load_config(
     available: installed plugins; read from package metadata when None.
     Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
     """
-    if isinstance(source, Mapping):
-        document = Document("config", dict(source))
-    else:
-        document = read_document(Path(source))
+    document = Document("config", dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
     apply_overrides(document, overrides)
     host = PluginHost.load(_plugin_names(document), available)
     model = config_model(host)

@@ -1,7 +1,7 @@
 """`TrainingBatch`: row-aligned columns, the one form in which data reaches a backend.
 
-Place on the way: collator -> TrainingBatch -> mini-batches -> backend. SFT and RL use the same columns; a padded batch is
-a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the methods
+Place on the way: collator -> TrainingBatch -> mini-batches -> backend. SFT and RL use the same columns; a padded batch
+is a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the methods
 here and nowhere else, so columns cannot go out of line.
 """
 
@@ -47,7 +47,7 @@ class TrainingBatch:
     """Rows of tokens with everything that belongs to them. Read-only; valid until `release()`.
 
     tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS.
-        `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each segment.
+        `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each.
         `loss_weights[r, t]` weighs the loss on predicting the token AT t: 0 on prompts, on the first token of each
         segment and on padding.
     segments: column name -> Ragged with one value per segment, in segment order.
@@ -172,8 +172,9 @@ def _check_columns(batch: TrainingBatch) -> None:
         assert column.dtype == (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype), (name, column.dtype)
     for name in SEGMENT_COLUMNS:
         assert len(batch.segments[name]) == batch.num_rows, (name, len(batch.segments[name]), batch.num_rows)
-    assert batch.unit_ids.shape == (batch.num_rows,) and batch.unit_ids.dtype == torch.int64
-    assert batch.is_padding_row.shape == (batch.num_rows,) and batch.is_padding_row.dtype == torch.bool
+    for column, dtype in ((batch.unit_ids, torch.int64), (batch.is_padding_row, torch.bool)):
+        assert column.shape == (batch.num_rows,), (tuple(column.shape), batch.num_rows)
+        assert column.dtype == dtype, (column.dtype, dtype)
 
 
 def _check_segments(batch: TrainingBatch) -> None:

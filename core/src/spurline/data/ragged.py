@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Ragged:
-    """values: [V], any dtype (object for strings). offsets: int64 [R + 1]; row r is values[offsets[r]:offsets[r + 1]]."""
+    """A ragged column.
+
+    values: [V], any dtype (object for strings). offsets: int64 [R + 1]; row r is values[offsets[r]:offsets[r + 1]].
+    """
 
     values: NDArray[Any]
     offsets: NDArray[np.int64]

@@ -55,7 +55,10 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy") -> Tensor:
-        """float32 [R, L] on CPU: logprob of the token at each position with loss weight, 0 elsewhere; padding rows dropped."""
+        """Logprob of the token at each position with loss weight, 0 elsewhere: float32 [R, L] on CPU.
+
+        Padding rows are dropped, so R counts real rows only.
+        """
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class Prefetch(Protocol):
     """Serve the batches of consecutive steps, built by `build(step)`.
 
-    Factory: `Class(config, build=Callable[[int], TrainingBatch], last_step=int)`. `build` is a pure function of the step.
-    The served batches are the same for every implementation; only the time of building differs.
+    Factory: `Class(config, build=Callable[[int], TrainingBatch], last_step=int)`. `build` is a pure function of the
+    step. The served batches are the same for every implementation; only the time of building differs.
     """
 
     def start(self, step: int) -> None:

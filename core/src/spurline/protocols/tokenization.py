@@ -39,7 +39,7 @@ class Tokenization(Protocol):
 
     Factory: `Class(config, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`.
     Samples keep the order of the datasets and rows. Deterministic. Every implementation gives the same store for the
-    same input. Raises DataError naming file, row and field of a malformed row unless its dataset says `on_bad_row: skip`.
+    same input. Raises DataError naming file, row and field of a malformed row, unless `on_bad_row: skip`.
     """
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:

@@ -21,7 +21,8 @@ class Turn:
     """One call of the model: the tokens it saw and the tokens it wrote.
 
     prompt_ids: int32 [P], the whole context. response_ids: int32 [A], what the model produced, stop token included.
-    logprobs: float32 [A], of the distribution sampled from, or None. versions: int32 [A], weight version per token, or None.
+    logprobs: float32 [A], of the distribution sampled from, or None.
+    versions: int32 [A], weight version per token, or None.
     loss_mask: uint8 [A], 0 where a response token is not trained. advantages, rewards: float32 [A] or None.
     routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
     """
