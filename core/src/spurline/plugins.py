@@ -1,8 +1,8 @@
 """Find, check, order and load plugins, and call their hooks.
 
 A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. Only plugins that
-the config lists are imported. `PluginHost` is the typed facade over pluggy; one host exists per run and per process, and a
-child process builds its own from the plugin names.
+the config lists are imported. `PluginHost` is the typed facade over pluggy; one host exists per run and per process,
+and a child process builds its own from the plugin names.
 """
 
 from __future__ import annotations

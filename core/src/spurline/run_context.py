@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
     from spurline.config.run_config import RunConfig
     from spurline.plugins import PluginHost
-    from spurline.protocols.backend import Backend
     from spurline.protocols.collator import ParallelLayout
 
 
@@ -19,12 +18,12 @@ class SourceContext:
     """Everything a source may build on.
 
     host: enabled plugins; create further components with `host.registry.create(kind, config, ...)`, fire hooks with
-    `host.hooks`. layout: what the backend's parallelism asks of batches. backend: None under `spurline plan`, which
-    builds sources to look at their data but never trains.
+    `host.hooks`. layout: what the backend's parallelism asks of batches. row_limit: look at no more rows than this of
+    each dataset (`spurline plan` on large data); None reads all.
     """
 
     config: RunConfig
     host: PluginHost
     tokenizer: PreTrainedTokenizerBase
     layout: ParallelLayout
-    backend: Backend | None
+    row_limit: int | None = None

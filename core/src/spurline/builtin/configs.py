@@ -17,7 +17,7 @@ class HfDatasetConfig(DatasetConfig):
     """Rows that Hugging Face `datasets` can load: local files and folders, or a hub name."""
 
     name: str = "hf"
-    path: str = Field(min_length=1)
+    path: Annotated[str, OnResume.FREE] = Field(min_length=1)
     """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
@@ -140,6 +140,11 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+
+    def estimate_memory(self, run: RunConfig, tokens: int) -> dict[str, int]:
+        from spurline.builtin.local.memory import estimate_memory  # imports torch, which a config must not
+
+        return estimate_memory(run, self, min(tokens, self.max_tokens_per_microbatch or tokens))
 
 
 class JsonlTrackerConfig(ComponentConfig):

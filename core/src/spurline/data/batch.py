@@ -1,8 +1,8 @@
 """`TrainingBatch`: row-aligned columns, the one form in which data reaches a backend.
 
 Place on the way: collator -> TrainingBatch -> mini-batches -> backend. SFT and RL use the same columns; a padded batch
-is a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the methods
-here and nowhere else, so columns cannot go out of line.
+is a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the
+methods here and nowhere else, so columns cannot go out of line.
 """
 
 from __future__ import annotations

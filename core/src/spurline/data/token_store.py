@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 
@@ -40,6 +41,13 @@ class TokenStore:
     def sizes(self) -> tuple[int, ...]:
         """Number of samples from each dataset, in the order of `labels`."""
         return tuple(np.bincount(self.source, minlength=len(self.labels)).tolist())
+
+    def fingerprint(self) -> str:
+        """Hex digest of everything training can see: tokens, masks, offsets. A mapped store may know it already."""
+        digest = xxhash.xxh3_128()
+        for array in (self.tokens, self.loss_mask, self.offsets, self.source):
+            digest.update(np.ascontiguousarray(array).view(np.uint8))
+        return digest.hexdigest()
 
     def uid(self, index: int) -> str:
         """Name of a sample for people: `LABEL:ROW`, the row counted from 0 in its dataset."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from spurline.config.section import ComponentConfig
 from spurline.protocols.collator import ParallelLayout
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
 
 
 class BackendConfig(ComponentConfig):
@@ -12,3 +17,7 @@ class BackendConfig(ComponentConfig):
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
+
+    def estimate_memory(self, run: RunConfig, tokens: int) -> dict[str, int]:
+        """Bytes on the fullest device by part, for a step of so many tokens; empty when nothing is known."""
+        return {}

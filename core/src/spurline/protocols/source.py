@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 class BatchSource(Protocol):
     """Supply one TrainingBatch per loop step.
 
-    Factory: `Class(config, context=SourceContext)`; see `spurline.run_context.SourceContext`.
+    Factory: `Class(config, context=SourceContext)`; see `spurline.run_context.SourceContext`. It reads its data there,
+    but starts nothing. A source with state between steps also implements `Stateful`; its state may hold a fingerprint
+    of the data, so that a resume on other data is refused.
     """
 
     total_steps: int
@@ -21,6 +23,14 @@ class BatchSource(Protocol):
 
     pure: bool
     """True when `build(step)` is a pure function of (config, step), so that it may run ahead on another thread."""
+
+    def summary(self) -> Mapping[str, object]:
+        """JSON-able facts about the data for `spurline plan` and the report; see `spurline.data.summary`."""
+        ...
+
+    def start(self, step: int, backend: Backend) -> None:
+        """Called once, after the checkpoint was loaded, before the batch of `step` (the first to run) is built."""
+        ...
 
     def build(self, step: int) -> TrainingBatch:
         """The batch of this 1-based step."""
@@ -32,14 +42,6 @@ class BatchSource(Protocol):
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
         """Called after the update of a step; RL publishes weights here. Returns metrics."""
-        ...
-
-    def state_dict(self) -> dict[str, object]:
-        """JSON-able state for the checkpoint; empty for a pure source."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Restore what `state_dict` returned."""
         ...
 
     def close(self) -> None:

@@ -13,13 +13,15 @@ class RunInfo:
     """What a tracker is told at the start.
 
     run_dir: the run's folder. resume_step: last step kept from an earlier attempt, 0 in a new run.
-    total_steps: steps of the whole run. config: every setting as plain values.
+    total_steps: steps of the whole run. config: every setting as plain values. notes: lines about the start that a
+    person should see: what was resumed, how many samples there are, what was left out and why.
     """
 
     run_dir: Path
     resume_step: int
     total_steps: int
     config: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 class Tracker(Protocol):
@@ -33,7 +35,11 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of one finished step, evaluation included. Durable on return for the JSONL tracker."""
+        """Metrics of one finished step, evaluation included."""
+        ...
+
+    def flush(self) -> None:
+        """Make everything logged so far durable; called before each checkpoint, which covers those steps."""
         ...
 
     def close(self) -> None:

@@ -1,1 +1,54 @@
-"""The contract kit that ships to plugin authors: subclass a suite, provide your component, run pytest."""
+"""The contract kit that ships to plugin authors: subclass a suite, provide your component, run pytest.
+
+    from spurline.testing import CollatorContract
+
+    class TestMyCollator(CollatorContract):
+        def make_collator(self, pad_token_id, layout):
+            return MyCollator(MyConfig(), pad_token_id=pad_token_id, layout=layout)
+
+Names are imported on first use, so that importing this package in a conftest costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spurline.testing.backend_contract import BackendContract as BackendContract
+    from spurline.testing.collator_contract import CollatorContract as CollatorContract
+    from spurline.testing.collator_contract import RolloutCollatorContract as RolloutCollatorContract
+    from spurline.testing.data import make_store as make_store
+    from spurline.testing.data import make_trajectories as make_trajectories
+    from spurline.testing.loss_contract import LossContract as LossContract
+    from spurline.testing.minibatches_contract import MiniBatchesContract as MiniBatchesContract
+    from spurline.testing.models import write_tiny_model as write_tiny_model
+    from spurline.testing.observer_contracts import ReportPanelContract as ReportPanelContract
+    from spurline.testing.observer_contracts import TrackerContract as TrackerContract
+    from spurline.testing.plugin_contract import PluginContract as PluginContract
+    from spurline.testing.prefetch_contract import PrefetchContract as PrefetchContract
+    from spurline.testing.tokenization_contract import TokenizationContract as TokenizationContract
+
+_HOMES = {
+    "BackendContract": "backend_contract",
+    "CollatorContract": "collator_contract",
+    "LossContract": "loss_contract",
+    "MiniBatchesContract": "minibatches_contract",
+    "PluginContract": "plugin_contract",
+    "PrefetchContract": "prefetch_contract",
+    "ReportPanelContract": "observer_contracts",
+    "RolloutCollatorContract": "collator_contract",
+    "TokenizationContract": "tokenization_contract",
+    "TrackerContract": "observer_contracts",
+    "make_store": "data",
+    "make_trajectories": "data",
+    "write_tiny_model": "models",
+}
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'spurline.testing' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"spurline.testing.{_HOMES[name]}"), name)

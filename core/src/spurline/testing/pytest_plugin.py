@@ -1,1 +1,34 @@
-"""Loaded by pytest wherever spurline is installed."""
+"""Fixtures for plugin authors, loaded by pytest wherever spurline is installed. Imports nothing heavy by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def spurline_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a two-layer Qwen3 with random weights and a byte-level chat tokenizer."""
+    from spurline.testing.models import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("spurline-tiny-model"))
+
+
+@pytest.fixture
+def spurline_chat_file(tmp_path: Path) -> Path:
+    """A chat JSONL file of 64 short rows."""
+    import json
+
+    path = tmp_path / "chat.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {number}"},
+                {"role": "assistant", "content": str(number) * (1 + number % 5)},
+            ]
+        }
+        for number in range(64)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

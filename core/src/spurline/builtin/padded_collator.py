@@ -1,0 +1,36 @@
+"""Collator `padded`: one sample per row. The readable reference."""
+
+from __future__ import annotations
+
+import math
+
+from spurline.builtin.configs import PaddedCollatorConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.layout import Segment, lay_out
+from spurline.data.packing import round_up, spread_over_ranks
+from spurline.data.token_store import TokenView
+from spurline.protocols.collator import ParallelLayout
+
+
+class PaddedCollator:
+    """Rows are as long as the longest sample, rounded up; shorter ones are filled on `pad_side`."""
+
+    def __init__(self, config: PaddedCollatorConfig, pad_token_id: int, layout: ParallelLayout) -> None:
+        self._config = config
+        self._pad_token_id = pad_token_id
+        self._layout = layout
+
+    def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
+        longest = max((int(length) for length in samples.lengths()), default=0)
+        length = round_up(max(longest, 1), math.lcm(self._config.pad_to_multiple_of, self._layout.align_to))
+        rows = spread_over_ranks([[position] for position in range(len(samples))], self._layout.data)
+        return lay_out(
+            [[self._segment(samples, position, length) for position in row] for row in rows],
+            length,
+            self._pad_token_id,
+        )
+
+    def _segment(self, samples: TokenView, position: int, length: int) -> Segment:
+        tokens = samples.tokens(position)
+        start = length - len(tokens) if self._config.pad_side == "left" else 0
+        return Segment(tokens, samples.loss_mask(position), start, samples.uid(position))

@@ -1,0 +1,63 @@
+"""Source `sft`: tokenized samples, in an order that depends only on seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spurline.builtin.configs import SftSourceConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.order import DataOrder
+from spurline.data.reading import open_datasets, tokenize
+from spurline.data.summary import summarize
+from spurline.data.tokenizer import pad_token_id
+from spurline.errors import CheckpointError
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import Collator
+from spurline.run_context import SourceContext
+
+
+class SftSource:
+    """The batch of a step is a pure function of (config, step), so nothing is carried from step to step."""
+
+    pure = True
+
+    def __init__(self, config: SftSourceConfig, context: SourceContext) -> None:
+        run, registry = context.config, context.host.registry
+        self._batch_size = run.batch_size
+        self._datasets = open_datasets(run.data.train, registry, context.row_limit)
+        self._tokenized = tokenize(self._datasets, run, registry, context.tokenizer)
+        weights = [dataset.weight for dataset in run.data.train]
+        self._order = DataOrder(self._tokenized.store.sizes(), weights, run.seed, shuffle=run.data.shuffle)
+        self._collator: Collator = registry.create(
+            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
+        )
+        self.total_steps = run.total_steps(self._order.samples_per_epoch)
+
+    def summary(self) -> Mapping[str, object]:
+        return {**summarize(self._tokenized), "samples_per_epoch": self._order.samples_per_epoch}
+
+    def start(self, step: int, backend: Backend) -> None:
+        """Nothing to start."""
+
+    def build(self, step: int) -> TrainingBatch:
+        indices = self._order.batch(step, self._batch_size)
+        return self._collator.collate(self._tokenized.store.view(indices), training=True)
+
+    def epoch(self, step: int) -> float:
+        return step * self._batch_size / self._order.samples_per_epoch
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, object]:
+        return {"data": self._tokenized.store.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        if state.get("data") != self._tokenized.store.fingerprint():
+            raise CheckpointError(
+                "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed "
+                "file, tokenizer or chat template). Restore them, or start anew with another run_dir."
+            )
+
+    def close(self) -> None:
+        """Nothing to stop."""

@@ -1,0 +1,216 @@
+"""The `spurline` command: parse, build, run.
+
+Heavy libraries are imported inside the commands that need them, so that `--help` and config errors answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from spurline.errors import SpurlineError, UserError, listing, suggestion
+
+if TYPE_CHECKING:
+    from spurline.config.loading import LoadedConfig
+    from spurline.run import RunResult
+
+ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
+RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. optimizer.learning_rate=1e-4."),
+]
+
+
+class CommandGroup(typer.core.TyperGroup):
+    """Core's commands and those of installed plugins, which are imported only when invoked."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        from spurline.plugins import installed_commands
+
+        return [*super().list_commands(ctx), *sorted(installed_commands())]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        from spurline.plugins import installed_commands
+
+        entry = installed_commands().get(cmd_name)
+        if entry is None:
+            known = self.list_commands(ctx)
+            raise UserError(
+                f"spurline has no command '{cmd_name}'.{suggestion(cmd_name, known)} Commands: {listing(known)}."
+            )
+        return typer.main.get_command(entry.load())
+
+
+app = typer.Typer(
+    cls=CommandGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+plugins_app = typer.Typer(cls=typer.core.TyperGroup, invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(plugins_app, name="plugins", help="List plugins, and check that they work together.")
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
+) -> None:
+    """Spurline: LLM post-training with one loop, strict config and exact resume."""
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint folder.")] = "auto",
+) -> None:
+    """Train, or continue training, what the config describes."""
+    loaded = _load(config, overrides)
+    from spurline.run import Run
+
+    result = Run(loaded, resume).train()
+    _print_result(result)
+    if result.signal is not None:
+        raise typer.Exit(128 + result.signal)
+
+
+@app.command()
+def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
+    """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
+    loaded = _load(config, overrides)
+    from spurline.planning import make_plan
+
+    made = make_plan(loaded)
+    for heading, lines in made.sections.items():
+        typer.echo(f"{heading}:")
+        for line in lines:
+            typer.echo(f"  {line}")
+    for problem in made.problems:
+        typer.echo(f"Error: {problem}", err=True)
+    if made.problems:
+        raise typer.Exit(2)
+    typer.echo(f"No problems found. Train with: spurline train {config}")
+
+
+@plugins_app.callback()
+def plugins(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="Also show what the plugins enabled in this config provide.")
+    ] = None,
+) -> None:
+    """List installed plugins from package metadata, and what the enabled ones provide."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from spurline.plugin_listing import enabled_lines, installed_lines
+
+    lines = enabled_lines(_load(config, None)) if config is not None else installed_lines()
+    typer.echo("\n".join(lines))
+
+
+@plugins_app.command()
+def doctor() -> None:
+    """Import every installed plugin, alone and together, and report what does not work. Exit code 2 on any problem."""
+    from spurline.plugin_listing import diagnose
+
+    lines, healthy = diagnose()
+    typer.echo("\n".join(lines))
+    if not healthy:
+        raise typer.Exit(2)
+
+
+@app.command()
+def report(run_dir: RunDirArgument) -> None:
+    """Write RUN_DIR/report.html from the metrics so far; works while the run is going on."""
+    from spurline.report.writing import write_run_report
+    from spurline.run_directory import RunDirectory
+
+    typer.echo(write_run_report(_load_run(run_dir), RunDirectory(run_dir)))
+
+
+@app.command()
+def export(
+    run_dir: RunDirArgument,
+    out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder; default is the latest of the run.")
+    ] = None,
+) -> None:
+    """Write a Hugging Face model folder from a run's checkpoint."""
+    loaded = _load_run(run_dir)
+    from spurline.export import export_run
+
+    typer.echo(export_run(loaded, out, checkpoint))
+
+
+@app.command()
+def schema(
+    with_plugin: Annotated[list[str] | None, typer.Option("--plugin", help="Include this plugin's settings.")] = None,
+) -> None:
+    """Print the JSON schema of the config file, for editors; plugins included."""
+    from spurline.config.loading import config_model
+    from spurline.plugins import PluginHost
+
+    typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
+
+
+def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
+    from spurline.config.loading import load_config
+
+    return load_config(config, overrides or [])
+
+
+def _load_run(run_dir: Path) -> LoadedConfig:
+    """The config of a finished or running run, its run_dir being the folder given (it may have been moved)."""
+    from spurline.config.loading import load_config
+
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{run_dir} is not a run directory: it has no config.json. Give the `run_dir` of a training run."
+        )
+    return load_config({**json.loads(path.read_text(encoding="utf-8")), "run_dir": str(run_dir)})
+
+
+def _print_result(result: RunResult) -> None:
+    verb = "Finished" if result.status == "finished" else "Stopped on request"
+    typer.echo(f"{verb} at step {result.step:,}.")
+    scores = {name: value for name, value in result.metrics.items() if name.startswith("eval/") and name != "eval/time"}
+    if scores:
+        typer.echo(
+            "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
+        )
+    for name, path in (("checkpoint", result.checkpoint), ("report", result.report)):
+        if path is not None:
+            typer.echo(f"  {name}: {path}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N."""
+    words = sys.argv[1:] if arguments is None else arguments
+    # `--debug` is accepted anywhere, since one adds it to the command that just failed.
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        app(words, standalone_mode=True)
+    except SpurlineError as error:
+        if debug:
+            raise
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        typer.echo(f"Error: {error}{notes}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        typer.echo("Interrupted; the last checkpoint stands.", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

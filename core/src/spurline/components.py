@@ -1,0 +1,97 @@
+"""Build every component of a run, in the order in which mistakes are cheapest to find: data before weights."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from spurline.builtin.configs import ConsoleTrackerConfig, JsonlTrackerConfig
+from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import RunConfig
+from spurline.config.section import ComponentConfig
+from spurline.data.tokenizer import load_tokenizer
+from spurline.evaluation import Evaluation
+from spurline.protocols.backend import Backend
+from spurline.protocols.backend_config import BackendConfig
+from spurline.protocols.loss import Loss
+from spurline.protocols.minibatches import MiniBatches
+from spurline.protocols.source import BatchSource
+from spurline.protocols.tracker import Tracker
+from spurline.registry import Registry
+from spurline.run_context import SourceContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class DataComponents:
+    """What is built before any weight is loaded."""
+
+    context: SourceContext
+    source: BatchSource
+    minibatches: MiniBatches
+    loss: Loss
+    evaluation: Evaluation | None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.context.tokenizer
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.source.total_steps * self.minibatches.steps_per_batch()
+
+
+@dataclass(frozen=True)
+class Components:
+    """Every component of a run."""
+
+    data: DataComponents
+    backend: Backend
+    trackers: tuple[Tracker, ...]
+
+
+def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
+    """Tokenizer, source, mini-batches, loss and evaluation. The stack closes them."""
+    config, registry = loaded.config, loaded.host.registry
+    layout = cast("BackendConfig", config.backend).layout()
+    context = SourceContext(config, loaded.host, load_tokenizer(config.model), layout, row_limit)
+    source: BatchSource = registry.create("source", config.source, context=context)
+    stack.callback(source.close)
+    loss: Loss = registry.create("loss", config.loss)
+    return DataComponents(
+        context=context,
+        source=source,
+        minibatches=registry.create("minibatches", config.minibatches, layout=layout),
+        loss=loss,
+        evaluation=Evaluation(context, loss) if config.data.eval else None,
+    )
+
+
+def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
+    """All components; the stack closes them in reverse order."""
+    config, registry = loaded.config, loaded.host.registry
+    trackers = tuple(build_trackers(config, registry))
+    data = build_data(loaded, stack)
+    backend = build_backend(loaded, stack, data.total_updates)
+    return Components(data, backend, trackers)
+
+
+def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:
+    """The backend alone, with freshly initialised or pretrained weights; the stack closes it."""
+    backend: Backend = loaded.host.registry.create(
+        "backend", loaded.config.backend, run=loaded.config, total_updates=total_updates
+    )
+    stack.callback(backend.close)
+    return backend
+
+
+def build_trackers(config: RunConfig, registry: Registry) -> list[Tracker]:
+    """metrics.jsonl first, then the terminal, then what the config lists."""
+    configs: list[ComponentConfig] = list(config.trackers)
+    chosen = {tracker.name for tracker in configs}
+    always = [tracker for tracker in (JsonlTrackerConfig(), ConsoleTrackerConfig()) if tracker.name not in chosen]
+    return [registry.create("tracker", tracker) for tracker in (*always, *configs)]

@@ -1,0 +1,63 @@
+"""From dataset entries of the config to a token store: the first half of the data's way.
+
+Everything after this (order, batches, collation) works on the store alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spurline.config.run_config import DatasetConfig, RunConfig
+from spurline.protocols.dataset import Dataset
+from spurline.protocols.tokenization import DatasetToTokenize, Tokenization, Tokenized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from spurline.registry import Registry
+
+
+class FirstRows:
+    """A dataset cut to its first rows."""
+
+    def __init__(self, dataset: Dataset, limit: int) -> None:
+        self.label = dataset.label
+        self._dataset = dataset
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return min(self._limit, len(self._dataset))
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return self._dataset[row]
+
+    def location(self, row: int) -> str:
+        return self._dataset.location(row)
+
+    def fingerprint(self) -> str:
+        return f"{self._dataset.fingerprint()}[:{self._limit}]"
+
+
+def open_datasets(
+    configs: Sequence[DatasetConfig], registry: Registry, row_limit: int | None = None
+) -> list[DatasetToTokenize]:
+    """Create the dataset components. Raises DataError for data that cannot be found or read."""
+    opened: list[DatasetToTokenize] = []
+    for config in configs:
+        dataset: Dataset = registry.create("dataset", config)
+        opened.append(DatasetToTokenize(dataset if row_limit is None else FirstRows(dataset, row_limit), config))
+    return opened
+
+
+def tokenize(
+    datasets: Sequence[DatasetToTokenize],
+    config: RunConfig,
+    registry: Registry,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Tokenized:
+    """All usable samples of the datasets, through the configured tokenization component."""
+    tokenization: Tokenization = registry.create(
+        "tokenization", config.tokenization, tokenizer=tokenizer, data=config.data
+    )
+    return tokenization.tokenize(datasets)

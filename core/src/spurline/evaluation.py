@@ -1,0 +1,149 @@
+"""Held-out evaluation: mean loss per token, and scores of generated answers.
+
+Place on the way: eval datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> `eval/...`
+metrics. Draws no random numbers, so evaluating more or less often never changes what is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spurline.config.run_config import GenerationEvalConfig, RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.formats import GenerationExample, prompt_and_reference
+from spurline.data.reading import open_datasets, tokenize
+from spurline.data.summary import summarize
+from spurline.data.tokenizer import pad_token_id
+from spurline.errors import RunFailedError
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import Collator
+from spurline.protocols.loss import Loss
+from spurline.protocols.prefetch import Prefetch
+from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.run_context import SourceContext
+from spurline.update import token_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Evaluation:
+    """Evaluates a backend on the config's `data.eval`."""
+
+    def __init__(self, context: SourceContext, loss: Loss) -> None:
+        run, registry = context.config, context.host.registry
+        self._loss = loss
+        self._config = run
+        self._registry = registry
+        datasets = open_datasets(run.data.eval, registry, context.row_limit)
+        self._tokenized = tokenize(datasets, run, registry, context.tokenizer)
+        self._collator: Collator = registry.create(
+            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
+        )
+        generate = run.evaluation.generate
+        self._answers = GeneratedAnswers(generate, datasets, context) if generate is not None else None
+
+    def summary(self) -> Mapping[str, Any]:
+        """Facts about the evaluation data, as `spurline.data.summary` gives them."""
+        return summarize(self._tokenized)
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and sample answers.
+
+        `eval/loss` in nats per token, `eval/NAME` per reward, `eval/time` in seconds.
+        """
+        begin = time.perf_counter()
+        metrics = {"eval/loss": self._mean_loss(backend)}
+        samples: list[dict[str, Any]] = []
+        if self._answers is not None:
+            scores, samples = self._answers.score(backend)
+            metrics |= scores
+        return {**metrics, "eval/time": time.perf_counter() - begin}, samples
+
+    def _mean_loss(self, backend: Backend) -> float:
+        size = self._config.evaluation.batch_size or self._config.batch_size
+        num_batches = math.ceil(len(self._tokenized.store) / size)
+
+        def build(number: int) -> TrainingBatch:
+            stop = min(number * size, len(self._tokenized.store))
+            indices = np.arange((number - 1) * size, stop, dtype=np.int64)
+            return self._collator.collate(self._tokenized.store.view(indices), training=False)
+
+        prefetch: Prefetch = self._registry.create(
+            "prefetch", self._config.prefetch, build=build, last_step=num_batches
+        )
+        loss = weight = 0.0
+        try:
+            prefetch.start(1)
+            for number in range(1, num_batches + 1):
+                batch = prefetch.next(number)
+                sums = backend.evaluate(batch, token_mean(self._loss, batch))
+                loss += sums.loss
+                weight += sums.weight
+                batch.release()
+        finally:
+            prefetch.close()
+        return loss / weight
+
+
+class GeneratedAnswers:
+    """Greedy answers to held-out prompts, scored by reward components."""
+
+    def __init__(
+        self, config: GenerationEvalConfig, datasets: Sequence[DatasetToTokenize], context: SourceContext
+    ) -> None:
+        self._config = config
+        self._tokenizer = context.tokenizer
+        self._rewards: dict[str, Reward] = {
+            name: context.host.registry.create("reward", reward) for name, reward in config.rewards.items()
+        }
+        self._examples, self._rows = _examples(config.max_samples, datasets, context.tokenizer, context.config)
+
+    def score(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Mean of each reward as `eval/NAME`, and every answer with its scores."""
+        totals = dict.fromkeys(self._rewards, 0.0)
+        samples: list[dict[str, Any]] = []
+        for start in range(0, len(self._examples), self._config.batch_size):
+            examples = self._examples[start : start + self._config.batch_size]
+            responses = backend.generate(
+                [example.prompt_ids for example in examples], max_new_tokens=self._config.max_new_tokens
+            )
+            for offset, (example, tokens) in enumerate(zip(examples, responses, strict=True)):
+                sample = self._score_one(example, self._rows[start + offset], tokens)
+                samples.append(sample)
+                for name, value in sample["scores"].items():
+                    totals[name] += value
+        return {f"eval/{name}": total / len(samples) for name, total in totals.items()}, samples
+
+    def _score_one(self, example: GenerationExample, row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+        response = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        answer = Answer(example.prompt_text, str(response), example.reference_text, row)
+        scores = {name: float(reward.score(answer)) for name, reward in self._rewards.items()}
+        for name, value in scores.items():
+            if not math.isfinite(value):
+                raise RunFailedError(
+                    f"Reward '{name}' returned {value} for the response {response!r}; it must be finite."
+                )
+        return {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": scores}
+
+
+def _examples(
+    limit: int | None, datasets: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, run: RunConfig
+) -> tuple[list[GenerationExample], list[Mapping[str, Any]]]:
+    """The first `limit` prompts over all evaluation datasets, with their rows."""
+    examples: list[GenerationExample] = []
+    rows: list[Mapping[str, Any]] = []
+    for item in datasets:
+        for number in range(len(item.dataset)):
+            if limit is not None and len(examples) == limit:
+                return examples, rows
+            row = item.dataset[number]
+            examples.append(prompt_and_reference(row, item.config, tokenizer, run.data))
+            rows.append(row)
+    return examples, rows

@@ -1,0 +1,55 @@
+"""Write a trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from transformers import AutoConfig, GenerationConfig
+
+from spurline.checkpoint import CheckpointStore, open_checkpoint
+from spurline.components import build_backend
+from spurline.config.loading import LoadedConfig
+from spurline.data.tokenizer import load_tokenizer
+from spurline.errors import CheckpointError
+from spurline.protocols.backend import Backend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def export_hf(backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+    """Write the backend's current weights, the model's config and the tokenizer into `out`.
+
+    Weights keep the dtype that the model's config names (fp32 when it names none).
+    """
+    model = loaded.config.model
+    config = AutoConfig.from_pretrained(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, **model.config_overrides
+    )
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in backend.named_weights()}
+    out.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(weights, out)
+    config.save_pretrained(out)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out
+
+
+def export_run(loaded: LoadedConfig, out: Path, checkpoint: Path | None = None) -> Path:
+    """Export a checkpoint of a run: the given folder, or the latest one of the config's run_dir.
+
+    Raises CheckpointError when there is none or it is damaged.
+    """
+    store = CheckpointStore(loaded.config.run_dir / "checkpoints")
+    found = open_checkpoint(checkpoint) if checkpoint is not None else store.latest()
+    if found is None:
+        raise CheckpointError(f"{loaded.config.run_dir} has no checkpoint to export. Train it first: spurline train.")
+    with ExitStack() as stack:
+        backend = build_backend(loaded, stack, total_updates=1)
+        backend.load(found.path / "backend")
+        return export_hf(backend, loaded, load_tokenizer(loaded.config.model), out)

@@ -1,0 +1,144 @@
+"""`spurline plan`: find every problem a run would meet, and say what it would do, without training.
+
+Reads the config, the tokenizer and the data (a sample of large data), lays out the first batches and estimates memory
+from the model's architecture. Loads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from spurline.components import DataComponents, build_data
+from spurline.config.loading import LoadedConfig
+from spurline.data.summary import describe
+from spurline.errors import ConfigError, Problem, UserError
+from spurline.protocols.backend_config import BackendConfig
+from spurline.registry import CORE, group_by_kind
+
+ROW_LIMIT = 10_000
+"""Rows of each dataset that a plan looks at."""
+
+BATCHES_SHOWN = 3
+
+T = TypeVar("T")
+
+
+@dataclass
+class Plan:
+    """What `spurline plan` found. sections: heading -> lines. problems: what must be mended before training."""
+
+    sections: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    problems: list[UserError] = field(default_factory=list[UserError])
+
+
+def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT) -> Plan:
+    """Look at everything that can be known before training. Problems are collected, not raised."""
+    plan = Plan()
+    plan.sections["plugins"] = _plugins(loaded)
+    with ExitStack() as stack:
+        data = _attempt(plan, lambda: build_data(loaded, stack, row_limit))
+        if data is not None:
+            plan.sections["data"] = _data(data, row_limit)
+            plan.sections["objective"] = [data.loss.describe()]
+            plan.sections["steps"] = _steps(loaded, data)
+            largest = _attempt(plan, lambda: _batches(plan, data))
+            _attempt(plan, lambda: _divisibility(loaded, data))
+            if largest is not None:
+                _attempt(plan, lambda: _memory(plan, loaded, largest))
+    return plan
+
+
+def _attempt(plan: Plan, part: Callable[[], T]) -> T | None:
+    try:
+        return part()
+    except UserError as problem:
+        plan.problems.append(problem)
+        return None
+
+
+def _plugins(loaded: LoadedConfig) -> list[str]:
+    lines: list[str] = []
+    for name, plugin in loaded.host.plugins.items():
+        provided = group_by_kind(loaded.host.registry.entries(name))
+        components = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in provided.items())
+        lines.append(f"{name} {plugin.version} ({plugin.distribution}) provides {components or 'no components'}")
+        hooks = [hook for hook in plugin.hooks if hook != "register_components"]
+        if name != CORE and hooks:
+            lines.append(f"  hooks: {', '.join(hooks)}")
+    return lines
+
+
+def _data(data: DataComponents, row_limit: int | None) -> list[str]:
+    lines = describe("train", dict(data.source.summary()))
+    if data.evaluation is not None:
+        lines += describe("eval", dict(data.evaluation.summary()))
+    if row_limit is not None and any(_was_cut(facts, row_limit) for facts in _summaries(data)):
+        lines.append(f"looked at the first {row_limit:,} rows of each dataset; counts above are of those")
+    return lines
+
+
+def _summaries(data: DataComponents) -> list[Mapping[str, Any]]:
+    found = [dict(data.source.summary())]
+    return [*found, dict(data.evaluation.summary())] if data.evaluation is not None else found
+
+
+def _was_cut(summary: Mapping[str, Any], row_limit: int) -> bool:
+    # Left-out samples count too: a dataset was cut when all rows that were read reach the limit.
+    read = sum(summary.get("sources", {}).values()) + sum(summary.get("dropped", {}).values())
+    return read >= row_limit
+
+
+def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
+    config, source = loaded.config, data.source
+    epochs = source.epoch(source.total_steps)
+    lines = [
+        f"{source.total_steps:,} steps of {config.batch_size} samples, {data.total_updates:,} optimizer steps, "
+        f"{epochs:.2f} epochs"
+    ]
+    per_epoch = source.summary().get("samples_per_epoch")
+    if isinstance(per_epoch, int):
+        beyond = (source.total_steps * config.batch_size) % per_epoch
+        if config.epochs is not None and beyond and beyond < config.batch_size:
+            lines.append(f"the last batch wraps around and takes {beyond} samples of the next epoch")
+    return lines
+
+
+def _batches(plan: Plan, data: DataComponents) -> int:
+    """Lay out the first batches; returns the most tokens of any."""
+    if not data.source.pure:
+        plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
+        return 0
+    lines: list[str] = []
+    largest = 0
+    for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
+        batch = data.source.build(step)
+        lines.append(
+            f"step {step}: {batch.num_rows} rows x {batch.length} tokens, {batch.num_tokens:,} real "
+            f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
+        )
+        largest = max(largest, batch.num_tokens)
+        batch.release()
+    plan.sections["batches"] = lines
+    return largest
+
+
+def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
+    config, layout = loaded.config, data.context.layout
+    if config.batch_size < layout.data:
+        problem = Problem(
+            "batch_size",
+            f"is {config.batch_size}, but the backend has {layout.data} data-parallel ranks, so some would never get a "
+            f"sample. Set batch_size to at least {layout.data}.",
+        )
+        raise ConfigError([problem], loaded.origin)
+
+
+def _memory(plan: Plan, loaded: LoadedConfig, tokens: int) -> None:
+    backend = cast("BackendConfig", loaded.config.backend)
+    parts = backend.estimate_memory(loaded.config, tokens)
+    if parts:
+        lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items()]
+        plan.sections["memory (estimate)"] = [*lines, f"total: {sum(parts.values()) / 2**20:,.0f} MiB"]

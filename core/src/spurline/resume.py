@@ -1,0 +1,117 @@
+"""Save the state of a run in a checkpoint, and decide whether and from where a run continues."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spurline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from spurline.components import Components
+from spurline.config.compare import differences
+from spurline.config.loading import LoadedConfig
+from spurline.durable import write_json
+from spurline.errors import CheckpointError, RunDirectoryError
+from spurline.protocols.stateful import Stateful
+from spurline.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run continues. checkpoint: None for a new run. notes: what a person should know about it."""
+
+    checkpoint: Checkpoint | None
+    notes: tuple[str, ...] = ()
+
+
+def find_resume(directory: RunDirectory, loaded: LoadedConfig, choice: str) -> Resume:
+    """Resolve `--resume`.
+
+    choice: `auto`, `never` or the path of a checkpoint folder.
+    Raises CheckpointError for a damaged or foreign checkpoint and for a config that would change the run, naming every
+    changed field; RunDirectoryError when `never` meets a directory that has checkpoints.
+    """
+    store = CheckpointStore(directory.checkpoints)
+    store.clean()
+    if choice == "never":
+        if store.paths():
+            raise RunDirectoryError(
+                f"run_dir {directory.path} already has checkpoints up to {store.paths()[-1].name}, and --resume never "
+                "starts anew. Choose another run_dir, or move this one away."
+            )
+        return Resume(None)
+    checkpoint = store.latest() if choice == "auto" else open_checkpoint(Path(choice))
+    if checkpoint is None:
+        return Resume(None)
+    notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
+    notes += _check_config(checkpoint, loaded)
+    notes += _check_versions(checkpoint, loaded)
+    if checkpoint.path.parent.resolve() == directory.checkpoints.resolve():
+        notes += [
+            f"Set aside, since its steps are trained again: {path}." for path in store.set_aside_after(checkpoint.step)
+        ]
+    return Resume(checkpoint, tuple(notes))
+
+
+def _check_config(checkpoint: Checkpoint, loaded: LoadedConfig) -> list[str]:
+    changed = differences(checkpoint.config, loaded.config)
+    refused = [change for change in changed if not change.allowed]
+    if refused:
+        lines = "\n".join(f"  {change}" for change in refused)
+        raise CheckpointError(
+            f"{loaded.origin}: the config differs from the one of {checkpoint.path} in settings that change the run:\n"
+            f"{lines}\nSet them back to continue this run, or choose another run_dir to start a new one. Only paths, "
+            "logging, and larger `steps` or `epochs` may change."
+        )
+    return [f"Changed since the checkpoint: {change}." for change in changed]
+
+
+def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[str]:
+    saved = checkpoint.manifest.get("versions", {})
+    for name, version in loaded.host.versions().items():
+        if saved.get(name) != version:
+            yield f"Version differs: {name} {saved.get(name, '(absent)')} saved the checkpoint, {version} resumes it."
+
+
+def save_state(step: int, components: Components, loaded: LoadedConfig, directory: RunDirectory) -> Path:
+    """Write the checkpoint of this step and remove those beyond `checkpoint.keep_last`."""
+
+    def write(folder: Path) -> None:
+        (folder / "backend").mkdir()
+        components.backend.save(folder / "backend")
+        for name, component in _stateful(components, loaded):
+            path = folder / "components" / f"{name}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, component.state_dict())
+
+    store = CheckpointStore(directory.checkpoints)
+    path = store.save(step, write, {"config": loaded.resolved(), "versions": loaded.host.versions()})
+    store.prune(loaded.config.checkpoint.keep_last)
+    return path
+
+
+def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
+    """Put every component back into the state of the checkpoint. Raises CheckpointError when one does not fit."""
+    for name, component in _stateful(components, loaded):
+        path = checkpoint.path / "components" / f"{name}.json"
+        if not path.is_file():
+            raise CheckpointError(f"Checkpoint {checkpoint.path} has no state of {name}: it was made by another setup.")
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        component.load_state_dict(state)
+    components.backend.load(checkpoint.path / "backend")
+
+
+def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:
+    """(kind/name, component) for each component that keeps state."""
+    config, data = loaded.config, components.data
+    named = [
+        ("source", config.source.name, data.source),
+        ("minibatches", config.minibatches.name, data.minibatches),
+        ("loss", config.loss.name, data.loss),
+    ]
+    for kind, name, component in named:
+        if isinstance(component, Stateful):
+            yield f"{kind}/{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}", component

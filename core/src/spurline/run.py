@@ -1,0 +1,200 @@
+"""One run from config to result: builds the components, restores a checkpoint, trains, writes the record.
+
+`Run(load_config("run.yaml")).train()` is the whole Python API; the command line does the same.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from spurline import loop
+from spurline.components import Components, build_components
+from spurline.config.loading import LoadedConfig
+from spurline.data.summary import describe
+from spurline.errors import NonFiniteLossError
+from spurline.export import export_hf
+from spurline.protocols.backend import Backend
+from spurline.protocols.prefetch import Prefetch
+from spurline.protocols.source import BatchSource
+from spurline.protocols.tracker import RunInfo
+from spurline.report.writing import write_run_report
+from spurline.resume import find_resume, restore, save_state
+from spurline.run_directory import RunDirectory
+from spurline.run_record import RunRecordFiles
+from spurline.stopping import StopRequest
+from spurline.update import Update
+
+
+@dataclass
+class RunState:
+    """Where a run is. step: last finished step. checkpoint: newest one of this run, if any."""
+
+    step: int = 0
+    checkpoint: Path | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    status: `finished`, or `stopped` by a signal after a checkpoint. metrics: of the last step.
+    checkpoint: the newest one. report: the HTML page, if written. signal: what stopped the run, if anything.
+    """
+
+    status: Literal["finished", "stopped"]
+    step: int
+    metrics: Mapping[str, float]
+    checkpoint: Path | None
+    report: Path | None
+    signal: signal.Signals | None = None
+
+
+class Run:
+    """One training run. `source`, `backend` and `batches` exist while `train` runs; hooks get the run as an argument.
+
+    resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that has
+    one; anything else is the path of a checkpoint folder.
+    """
+
+    source: BatchSource
+    backend: Backend
+    batches: Prefetch
+
+    def __init__(self, loaded: LoadedConfig, resume: str = "auto") -> None:
+        self.loaded = loaded
+        self.config = loaded.config
+        self.hooks = loaded.host.hooks
+        self.directory = RunDirectory(loaded.config.run_dir)
+        self.state = RunState()
+        self._resume = resume
+        self._stop = StopRequest()
+
+    def train(self) -> RunResult:
+        """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact."""
+        with ExitStack() as stack, self._stop:
+            self.directory.open()
+            stack.callback(self.directory.close)
+            self._build(stack)
+            self._train_to_the_end(stack)
+            return self._finish()
+
+    def _build(self, stack: ExitStack) -> None:
+        resume = find_resume(self.directory, self.loaded, self._resume)
+        components = build_components(self.loaded, stack)
+        self._components = components
+        self.source, self.backend = components.data.source, components.backend
+        if resume.checkpoint is not None:
+            restore(resume.checkpoint, components, self.loaded)
+            self.state = RunState(resume.checkpoint.step, resume.checkpoint.path)
+        update = Update(components.backend, components.data.minibatches, components.data.loss)
+        self.loaded.host.attach(update, "core/update")
+        self._files = RunRecordFiles(self.directory, self._summary(components))
+        self._files.start(self.loaded.resolved(), self.state.step)
+        self._start_trackers(stack, (*resume.notes, *self._data_notes()))
+
+    def _start_trackers(self, stack: ExitStack, notes: tuple[str, ...]) -> None:
+        info = RunInfo(self.directory.path, self.state.step, self.source.total_steps, self.loaded.resolved(), notes)
+        for tracker in self._components.trackers:
+            tracker.start(info)
+            stack.callback(tracker.close)
+
+    def _train_to_the_end(self, stack: ExitStack) -> None:
+        error: BaseException | None = None
+        try:
+            self.hooks.on_run_start(run=self)
+            self._start_batches(stack)
+            loop.train(self)
+        except BaseException as raised:  # noqa: BLE001 - re-raised; every end of a run is recorded
+            error = self._with_last_checkpoint(raised)
+            self._files.finish("failed", str(error))
+            raise error from error.__cause__
+        finally:
+            self._call_run_end(error)
+
+    def _start_batches(self, stack: ExitStack) -> None:
+        first = self.state.step + 1
+        self.source.start(first, self.backend)
+        self.batches = self.loaded.host.registry.create(
+            "prefetch", self.config.prefetch, build=self.source.build, last_step=self.source.total_steps
+        )
+        stack.callback(self.batches.close)
+        self.batches.start(first)
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps still to train, 1-based, until the last one or a stop signal."""
+        while self.state.step < self.source.total_steps and not self._stop:
+            yield self.state.step + 1
+
+    def maybe_evaluate(self, step: int) -> dict[str, float]:
+        """Evaluation metrics when this step is due for one, else nothing."""
+        evaluation = self._components.data.evaluation
+        if evaluation is None or not self._is_due(step, self.config.evaluation.every_steps):
+            return {}
+        metrics, samples = evaluation.evaluate(self.backend)
+        self._files.add_samples(step, samples)
+        self.hooks.on_eval_end(step=step, metrics=metrics)
+        return metrics
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Mark the step as done and send its metrics to every tracker."""
+        self.state.step = step
+        self.state.metrics = {"epoch": self.source.epoch(step), **metrics}
+        for tracker in self._components.trackers:
+            tracker.log(step, self.state.metrics)
+
+    def maybe_checkpoint(self, step: int) -> None:
+        """Save when this step is due for it, is the last one, or a stop was asked for."""
+        if not (self._stop or self._is_due(step, self.config.checkpoint.every_steps)):
+            return
+        for tracker in self._components.trackers:
+            tracker.flush()
+        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory)
+        self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return step == self.source.total_steps or (every is not None and step % every == 0)
+
+    def _finish(self) -> RunResult:
+        status = "finished" if self.state.step >= self.source.total_steps else "stopped"
+        self._files.finish(status)
+        if status == "finished" and self.config.checkpoint.export_hf:
+            export_hf(self.backend, self.loaded, self._components.data.tokenizer, self.directory.exported_model)
+        report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
+        return RunResult(status, self.state.step, self.state.metrics, self.state.checkpoint, report, self._stop.signal)
+
+    def _with_last_checkpoint(self, error: BaseException) -> BaseException:
+        """A numerical failure also says what to resume from."""
+        if not isinstance(error, NonFiniteLossError):
+            return error
+        kept = self.state.checkpoint
+        where = f"The last good checkpoint is {kept}." if kept else "There was no checkpoint before it."
+        explained = NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")
+        explained.__cause__ = error
+        return explained
+
+    def _call_run_end(self, error: BaseException | None) -> None:
+        try:
+            self.hooks.on_run_end(run=self, error=error)
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
+
+    def _summary(self, components: Components) -> dict[str, Any]:
+        data: dict[str, Any] = {"train": dict(components.data.source.summary())}
+        if components.data.evaluation is not None:
+            data["eval"] = dict(components.data.evaluation.summary())
+        return {
+            "data": data,
+            "versions": self.loaded.host.versions(),
+            "total_steps": components.data.source.total_steps,
+        }
+
+    def _data_notes(self) -> list[str]:
+        return [line for name, facts in self._files.summary["data"].items() for line in describe(name, facts)]

@@ -1,0 +1,77 @@
+"""RUN_DIR: its file names, and the lock that keeps two runs out of one directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from spurline.errors import RunDirectoryError
+
+
+class RunDirectory:
+    """The folder of one run. Opening it takes the lock; closing, or the death of the process, releases it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def eval_samples(self) -> Path:
+        return self.path / "eval_samples.jsonl"
+
+    @property
+    def exported_model(self) -> Path:
+        return self.path / "model"
+
+    def open(self) -> None:
+        """Create the folder and lock it. Raises RunDirectoryError when another process holds it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "run.lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise RunDirectoryError(
+                f"run_dir {self.path} cannot be written: {error.strerror}. Choose another with --set run_dir=PATH."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise RunDirectoryError(
+                f"run_dir {self.path} is in use by another run (process {holder}). Wait for it, stop it, or choose "
+                "another with --set run_dir=PATH."
+            ) from None
+        lock.seek(0)
+        lock.truncate()
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -1,0 +1,47 @@
+"""What a run leaves behind for people besides metrics and checkpoints: config, summary, sample answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spurline.durable import write_json, write_text
+from spurline.run_directory import RunDirectory
+
+
+class RunRecordFiles:
+    """Writes config.json, summary.json and eval_samples.jsonl of a run directory.
+
+    summary: JSON-able facts; `status` and `error` are added here.
+    """
+
+    def __init__(self, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self.summary: dict[str, Any] = dict(summary)
+
+    def start(self, config: Mapping[str, Any], resume_step: int) -> None:
+        """Write the resolved config, mark the run as running, and drop samples of steps that are trained again."""
+        write_json(self._directory.config, config)
+        self._write_status("running")
+        if self._directory.eval_samples.exists():
+            lines = self._directory.eval_samples.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and int(json.loads(line)["step"]) <= resume_step]
+            write_text(self._directory.eval_samples, "".join(kept))
+
+    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Append the generated answers of one evaluation."""
+        if samples:
+            text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+            with self._directory.eval_samples.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    def finish(self, status: str, error: str | None = None) -> None:
+        """Mark the run as finished, stopped or failed."""
+        self._write_status(status, error)
+
+    def _write_status(self, status: str, error: str | None = None) -> None:
+        self.summary = {**self.summary, "status": status}
+        if error is not None:
+            self.summary["error"] = error
+        write_json(self._directory.summary, self.summary)

@@ -1,0 +1,182 @@
+"""What every collator must satisfy, and equality with core's readable reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.token_store import TokenView
+from spurline.protocols.collator import Collator, ParallelLayout, RolloutCollator
+from spurline.testing.data import PAD, make_trajectories, make_view
+
+lengths_strategy = st.lists(st.integers(1, 60), min_size=1, max_size=24)
+layout_strategy = st.builds(
+    ParallelLayout,
+    data=st.integers(1, 5),
+    tensor=st.sampled_from([1, 2]),
+    context=st.sampled_from([1, 2]),
+    fp8=st.booleans(),
+)
+
+
+class CollatorContract:
+    """Subclass with `make_collator(pad_token_id, layout)`; it must take samples of up to 60 tokens.
+
+    Override `make_reference` with core's reference of the same settings to have every column compared bit for bit.
+    """
+
+    def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> Collator:
+        """Your collator."""
+        raise NotImplementedError("subclass CollatorContract with make_collator(self, pad_token_id, layout)")
+
+    def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> Collator | None:
+        """Core's reference with the same settings, or None to check the invariants alone."""
+        return None
+
+    @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9), training=st.booleans())
+    @settings(max_examples=40, deadline=None)
+    def test_every_sample_is_in_exactly_one_segment(
+        self, lengths: list[int], layout: ParallelLayout, seed: int, training: bool
+    ) -> None:
+        samples = make_view(lengths, seed)
+        batch = self.make_collator(PAD, layout).collate(samples, training=training)
+        batch.check()
+        assert sorted(_contents(batch)) == sorted(_expected(samples))
+
+    @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9))
+    @settings(max_examples=20, deadline=None)
+    def test_padding_is_empty_and_rows_divide_among_ranks(
+        self, lengths: list[int], layout: ParallelLayout, seed: int
+    ) -> None:
+        batch = self.make_collator(PAD, layout).collate(make_view(lengths, seed), training=True)
+        padding = batch.tokens["segment_ids"] == 0
+        assert batch.num_rows % layout.data == 0
+        assert bool((batch.tokens["input_ids"][padding] == PAD).all())
+        for name in ("position_ids", "loss_weights"):
+            assert bool((batch.tokens[name][padding] == 0).all()), name
+        assert batch.info["packing/fill"] == pytest.approx(float((~padding).float().mean()), abs=1e-6)
+
+    @given(lengths=lengths_strategy, layout=layout_strategy)
+    @settings(max_examples=20, deadline=None)
+    def test_segments_start_at_multiples_of_the_alignment(self, lengths: list[int], layout: ParallelLayout) -> None:
+        batch = self.make_collator(PAD, layout).collate(make_view(lengths), training=True)
+        assert batch.length % layout.align_to == 0
+
+    @given(lengths=lengths_strategy, seed=st.integers(0, 9))
+    @settings(max_examples=10, deadline=None)
+    def test_collating_twice_gives_the_same_batch(self, lengths: list[int], seed: int) -> None:
+        collator = self.make_collator(PAD, ParallelLayout(data=2))
+        first = clone(collator.collate(make_view(lengths, seed), training=True))
+        collator.collate(make_view(lengths[::-1], seed + 1), training=True).release()
+        assert_batches_equal(collator.collate(make_view(lengths, seed), training=True), first)
+
+    @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9), training=st.booleans())
+    @settings(max_examples=60, deadline=None)
+    def test_collator_equals_the_reference_bit_for_bit(
+        self, lengths: list[int], layout: ParallelLayout, seed: int, training: bool
+    ) -> None:
+        reference = self.make_reference(PAD, layout)
+        if reference is None:
+            pytest.skip("no reference to compare with")
+        samples = make_view(lengths, seed)
+        batch = self.make_collator(PAD, layout).collate(samples, training=training)
+        assert_batches_equal(batch, reference.collate(samples, training=training))
+
+
+class RolloutCollatorContract:
+    """Subclass with `make_collator(pad_token_id, layout)`; override `make_reference` to compare bit for bit."""
+
+    def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator:
+        """Your collator."""
+        raise NotImplementedError("subclass RolloutCollatorContract with make_collator(self, pad_token_id, layout)")
+
+    def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator | None:
+        """Core's reference with the same settings, or None."""
+        return None
+
+    turns_strategy = st.lists(
+        st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).filter(any), min_size=1, max_size=4),
+        min_size=1,
+        max_size=6,
+    )
+
+    @given(turns=turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
+    @settings(max_examples=40, deadline=None)
+    def test_rollouts_keep_order_metadata_and_response_columns(
+        self, turns: Any, ranks: int, optional: bool, seed: int
+    ) -> None:
+        trajectories = make_trajectories(turns, seed, optional_columns=optional)
+        batch = self.make_collator(PAD, ParallelLayout(data=ranks)).collate_rollouts(trajectories)
+        batch.check()
+        assert batch.num_rows % ranks == 0
+        flat = [
+            (trajectory, number, turn) for trajectory in trajectories for number, turn in enumerate(trajectory.turns)
+        ]
+        assert ("advantages" in batch.tokens) == optional
+        for row, (trajectory, number, turn) in enumerate(flat):
+            assert batch.segments["uid"][row].tolist() == [trajectory.uid]
+            assert batch.segments["turn"][row].tolist() == [number]
+            real = batch.tokens["segment_ids"][row] != 0
+            expected = np.concatenate([turn.prompt_ids, turn.response_ids])
+            assert batch.tokens["input_ids"][row][real].tolist() == expected.tolist()
+            if turn.advantages is not None:
+                values = batch.tokens["advantages"][row][real].numpy()
+                assert np.array_equal(values[len(turn.prompt_ids) :], turn.advantages)
+
+    @given(turns=turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
+    @settings(max_examples=40, deadline=None)
+    def test_rollouts_equal_the_reference_bit_for_bit(self, turns: Any, ranks: int, optional: bool, seed: int) -> None:
+        layout = ParallelLayout(data=ranks)
+        reference = self.make_reference(PAD, layout)
+        if reference is None:
+            pytest.skip("no reference to compare with")
+        trajectories = make_trajectories(turns, seed, optional_columns=optional)
+        batch = self.make_collator(PAD, layout).collate_rollouts(trajectories)
+        assert_batches_equal(batch, reference.collate_rollouts(trajectories))
+
+
+def clone(batch: TrainingBatch) -> TrainingBatch:
+    """A copy that shares no buffer with the batch."""
+    return batch.take(np.arange(batch.num_rows))
+
+
+def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
+    """Every column: same name, dtype, shape, order and bits."""
+    assert batch.tokens.keys() == expected.tokens.keys()
+    columns = {name: (batch.tokens[name], expected.tokens[name]) for name in batch.tokens}
+    columns["unit_ids"] = (batch.unit_ids, expected.unit_ids)
+    columns["is_padding_row"] = (batch.is_padding_row, expected.is_padding_row)
+    for name, (got, wanted) in columns.items():
+        assert got.dtype == wanted.dtype, (name, got.dtype, wanted.dtype)
+        assert got.shape == wanted.shape, (name, got.shape, wanted.shape)
+        assert torch.equal(got, wanted), f"column {name} differs"
+    assert batch.segments.keys() == expected.segments.keys()
+    for name, column in batch.segments.items():
+        assert column.values.tolist() == expected.segments[name].values.tolist(), name
+        assert column.offsets.tolist() == expected.segments[name].offsets.tolist(), name
+    for name, value in expected.info.items():
+        assert math.isclose(batch.info[name], value, rel_tol=1e-9), name
+
+
+def _contents(batch: TrainingBatch) -> list[tuple[str, list[int], list[float]]]:
+    found: list[tuple[str, list[int], list[float]]] = []
+    for row in range(batch.num_rows):
+        for segment, uid in enumerate(batch.segments["uid"][row].tolist(), start=1):
+            where = batch.tokens["segment_ids"][row] == segment
+            tokens, weights = batch.tokens["input_ids"][row][where], batch.tokens["loss_weights"][row][where]
+            found.append((uid, tokens.tolist(), weights.tolist()))
+    return found
+
+
+def _expected(samples: TokenView) -> list[tuple[str, list[int], list[float]]]:
+    return [
+        (samples.uid(i), samples.tokens(i).tolist(), [0.0, *samples.loss_mask(i)[1:].astype(float).tolist()])
+        for i in range(len(samples))
+    ]

@@ -1,0 +1,59 @@
+"""Random samples and trajectories for contract tests; the same arguments give the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView
+from spurline.rl.trajectory import Trajectory, Turn
+
+PAD = 0
+VOCABULARY = 128
+
+
+def make_store(lengths: Sequence[int], seed: int = 0, vocabulary: int = VOCABULARY) -> TokenStore:
+    """A store with samples of these lengths: random tokens (never `PAD`), random loss masks, first token without."""
+    random = np.random.default_rng(seed)
+    builder = TokenStoreBuilder(["random"])
+    for row, length in enumerate(lengths):
+        tokens = random.integers(1, vocabulary, length)
+        mask = (random.random(length) < 0.6).astype(np.uint8)
+        mask[:1] = 0
+        builder.add(tokens.tolist(), mask.tolist(), source=0, row=row)
+    return builder.build()
+
+
+def make_view(lengths: Sequence[int], seed: int = 0) -> TokenView:
+    """All samples of `make_store`, in order."""
+    store = make_store(lengths, seed)
+    return store.view(np.arange(len(store), dtype=np.int64))
+
+
+def make_trajectories(
+    turns: Sequence[Sequence[tuple[int, int]]], seed: int = 0, *, optional_columns: bool = True
+) -> list[Trajectory]:
+    """One trajectory per entry; each turn is given by its (prompt, response) token counts."""
+    random = np.random.default_rng(seed)
+    return [
+        Trajectory(
+            uid=f"prompt-{number}",
+            sample=number % 3,
+            turns=tuple(_turn(random, prompt, response, optional_columns) for prompt, response in shape),
+        )
+        for number, shape in enumerate(turns)
+    ]
+
+
+def _turn(random: np.random.Generator, prompt: int, response: int, optional_columns: bool) -> Turn:
+    floats = random.standard_normal((3, response)).astype(np.float32)
+    return Turn(
+        prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),
+        response_ids=random.integers(1, VOCABULARY, response).astype(np.int32),
+        loss_mask=(random.random(response) < 0.8).astype(np.uint8),
+        logprobs=floats[0] if optional_columns else None,
+        rewards=floats[1] if optional_columns else None,
+        advantages=floats[2] if optional_columns else None,
+        versions=random.integers(0, 4, response).astype(np.int32) if optional_columns else None,
+    )

@@ -1,0 +1,63 @@
+"""What every plugin must satisfy: light to import, well declared, its components resolvable."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from spurline.config.loading import config_model
+from spurline.config.section import ComponentConfig
+from spurline.plugins import API_VERSION, InstalledPlugin, Plugin, PluginHost
+from spurline.registry import resolve
+
+HEAVY = ("torch", "transformers", "ray", "vllm", "megatron")
+
+
+class PluginContract:
+    """Subclass with `plugin_module`, the dotted name of your plugin module; `requires`: plugins to load before it."""
+
+    plugin_module: str
+    requires: Sequence[str] = ()
+
+    def declaration(self) -> Plugin:
+        """The module's PLUGIN."""
+        return importlib.import_module(self.plugin_module).PLUGIN
+
+    def load(self) -> PluginHost:
+        """A host with this plugin enabled, found by module name whether or not its distribution is installed."""
+        from spurline.plugins import installed_plugins
+
+        name = self.declaration().name
+        known = installed_plugins()
+        known.setdefault(name, InstalledPlugin(name, self.plugin_module, "distribution-under-test", "0"))
+        return PluginHost.load([*self.requires, name], known)
+
+    def test_plugin_is_declared_for_this_interface(self) -> None:
+        declaration = self.declaration()
+        assert isinstance(declaration, Plugin)
+        assert declaration.api == API_VERSION
+
+    def test_importing_the_plugin_loads_no_heavy_library(self) -> None:
+        code = f"import sys, {self.plugin_module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        assert result.stdout.strip() == "[]", f"{self.plugin_module} imports {result.stdout.strip()} at load"
+
+    def test_plugin_loads_and_its_hooks_exist(self) -> None:
+        assert self.declaration().name in self.load().plugins
+
+    def test_every_component_resolves_to_a_factory(self) -> None:
+        for entry in self.load().registry.entries(self.declaration().name):
+            assert callable(resolve(entry.factory, f"{entry.kind} '{entry.name}'"))
+
+    def test_every_setting_is_described(self) -> None:
+        declaration = self.declaration()
+        sections = [entry.config for entry in self.load().registry.entries(declaration.name)]
+        for section in [*sections, *([declaration.config] if declaration.config else [])]:
+            for name, field in section.model_fields.items():
+                described = field.description or name in ComponentConfig.model_fields
+                assert described, f"{section.__name__}.{name} has no docstring"
+
+    def test_the_config_model_can_be_built(self) -> None:
+        assert config_model(self.load()).model_json_schema()["properties"]

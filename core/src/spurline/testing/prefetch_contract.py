@@ -1,0 +1,114 @@
+"""What every prefetch must satisfy: the right batch for each step, errors where they belong, no thread left."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.prefetch import BuildBatch, Prefetch
+
+
+class PrefetchContract:
+    """Subclass with `make_prefetch(build, last_step)`."""
+
+    def make_prefetch(self, build: BuildBatch, last_step: int) -> Prefetch:
+        """Your prefetch."""
+        raise NotImplementedError("subclass PrefetchContract with make_prefetch(self, build, last_step)")
+
+    def test_each_step_gets_its_own_batch_in_order(self) -> None:
+        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch.start(1)
+        served = [_number(prefetch.next(step)) for step in range(1, 10)]
+        prefetch.close()
+        assert served == list(range(1, 10))
+
+    def test_starting_in_the_middle_serves_from_there(self) -> None:
+        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch.start(6)
+        assert [_number(prefetch.next(step)) for step in range(6, 10)] == [6, 7, 8, 9]
+        prefetch.close()
+
+    def test_starting_again_discards_what_was_built_ahead(self) -> None:
+        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch.start(1)
+        prefetch.next(1)
+        prefetch.start(5)
+        assert _number(prefetch.next(5)) == 5
+        prefetch.close()
+
+    def test_steps_after_the_last_are_never_built(self) -> None:
+        built: list[int] = []
+
+        def build(step: int) -> TrainingBatch:
+            built.append(step)
+            return _numbered_batch(step)
+
+        prefetch = self.make_prefetch(build, 3)
+        prefetch.start(1)
+        for step in (1, 2, 3):
+            prefetch.next(step)
+        prefetch.close()
+        assert built == [1, 2, 3]
+
+    def test_asking_for_another_step_than_the_next_fails_loudly(self) -> None:
+        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch.start(1)
+        with pytest.raises(Exception, match="3"):
+            prefetch.next(3)
+        prefetch.close()
+
+    def test_an_error_surfaces_at_the_step_that_needed_the_batch(self) -> None:
+        def build(step: int) -> TrainingBatch:
+            if step == 3:
+                raise ValueError("broken sample in step 3")
+            return _numbered_batch(step)
+
+        prefetch = self.make_prefetch(build, 9)
+        prefetch.start(1)
+        assert [_number(prefetch.next(step)) for step in (1, 2)] == [1, 2]
+        with pytest.raises(ValueError, match="broken sample in step 3") as raised:
+            prefetch.next(3)
+        assert any(entry.name == "build" for entry in raised.traceback), "the error lost its own traceback"
+        prefetch.close()
+
+    def test_closing_leaves_no_thread_even_when_a_batch_ahead_is_broken(self) -> None:
+        before = set(threading.enumerate())
+
+        def build(step: int) -> TrainingBatch:
+            if step > 1:
+                raise ValueError("never asked for")
+            return _numbered_batch(step)
+
+        prefetch = self.make_prefetch(build, 9)
+        prefetch.start(1)
+        prefetch.next(1)
+        prefetch.close()
+        prefetch.close()
+        deadline = time.monotonic() + 10
+        while set(threading.enumerate()) - before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(threading.enumerate()) <= before
+
+    def test_metrics_are_seconds_that_were_waited(self) -> None:
+        prefetch = self.make_prefetch(_numbered_batch, 2)
+        prefetch.start(1)
+        prefetch.next(1)
+        metrics = prefetch.metrics()
+        prefetch.close()
+        assert metrics["time/collate_wait"] >= 0
+
+
+def _numbered_batch(step: int) -> TrainingBatch:
+    import numpy as np
+
+    from spurline.data.layout import Segment, lay_out
+
+    segment = Segment(np.full(3, step, np.int32), np.ones(3, np.uint8), 0, f"sample-{step}")
+    return lay_out([[segment]], 3, 0)
+
+
+def _number(batch: TrainingBatch) -> int:
+    return int(batch.tokens["input_ids"][0, 0])

@@ -1,0 +1,55 @@
+"""One batch becomes one or several optimizer steps: cut, normalise, update.
+
+Place on the way: TrainingBatch -> mini-batches -> backend -> metrics. This is core's implementation of the `train_step`
+hook, the only one; plugins may wrap it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spurline.data.batch import TrainingBatch
+from spurline.hookspecs import hookimpl
+from spurline.protocols.backend import Backend
+from spurline.protocols.loss import Loss, Objective
+from spurline.protocols.minibatches import MiniBatches
+
+_SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
+
+
+class Update:
+    """Hook implementation that trains on one batch."""
+
+    def __init__(self, backend: Backend, minibatches: MiniBatches, loss: Loss) -> None:
+        self._backend = backend
+        self._minibatches = minibatches
+        self._loss = loss
+
+    @hookimpl
+    def train_step(self, step: int, batch: TrainingBatch) -> Mapping[str, float]:
+        """Update the model with every mini-batch of this batch."""
+        parts = [
+            self._backend.update(minibatch, token_mean(self._loss, minibatch))
+            for minibatch in self._minibatches.cut(batch)
+        ]
+        return {**_join(parts), **batch.info}
+
+
+def token_mean(loss: Loss, minibatch: TrainingBatch) -> Objective:
+    """Normalise by the loss weight of the whole optimizer step.
+
+    The sum is taken here, before any cutting into micro-batches or ranks: means of parts would overweight parts with
+    short samples.
+    """
+    weight = float(minibatch.tokens["loss_weights"].double().sum())
+    return Objective(loss, weight if weight > 0 else 1.0)
+
+
+def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: counts and times add up, `lr` is the last, all else is the mean."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    joined = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+    joined.update({name: sum(part[name] for part in parts) for name in _SUMMED if name in joined})
+    joined["lr"] = parts[-1]["lr"]
+    return joined

@@ -1,0 +1,155 @@
+"""Core's own components run through the very suites that plugin authors subclass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spurline.builtin.configs import (
+    ConsoleTrackerConfig,
+    CrossEntropyConfig,
+    DynamicFineTuningConfig,
+    JsonlTrackerConfig,
+    PackedCollatorConfig,
+    PaddedCollatorConfig,
+    ReportPanelConfig,
+    RolloutsCollatorConfig,
+    SequentialTokenizationConfig,
+    SerialPrefetchConfig,
+    WholeBatchConfig,
+)
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.builtin.padded_collator import PaddedCollator
+from spurline.builtin.plugin import PLUGIN
+from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.builtin.sequential_tokenization import SequentialTokenization
+from spurline.builtin.serial_prefetch import SerialPrefetch
+from spurline.builtin.trackers.console import ConsoleTracker
+from spurline.builtin.trackers.jsonl import JsonlTracker
+from spurline.builtin.whole_batch import WholeBatch
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.dft import DynamicFineTuning
+from spurline.plugins import PluginHost
+from spurline.registry import resolve
+from spurline.testing import (
+    BackendContract,
+    CollatorContract,
+    LossContract,
+    MiniBatchesContract,
+    PluginContract,
+    PrefetchContract,
+    ReportPanelContract,
+    RolloutCollatorContract,
+    TokenizationContract,
+    TrackerContract,
+)
+
+
+class TestCorePlugin(PluginContract):
+    plugin_module = "spurline.builtin.plugin"
+
+    def load(self) -> PluginHost:
+        return PluginHost.load([])
+
+    def test_core_is_named_core(self) -> None:
+        assert PLUGIN.name == "core"
+
+
+class TestPaddedRight(CollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> PaddedCollator:
+        return PaddedCollator(PaddedCollatorConfig(), pad_token_id, layout)
+
+
+class TestPaddedLeft(CollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> PaddedCollator:
+        return PaddedCollator(PaddedCollatorConfig(pad_side="left", pad_to_multiple_of=8), pad_token_id, layout)
+
+
+class TestPacked(CollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
+        return PackedCollator(PackedCollatorConfig(max_tokens=128), pad_token_id, layout)
+
+
+class TestPackedAligned(CollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
+        return PackedCollator(PackedCollatorConfig(max_tokens=256, align_to=8, pad_to_max=True), pad_token_id, layout)
+
+
+class TestRolloutsAsSamples(CollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> RolloutsCollator:
+        return RolloutsCollator(RolloutsCollatorConfig(), pad_token_id, layout)
+
+
+class TestRolloutsRight(RolloutCollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> RolloutsCollator:
+        return RolloutsCollator(RolloutsCollatorConfig(), pad_token_id, layout)
+
+
+class TestRolloutsLeft(RolloutCollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> RolloutsCollator:
+        return RolloutsCollator(RolloutsCollatorConfig(pad_side="left"), pad_token_id, layout)
+
+
+class TestSerial(PrefetchContract):
+    def make_prefetch(self, build: Any, last_step: int) -> SerialPrefetch:
+        return SerialPrefetch(SerialPrefetchConfig(), build, last_step)
+
+
+class TestWholeBatch(MiniBatchesContract):
+    def make_minibatches(self, layout: Any) -> WholeBatch:
+        return WholeBatch(WholeBatchConfig(), layout)
+
+
+class TestSequential(TokenizationContract):
+    def make_tokenization(self, tokenizer: Any, data: Any) -> SequentialTokenization:
+        return SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tokenizer, data=data)
+
+
+class TestCrossEntropy(LossContract):
+    def make_loss(self) -> CrossEntropy:
+        return CrossEntropy(CrossEntropyConfig())
+
+
+class TestDynamicFineTuning(LossContract):
+    def make_loss(self) -> DynamicFineTuning:
+        return DynamicFineTuning(DynamicFineTuningConfig())
+
+
+class TestLocal(BackendContract):
+    backend_settings = {"name": "local", "device": "cpu"}
+
+
+class TestLocalInMicroBatches(BackendContract):
+    backend_settings = {"name": "local", "device": "cpu", "max_tokens_per_microbatch": 40, "logits_chunk_tokens": 16}
+
+
+class TestLocalRecomputingActivations(BackendContract):
+    backend_settings = {"name": "local", "device": "cpu", "activation_checkpointing": True, "rows_per_microbatch": 2}
+
+
+class TestJsonl(TrackerContract):
+    def make_tracker(self) -> JsonlTracker:
+        return JsonlTracker(JsonlTrackerConfig())
+
+
+class TestConsole(TrackerContract):
+    def make_tracker(self) -> ConsoleTracker:
+        return ConsoleTracker(ConsoleTrackerConfig())
+
+
+PANELS = [entry for entry in PluginHost.load([]).registry.entries("core") if entry.kind == "report_panel"]
+
+
+@pytest.fixture(params=PANELS, ids=lambda entry: entry.name)
+def panel_entry(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+class TestPanels(ReportPanelContract):
+    @pytest.fixture(autouse=True)
+    def _each_panel(self, panel_entry: Any) -> None:
+        self._entry = panel_entry
+
+    def make_panel(self) -> Any:
+        return resolve(self._entry.factory, "panel")(ReportPanelConfig(name=self._entry.name))

@@ -1,0 +1,120 @@
+"""TrainingBatch: whatever is done to rows is done to everything that belongs to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.builtin.configs import PackedCollatorConfig, RolloutsCollatorConfig
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.data.batch import TrainingBatch
+from spurline.errors import DataError
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing.collator_contract import assert_batches_equal
+from spurline.testing.data import PAD, make_trajectories, make_view
+
+lengths_strategy = st.lists(st.integers(1, 20), min_size=1, max_size=15)
+
+
+def packed(lengths: list[int], max_tokens: int = 40) -> TrainingBatch:
+    collator = PackedCollator(PackedCollatorConfig(max_tokens=max_tokens), PAD, ParallelLayout())
+    return collator.collate(make_view(lengths), training=True)
+
+
+def row_contents(batch: TrainingBatch, row: int) -> tuple[list[int], list[str], int]:
+    return batch.tokens["input_ids"][row].tolist(), batch.segments["uid"][row].tolist(), int(batch.unit_ids[row])
+
+
+@given(lengths=lengths_strategy, data=st.data())
+@settings(deadline=None, max_examples=50)
+def test_taking_rows_takes_tokens_metadata_and_units_together(lengths: list[int], data: st.DataObject) -> None:
+    batch = packed(lengths)
+    rows = data.draw(st.lists(st.integers(0, batch.num_rows - 1), max_size=8))
+    taken = batch.take(rows)
+    taken.check()
+    assert [row_contents(taken, i) for i in range(len(rows))] == [row_contents(batch, row) for row in rows]
+
+
+@given(lengths=lengths_strategy, multiple=st.integers(1, 7))
+@settings(deadline=None, max_examples=50)
+def test_padding_rows_come_and_go_without_a_trace(lengths: list[int], multiple: int) -> None:
+    batch = packed(lengths)
+    padded = batch.pad_rows(multiple)
+    padded.check()
+    assert padded.num_rows % multiple == 0
+    assert padded.num_tokens == batch.num_tokens
+    assert len(set(padded.unit_ids.tolist())) == padded.num_rows
+    assert_batches_equal(padded.without_padding_rows(), batch)
+    assert torch.equal(padded.drop_padding_rows(padded.tokens["input_ids"]), batch.tokens["input_ids"])
+
+
+@given(lengths=st.lists(lengths_strategy, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=30)
+def test_concatenated_batches_keep_their_rows_and_distinct_units(lengths: list[list[int]]) -> None:
+    batches = [packed(part) for part in lengths]
+    joined = TrainingBatch.concatenate(batches)
+    joined.check()
+    assert len(set(joined.unit_ids.tolist())) == joined.num_rows
+    start = 0
+    for batch in batches:
+        part = joined.take(range(start, start + batch.num_rows))
+        assert torch.equal(part.tokens["input_ids"][:, : batch.length], batch.tokens["input_ids"])
+        assert part.segments["uid"].values.tolist() == batch.segments["uid"].values.tolist()
+        start += batch.num_rows
+
+
+def test_release_gives_buffers_back_once_and_not_for_copies() -> None:
+    released: list[str] = []
+    batch = packed([3, 4])
+    owner = TrainingBatch(**{**vars(batch), "on_release": lambda: released.append("buffers")})
+    owner.take([0]).release()
+    owner.pad_rows(4).release()
+    assert released == []
+    owner.release()
+    assert released == ["buffers"]
+
+
+def test_check_finds_loss_on_a_first_token() -> None:
+    batch = packed([3, 4])
+    weights = batch.tokens["loss_weights"].clone()
+    weights[0, 0] = 1.0
+    with pytest.raises(AssertionError, match="first token"):
+        batch.with_tokens(loss_weights=weights).check()
+
+
+def test_check_finds_loss_on_padding() -> None:
+    batch = packed([3, 4], max_tokens=10).pad_rows(2)
+    weights = batch.tokens["loss_weights"].clone()
+    weights[1, 0] = 1.0
+    with pytest.raises(AssertionError, match="padding"):
+        batch.with_tokens(loss_weights=weights).check()
+
+
+def test_optional_columns_are_there_only_when_every_turn_has_them() -> None:
+    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
+    both = make_trajectories([[(3, 4)], [(2, 5)]], optional_columns=True)
+    mixed = [both[0], *make_trajectories([[(2, 5)]], optional_columns=False)]
+    assert "advantages" in collator.collate_rollouts(both).tokens
+    assert "advantages" not in collator.collate_rollouts(mixed).tokens
+
+
+def test_a_sample_that_cannot_fit_a_packed_row_is_named() -> None:
+    with pytest.raises(DataError, match=r"random:1 has 41 tokens.*max_tokens"):
+        packed([5, 41])
+
+
+def test_alignment_counts_against_the_row_so_that_it_never_overflows() -> None:
+    collator = PackedCollator(PackedCollatorConfig(max_tokens=16, align_to=8), PAD, ParallelLayout())
+    batch = collator.collate(make_view([5, 5, 5, 5]), training=True)
+    assert batch.length == 16
+    assert batch.num_rows == 2
+
+
+def test_a_tail_smaller_than_the_ranks_gets_padding_rows() -> None:
+    collator = PackedCollator(PackedCollatorConfig(max_tokens=16), PAD, ParallelLayout(data=4))
+    batch = collator.collate(make_view([3, 3]), training=False)
+    assert batch.is_padding_row.tolist().count(True) == 2
+    batch.check()

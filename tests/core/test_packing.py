@@ -1,0 +1,54 @@
+"""First-fit-decreasing and its spreading over ranks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spurline.data.packing import first_fit_decreasing, round_up, spread_over_ranks
+
+lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
+
+
+@given(lengths=lengths_strategy)
+def test_rows_hold_every_sample_once_and_never_overflow(lengths: list[int]) -> None:
+    rows = first_fit_decreasing(lengths, 50)
+    assert sorted(position for row in rows for position in row) == list(range(len(lengths)))
+    assert all(sum(lengths[position] for position in row) <= 50 for row in rows)
+
+
+@given(lengths=lengths_strategy)
+def test_rows_stay_within_the_known_bound_of_first_fit_decreasing(lengths: list[int]) -> None:
+    rows = first_fit_decreasing(lengths, 50)
+    # Dosa 2007: FFD <= 11/9 OPT + 6/9, and OPT is at least the total over the capacity.
+    large = sum(length > 25 for length in lengths)
+    optimum_at_least = max(-(-sum(lengths) // 50), large)
+    assert not lengths or len(rows) <= 11 / 9 * 2 * optimum_at_least + 6 / 9
+
+
+def test_ties_go_to_the_higher_position_first() -> None:
+    assert first_fit_decreasing([5, 5, 5], 10) == [[2, 1], [0]]
+
+
+@given(lengths=lengths_strategy, ranks=st.integers(1, 8))
+def test_spreading_gives_each_rank_as_many_rows_and_leaves_none_empty_needlessly(
+    lengths: list[int], ranks: int
+) -> None:
+    packing = first_fit_decreasing(lengths, 50)
+    rows = spread_over_ranks(packing, ranks)
+    assert len(rows) % ranks == 0
+    assert len(rows) >= ranks
+    assert len(rows) < max(len(packing), 1) + ranks
+    assert sorted(position for row in rows for position in row) == list(range(len(lengths)))
+    assert rows.count([]) == max(0, len(rows) - len(lengths))
+
+
+def test_rows_go_round_robin_to_ranks_and_lie_rank_by_rank() -> None:
+    assert spread_over_ranks([[0], [1], [2], [3]], 2) == [[0], [2], [1], [3]]
+
+
+@given(length=st.integers(0, 1000), multiple=st.integers(1, 64))
+def test_rounding_up_reaches_the_next_multiple(length: int, multiple: int) -> None:
+    rounded = round_up(length, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - length < multiple
