@@ -1,0 +1,71 @@
+# Two commands to know: `make quickstart` and `make test`. Both set themselves up in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Without a GPU, PyTorch's CPU index saves gigabytes: make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
+.PHONY: help quickstart test check soak docs benchmarks clean
+help:
+	@echo "make quickstart   install into .venv, train a tiny model on the shipped data, write a report (minutes)"
+	@echo "make test         install the development tools too and run the whole test suite"
+	@echo "make check        lint, formatting, types and import rules"
+	@echo "make soak         the slow tests at full length"
+	@echo "make docs         build the documentation into site/"
+	@echo "make benchmarks   print the benchmark figures"
+	@echo "make clean        remove everything the commands above made, except runs/"
+
+$(VENV)/bin/python:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Spurline needs Python 3.11 or newer: make PYTHON=python3.11')"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+
+# torch comes first and alone: as a dependency of something else pip would choose its own build.
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet $(TORCH_FROM) $$(grep '^torch==' constraints.txt)
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.torch core/pyproject.toml
+	$(PIP) install --quiet -c constraints.txt -e ./core
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core pyproject.toml examples/plugin_template/pyproject.toml
+	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,tensorboard,testing]' -e ./examples/plugin_template
+	@touch $@
+
+models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.core
+	$(BIN)/python examples/make_tiny_model.py $@
+	@touch $@
+
+quickstart: $(VENV)/.core models/tiny-qwen3
+	$(BIN)/spurline train examples/sft_sort.yaml
+	@echo
+	@echo "Look at runs/sft_sort/report.html, then try:"
+	@echo "  $(BIN)/spurline export runs/sft_sort models/sorted     a folder that transformers loads"
+	@echo "  $(BIN)/spurline plan examples/sft_sort.yaml            what a run would do, and what is wrong with it"
+	@echo "  $(BIN)/spurline train examples/sft_sort.yaml --set run_dir=runs/slower --set optimizer.learning_rate=1e-3"
+	@echo "  examples/README.md                                 configs for models from the hub"
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+soak: $(VENV)/.dev
+	SPURLINE_SOAK=1 $(BIN)/python -m pytest -m slow --timeout 7200
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict
+
+benchmarks: $(VENV)/.dev models/tiny-qwen3
+	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/startup.py
+
+clean:
+	rm -rf $(VENV) models site .pytest_cache .ruff_cache .hypothesis .coverage

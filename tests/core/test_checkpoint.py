@@ -1,0 +1,167 @@
+"""Checkpoints: complete or absent, verified before use."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spurline.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
+from spurline.errors import CheckpointError, CheckpointWriteError
+
+FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
+
+
+def write_state(folder: Path) -> None:
+    (folder / "backend").mkdir()
+    (folder / "backend" / "model.bin").write_bytes(b"weights" * 100)
+    (folder / "run.json").write_text("{}")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def test_a_saved_checkpoint_is_the_latest_and_verifies(store: CheckpointStore) -> None:
+    store.save(5, write_state, FACTS)
+    path = store.save(10, write_state, FACTS)
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.path, latest.step, latest.config) == (path, 10, {"seed": 0})
+
+
+def test_an_empty_store_has_no_latest(store: CheckpointStore) -> None:
+    assert store.latest() is None
+
+
+def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
+    for step in (1, 2, 3, 4):
+        store.save(step, write_state, FACTS)
+        store.prune(2)
+    assert [path.name for path in store.paths()] == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("name", ["backend/model.bin", "run.json"])
+def test_a_missing_file_is_named_and_the_previous_good_one_offered(store: CheckpointStore, name: str) -> None:
+    good = store.save(5, write_state, FACTS)
+    bad = store.save(10, write_state, FACTS)
+    (bad / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing.*step 5.*--resume {good}"):
+        store.latest()
+
+
+def test_a_truncated_file_is_named_with_both_sizes(store: CheckpointStore) -> None:
+    path = store.save(5, write_state, FACTS)
+    (path / "backend" / "model.bin").write_bytes(b"wei")
+    with pytest.raises(CheckpointError, match=r"model\.bin has 3 bytes instead of 700.*no other good checkpoint"):
+        store.latest()
+
+
+def test_a_flipped_bit_is_found(store: CheckpointStore) -> None:
+    path = store.save(5, write_state, FACTS)
+    content = bytearray((path / "backend" / "model.bin").read_bytes())
+    content[350] ^= 1
+    (path / "backend" / "model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"content of backend/model\.bin has changed"):
+        open_checkpoint(path)
+
+
+def test_every_truncation_of_the_manifest_is_refused(store: CheckpointStore) -> None:
+    path = store.save(5, write_state, FACTS)
+    whole = (path / MANIFEST).read_text()
+    for length in range(len(whole.rstrip()) - 1):
+        (path / MANIFEST).write_text(whole[:length])
+        with pytest.raises(CheckpointError, match=r"manifest\.json is not valid JSON"):
+            open_checkpoint(path)
+
+
+def test_foreign_folders_and_other_versions_are_refused(store: CheckpointStore, tmp_path: Path) -> None:
+    path = store.save(5, write_state, FACTS)
+    with pytest.raises(CheckpointError, match="not a Spurline checkpoint"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a checkpoint folder"):
+        open_checkpoint(tmp_path / "nowhere")
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**manifest, "version": 99}))
+    with pytest.raises(CheckpointError, match="layout version 99; this spurline reads version 1"):
+        open_checkpoint(path)
+    (path / MANIFEST).write_text(json.dumps({"format": "something else"}))
+    with pytest.raises(CheckpointError, match="another format"):
+        open_checkpoint(path)
+
+
+def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(store: CheckpointStore) -> None:
+    store.save(5, write_state, FACTS)
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointWriteError, match=r"step 10 cannot be written.*No space left.*Kept: step-00000005"):
+        store.save(10, fail, FACTS)
+    assert sorted(entry.name for entry in store.root.iterdir()) == ["latest", "step-00000005"]
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 5
+
+
+def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
+    store.save(5, write_state, FACTS)
+    store.save(5, write_state, {**FACTS, "config": {"seed": 1}})
+    latest = store.latest()
+    assert latest is not None
+    assert latest.config == {"seed": 1}
+
+
+def test_going_back_sets_later_checkpoints_aside(store: CheckpointStore) -> None:
+    for step in (5, 10, 15):
+        store.save(step, write_state, FACTS)
+    moved = store.set_aside_after(5)
+    assert [path.name for path in moved] == ["superseded-step-00000010", "superseded-step-00000015"]
+    assert [path.name for path in store.paths()] == ["step-00000005"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from spurline.checkpoint import CheckpointStore
+def write(folder):
+    (folder / "backend").mkdir()
+    for part in range(20):
+        (folder / "backend" / f"{part}.bin").write_bytes(bytes([part]) * 50_000)
+store = CheckpointStore(Path(sys.argv[1]))
+for step in range(1, 10_000):
+    if step == 2:
+        print("ready", flush=True)
+    store.save(step, write, {"config": {"step": step}, "versions": {}})
+    store.prune(2)
+"""
+
+
+@pytest.mark.slow
+def test_killing_the_writer_at_any_instant_leaves_a_good_latest_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    trials = 200 if os.environ.get("SPURLINE_SOAK") else 12
+    previous = 0
+    for trial in range(trials):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(store.root)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        # Instants that do not line up with the length of a save.
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05 + 0.0137 * (trial % 23))
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+        store.clean()
+        latest = store.latest()
+        assert latest is not None
+        assert latest.config == {"step": latest.step}
+        assert 1 <= len(store.paths()) <= 3
+        previous = latest.step
+    assert previous > 0

@@ -1,0 +1,209 @@
+"""Every mistake gives one paragraph with the fix, the right exit code, no traceback, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spurline import Run, load_config
+from spurline.errors import NonFiniteLossError
+from spurline.hookspecs import hookimpl
+from spurline.run_directory import RunDirectory
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+
+@pytest.fixture
+def fails(spurline: Spurline, write_config: WriteConfig) -> Callable[..., str]:
+    """Train with this config; returns the error text after checking its form."""
+
+    def run(config: dict[str, Any], *arguments: object, code: int = 2) -> str:
+        got, _, err = spurline("train", write_config(config), *arguments)
+        assert got == code, err
+        assert err.startswith("Error: ")
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+def test_an_unknown_key_names_file_line_key_and_nearest(fails: Any, base_config: Any) -> None:
+    base_config["collator"]["max_token"] = 5
+    assert "run.yaml:" in (text := fails(base_config))
+    assert "collator.max_token is not a setting of 'packed'. Did you mean 'max_tokens'?" in text
+
+
+def test_an_unknown_plugin_says_what_is_installed_and_how_to_install(fails: Any, base_config: Any) -> None:
+    text = fails(base_config | {"plugins": ["collation_fats"]})
+    assert "Plugin 'collation_fats' is not installed" in text
+    assert "pip install" in text
+
+
+def test_a_missing_config_file_lists_its_neighbours(spurline: Spurline, write_config: WriteConfig) -> None:
+    path = write_config({})
+    code, _, err = spurline("train", path.with_name("rnu.yaml"))
+    assert code == 2
+    assert "does not exist" in err
+    assert "run.yaml" in err
+
+
+def test_a_missing_data_file_is_named_with_near_misses(fails: Any, base_config: Any, tmp_path: Path) -> None:
+    base_config["data"]["train"] = str(tmp_path / "chatt.jsonl")
+    text = fails(base_config)
+    assert "chatt.jsonl" in text
+    assert "chat.jsonl" in text
+
+
+def test_an_empty_dataset_is_an_error(fails: Any, base_config: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    base_config["data"]["train"] = str(tmp_path / "empty.jsonl")
+    assert "empty.jsonl" in fails(base_config)
+
+
+def test_a_row_without_messages_names_file_line_and_field(fails: Any, base_config: Any, tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "bad.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({"messages": []}) + "\n")
+    base_config["data"]["train"] = str(tmp_path / "bad.jsonl")
+    text = fails(base_config)
+    assert "bad.jsonl:2" in text
+    assert "messages" in text
+
+
+def test_a_sample_longer_than_a_row_is_refused_with_both_settings(fails: Any, base_config: Any) -> None:
+    base_config["data"]["max_length"] = 1000
+    text = fails(base_config)
+    assert "collator.max_tokens is 256, but data.max_length allows samples of 1000 tokens" in text
+
+
+def test_a_missing_model_is_named(fails: Any, base_config: Any) -> None:
+    base_config["model"]["path"] = "./no-such-model"
+    assert "no-such-model" in fails(base_config)
+
+
+def test_nan_loss_stops_with_the_samples_and_keeps_the_last_checkpoint(
+    fails: Any, base_config: Any, tmp_path: Path
+) -> None:
+    loaded = load_config(base_config)
+    loaded.host.attach(PoisonWeights(before_step=4), "poison")
+    with pytest.raises(NonFiniteLossError, match=r"Step 4.*chat:\d+.*step-00000002"):
+        Run(loaded).train()
+    checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints == ["latest", "step-00000002"]
+    assert NonFiniteLossError.exit_code == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
+    fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from spurline.builtin.local.backend import LocalBackend
+
+    real_save, saves = LocalBackend.save, []
+
+    def save(self: LocalBackend, path: Path) -> None:
+        saves.append(path)
+        if len(saves) == 2:
+            raise OSError(28, "No space left on device")
+        real_save(self, path)
+
+    monkeypatch.setattr(LocalBackend, "save", save)
+    text = fails(base_config, code=1)
+    assert "checkpoint of step 4 cannot be written" in text
+    assert "No space left on device" in text
+    assert "Kept: step-00000002" in text
+    monkeypatch.undo()
+    assert Run(load_config(base_config)).train().status == "finished"
+
+
+def test_a_corrupt_checkpoint_offers_the_previous_good_one(
+    fails: Any, spurline: Spurline, write_config: WriteConfig, base_config: Any
+) -> None:
+    spurline("train", write_config(base_config))
+    latest = Path(base_config["run_dir"]) / "checkpoints" / "step-00000006"
+    with (latest / "backend" / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    text = fails(base_config)
+    assert "model.safetensors has 1000 bytes" in text
+    assert f"--resume {latest.with_name('step-00000004')}" in text
+
+
+def test_two_runs_in_one_run_dir_are_refused(fails: Any, base_config: Any) -> None:
+    directory = RunDirectory(Path(base_config["run_dir"]))
+    directory.open()
+    try:
+        assert "is in use by another run" in fails(base_config)
+    finally:
+        directory.close()
+
+
+def test_resume_never_refuses_a_run_dir_with_checkpoints(
+    fails: Any, spurline: Spurline, write_config: WriteConfig, base_config: Any
+) -> None:
+    spurline("train", write_config(base_config))
+    assert "already has checkpoints" in fails(base_config, "--resume", "never")
+
+
+def test_a_changed_setting_is_named_when_resuming(
+    fails: Any, spurline: Spurline, write_config: WriteConfig, base_config: Any
+) -> None:
+    spurline("train", write_config(base_config))
+    base_config |= {"batch_size": 4, "seed": 3}
+    text = fails(base_config)
+    assert "batch_size: 8 -> 4" in text
+    assert "seed: 0 -> 3" in text
+
+
+def test_changed_data_is_found_when_resuming(
+    fails: Any, spurline: Spurline, write_config: WriteConfig, base_config: Any, spurline_chat_file: Path
+) -> None:
+    spurline("train", write_config(base_config), "--set", "steps=6")
+    spurline_chat_file.write_text(spurline_chat_file.read_text().replace("say 3", "say x"))
+    assert "training data is not what the checkpoint was trained on" in fails(base_config, "--set", "steps=9")
+
+
+def test_plan_reports_problems_with_exit_code_two(
+    spurline: Spurline, write_config: WriteConfig, base_config: Any, tmp_path: Path
+) -> None:
+    base_config["data"]["train"] = str(tmp_path / "nothing.jsonl")
+    code, _, err = spurline("plan", write_config(base_config))
+    assert code == 2
+    assert "nothing.jsonl" in err
+
+
+def test_debug_shows_the_traceback(write_config: WriteConfig, base_config: Any) -> None:
+    from spurline.cli import main
+    from spurline.errors import ConfigError
+
+    base_config["sead"] = 1
+    with pytest.raises(ConfigError):
+        main(["train", str(write_config(base_config)), "--debug"])
+
+
+def test_a_mistyped_command_gets_the_nearest(spurline: Spurline) -> None:
+    code, _, err = spurline("trian", "run.yaml")
+    assert code == 2
+    assert "'train'" in err
+
+
+class PoisonWeights:
+    """Put a NaN into the model before a step, as a diverged update would."""
+
+    def __init__(self, before_step: int) -> None:
+        self._before_step = before_step
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._run = run
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._before_step:
+            import torch
+
+            backend: Any = self._run.backend
+            with torch.no_grad():
+                next(iter(backend.model.parameters())).fill_(float("nan"))

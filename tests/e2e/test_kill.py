@@ -1,0 +1,60 @@
+"""kill -9 at random instants, then resume: the metrics are those of the uninterrupted run."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
+from spurline import Run, load_config
+from spurline.checkpoint import CheckpointStore
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
+    base_config: dict[str, Any],
+    write_config: Callable[[dict[str, Any]], Path],
+    spurline_chat_file: Path,
+    tmp_path: Path,
+) -> None:
+    kills = 20 if os.environ.get("SPURLINE_SOAK") else 5
+    config = base_config | {
+        "steps": 60 * kills,
+        "checkpoint": {"every_steps": 7},
+        "evaluation": {"every_steps": 25},
+        "report": {"enabled": False},
+    }
+    config["data"]["eval"] = str(spurline_chat_file)
+    config["model"]["config_overrides"] = {"attention_dropout": 0.1}
+    whole = config | {"run_dir": str(tmp_path / "whole")}
+    subprocess.run(command(write_config(whole)), check=True, capture_output=True, timeout=900)
+    path = write_config(config)
+    random_instants = random.Random(7)
+    metrics = Path(config["run_dir"]) / "metrics.jsonl"
+    for _ in range(kills):
+        process = subprocess.Popen(command(path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        before = metrics.stat().st_size if metrics.exists() else 0
+        progressed = lambda before=before: metrics.exists() and metrics.stat().st_size != before  # noqa: E731
+        wait_for(lambda p=process, f=progressed: p.poll() is not None or f(), "a first step after the start")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(random_instants.uniform(0, 0.6))
+        process.kill()
+        process.wait(10)
+        assert process.stderr is not None
+        process.stderr.close()
+        if (Path(config["run_dir"]) / "checkpoints").exists():
+            CheckpointStore(Path(config["run_dir"]) / "checkpoints").latest()
+    assert Run(load_config(path)).train().status == "finished"
+    assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def command(config: Path) -> list[str]:
+    return [sys.executable, "-m", "spurline.cli", "train", str(config)]

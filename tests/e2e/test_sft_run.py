@@ -1,0 +1,210 @@
+"""A whole SFT run through the command line, on a real model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
+from spurline import Run, load_config
+from spurline.hookspecs import hookimpl
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+
+def test_training_writes_metrics_checkpoint_report_and_summary(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    base_config["data"]["eval"] = str(spurline_chat_file)
+    base_config["evaluation"] = {
+        "every_steps": 3,
+        "generate": {"rewards": {"exact": "exact_match"}, "max_new_tokens": 4, "max_samples": 5},
+    }
+    code, out, err = spurline("train", write_config(base_config))
+    run_dir = Path(base_config["run_dir"])
+    assert (code, err) == (0, "")
+    assert "Finished at step 6" in out
+    metrics = read_metrics(run_dir)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    for line in metrics:
+        assert {"epoch", "loss", "grad_norm", "lr", "tokens", "time/step", "packing/fill"} <= line.keys()
+    assert [line["step"] for line in metrics if "eval/loss" in line] == [3, 6]
+    assert 0 <= metrics[-1]["eval/exact"] <= 1
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert (run_dir / "report.html").stat().st_size > 100_000
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["data"]["train"]["samples"] == 64
+    assert len((run_dir / "eval_samples.jsonl").read_text().splitlines()) == 10
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+def test_evaluating_more_often_does_not_change_what_is_trained(
+    base_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+) -> None:
+    losses = []
+    for every in (None, 1):
+        base_config["run_dir"] = str(tmp_path / f"every-{every}")
+        base_config["data"]["eval"] = str(spurline_chat_file)
+        base_config["evaluation"] = {
+            "every_steps": every,
+            "generate": {"rewards": {"exact": "exact_match"}, "max_new_tokens": 3, "max_samples": 4},
+        }
+        Run(load_config(base_config)).train()
+        losses.append([line["loss"] for line in read_metrics(base_config["run_dir"])])
+    assert losses[0] == losses[1]
+
+
+def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(base_config: dict[str, Any], tmp_path: Path) -> None:
+    whole = {**base_config, "run_dir": str(tmp_path / "whole"), "epochs": 1.5}
+    whole.pop("steps")
+    Run(load_config(whole)).train()
+    pieces = {**whole, "run_dir": str(tmp_path / "pieces")}
+    for stop_after in (3, 4, 99):
+        loaded = load_config(pieces)
+        loaded.host.attach(StopAfter(stop_after), "stop-after")
+        result = Run(loaded).train()
+    assert result.status == "finished"
+    assert deterministic(read_metrics(pieces["run_dir"])) == deterministic(read_metrics(whole["run_dir"]))
+    assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
+
+
+def test_a_longer_run_continues_a_finished_one(spurline: Spurline, write_config: WriteConfig, base_config: Any) -> None:
+    base_config["schedule"] = {"name": "constant"}
+    assert spurline("train", write_config(base_config))[0] == 0
+    code, out, _ = spurline("train", write_config(base_config), "--set", "steps=8")
+    assert code == 0
+    assert "steps: 6 -> 8" in out
+    assert [line["step"] for line in read_metrics(base_config["run_dir"])] == list(range(1, 9))
+
+
+def test_resuming_an_older_checkpoint_sets_later_ones_aside(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    path = write_config(base_config)
+    assert spurline("train", path)[0] == 0
+    before = deterministic(read_metrics(base_config["run_dir"]))
+    older = Path(base_config["run_dir"]) / "checkpoints" / "step-00000004"
+    code, out, _ = spurline("train", path, "--resume", older)
+    assert code == 0
+    assert "superseded-step-00000006" in out
+    assert deterministic(read_metrics(base_config["run_dir"])) == before
+
+
+def test_exported_model_loads_and_gives_the_trained_logprobs(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spurline("train", write_config(base_config))
+    code, _, _ = spurline("export", base_config["run_dir"], tmp_path / "exported")
+    assert code == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    saved = load_file(Path(base_config["run_dir"]) / "checkpoints/step-00000006/backend/model.safetensors")
+    for name, tensor in model.state_dict().items():
+        if name in saved:
+            assert torch.equal(tensor, saved[name]), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template
+
+
+def test_sigterm_finishes_the_step_saves_and_resumes(
+    write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    base_config |= {"steps": 4000, "checkpoint": {}}
+    path = write_config(base_config)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spurline.cli", "train", str(path)], stdout=subprocess.PIPE, text=True
+    )
+    metrics = Path(base_config["run_dir"]) / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "three steps")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Stopped on request" in out
+    last = read_metrics(base_config["run_dir"])[-1]["step"]
+    assert (Path(base_config["run_dir"]) / "checkpoints" / f"step-{last:08d}").is_dir()
+    base_config["steps"] = last + 2
+    # Fewer steps than before would be refused; the config of the checkpoint said 4000.
+    with pytest.raises(Exception, match="steps: 4000"):
+        Run(load_config(base_config)).train()
+
+
+def test_python_api_returns_the_result_and_calls_hooks_in_order(base_config: dict[str, Any]) -> None:
+    loaded = load_config(base_config)
+    calls: list[str] = []
+    loaded.host.attach(Recorder(calls), "recorder")
+    result = Run(loaded).train()
+    assert result.status == "finished"
+    assert result.step == 6
+    assert result.metrics["loss"] > 0
+    assert calls[:4] == ["run_start", "step_start 1", "step_end 1", "step_start 2"]
+    assert calls[-3:] == ["checkpoint 6", "step_end 6", "run_end None"]
+
+
+def test_plan_describes_the_run_without_training(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    code, out, err = spurline("plan", write_config(base_config))
+    assert (code, err) == (0, "")
+    for expected in ("6 steps of 8 samples", "64 samples", "step 1:", "fill", "MiB", "No problems found"):
+        assert expected in out
+    assert not Path(base_config["run_dir"]).exists()
+
+
+def test_padded_and_packed_runs_learn_the_same(base_config: dict[str, Any], tmp_path: Path) -> None:
+    losses = []
+    for collator in ({"name": "padded"}, {"name": "packed", "max_tokens": 256}):
+        base_config |= {"collator": collator, "run_dir": str(tmp_path / collator["name"])}
+        Run(load_config(base_config)).train()
+        losses.append([line["loss"] for line in read_metrics(base_config["run_dir"])])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+class StopAfter:
+    """Ask the run to stop once it finished this step, as SIGTERM would."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Recorder:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    @hookimpl
+    def on_run_start(self) -> None:
+        self._calls.append("run_start")
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        self._calls.append(f"step_start {step}")
+
+    @hookimpl
+    def on_step_end(self, step: int) -> None:
+        self._calls.append(f"step_end {step}")
+
+    @hookimpl
+    def on_checkpoint_saved(self, step: int) -> None:
+        self._calls.append(f"checkpoint {step}")
+
+    @hookimpl
+    def on_run_end(self, error: BaseException | None) -> None:
+        self._calls.append(f"run_end {error}")

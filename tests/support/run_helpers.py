@@ -1,0 +1,42 @@
+"""Read and compare what runs leave behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """Every line of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same lines without wall times."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith("time/") and name != "eval/time"}
+        for line in metrics
+    ]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    from safetensors.torch import load_file
+
+    paths = [
+        sorted((folder / "checkpoints").glob("step-*"))[-1] / "backend/model.safetensors" for folder in (one, other)
+    ]
+    left, right = (load_file(path) for path in paths)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
