@@ -1,0 +1,89 @@
+"""The documentation says what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spurline import hookspecs, load_config
+from spurline.config.run_config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+def test_reference_pages_are_what_the_code_generates() -> None:
+    result = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def hook_names() -> list[str]:
+    return [name for name, value in vars(hookspecs).items() if hasattr(value, "spurline_spec")]
+
+
+def test_there_are_ten_hooks_and_no_more() -> None:
+    # A new thing that exactly one plugin must answer is a component; raising this number needs a design decision.
+    assert hook_names() == [
+        "register_components",
+        "on_run_start",
+        "on_step_start",
+        "train_step",
+        "on_step_end",
+        "on_eval_end",
+        "on_checkpoint_saved",
+        "on_rollouts_scored",
+        "on_weights_synced",
+        "on_run_end",
+    ]
+
+
+@pytest.mark.parametrize("name", hook_names())
+def test_every_hook_says_when_what_and_what_an_error_does(name: str) -> None:
+    text = getattr(hookspecs, name).__doc__ or ""
+    assert "Errors:" in text
+    for argument in getattr(hookspecs, name).__code__.co_varnames[: getattr(hookspecs, name).__code__.co_argcount]:
+        assert f"{argument}:" in text, f"{name} does not describe {argument}"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_config_is_valid(path: Path) -> None:
+    assert load_config(path).config
+
+
+def test_every_setting_has_a_description() -> None:
+    def undescribed(section: type, prefix: str) -> list[str]:
+        found = []
+        for name, field in section.model_fields.items():
+            if not field.description:
+                found.append(prefix + name)
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                found += undescribed(field.annotation, f"{prefix}{name}.")
+        return found
+
+    assert undescribed(RunConfig, "") == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "README.md"], ids=lambda path: path.name
+)
+def test_relative_links_in_the_docs_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
+def test_yaml_blocks_marked_as_whole_runs_are_valid(path: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(re.findall(r"```yaml title=\"run\.yaml\"\n(.*?)```", path.read_text("utf-8"), re.S)):
+        config = tmp_path / f"{number}.yaml"
+        config.write_text(block, encoding="utf-8")
+        assert load_config(config).config
+
+
+def test_the_loop_file_stays_short() -> None:
+    source = (ROOT / "core/src/spurline/loop.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 150
