@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spurline.protocols.tokenization import Tokenized
 
+HISTOGRAM_BINS = 40
 
-def summarize(tokenized: Tokenized, bins: int = 40) -> dict[str, Any]:
+
+def summarize(tokenized: Tokenized) -> dict[str, Any]:
     """JSON-able summary: samples, tokens, loss_share (0..1), dropped by reason, truncated, histogram of lengths."""
     store = tokenized.store
     lengths = store.lengths()
-    counts, edges = np.histogram(lengths, bins=bins) if len(store) else (np.zeros(0, int), np.zeros(0))
+    counts, edges = _histogram(lengths)
     return {
         "samples": len(store),
         "tokens": int(store.offsets[-1]),
@@ -26,6 +29,17 @@ def summarize(tokenized: Tokenized, bins: int = 40) -> dict[str, Any]:
         "truncated": tokenized.truncated,
         "lengths": {"edges": edges.tolist(), "counts": counts.tolist()},
     }
+
+
+def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Counts and edges of bins that are a whole number of tokens wide, so that no bin is favoured by rounding."""
+    if not len(lengths):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = -(-(longest - shortest + 1) // HISTOGRAM_BINS)
+    edges = np.arange(shortest, longest + width + 1, width)
+    counts, _ = np.histogram(lengths, bins=edges)
+    return counts, edges
 
 
 def describe(name: str, summary: dict[str, Any]) -> list[str]:

@@ -43,7 +43,10 @@ class Loss(Protocol):
         ...
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Named [N] values to report as their weighted mean over the step; empty when there are none. No gradient."""
+        """Named [N] values to report as their weighted mean over the step; empty when there are none.
+
+        Called under `torch.no_grad`.
+        """
         ...
 
     def describe(self) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import Collator, ParallelLayout, RolloutCollator
 from spurline.testing.data import PAD, make_trajectories, make_view
+from spurline.testing.fuzzing import fuzzing
 
 lengths_strategy = st.lists(st.integers(1, 60), min_size=1, max_size=24)
 layout_strategy = st.builds(
@@ -41,7 +42,7 @@ class CollatorContract:
         return None
 
     @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9), training=st.booleans())
-    @settings(max_examples=40, deadline=None)
+    @fuzzing(40)
     def test_every_sample_is_in_exactly_one_segment(
         self, lengths: list[int], layout: ParallelLayout, seed: int, training: bool
     ) -> None:
@@ -51,7 +52,7 @@ class CollatorContract:
         assert sorted(_contents(batch)) == sorted(_expected(samples))
 
     @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9))
-    @settings(max_examples=20, deadline=None)
+    @fuzzing(20)
     def test_padding_is_empty_and_rows_divide_among_ranks(
         self, lengths: list[int], layout: ParallelLayout, seed: int
     ) -> None:
@@ -64,13 +65,13 @@ class CollatorContract:
         assert batch.info["packing/fill"] == pytest.approx(float((~padding).float().mean()), abs=1e-6)
 
     @given(lengths=lengths_strategy, layout=layout_strategy)
-    @settings(max_examples=20, deadline=None)
+    @fuzzing(20)
     def test_segments_start_at_multiples_of_the_alignment(self, lengths: list[int], layout: ParallelLayout) -> None:
         batch = self.make_collator(PAD, layout).collate(make_view(lengths), training=True)
         assert batch.length % layout.align_to == 0
 
     @given(lengths=lengths_strategy, seed=st.integers(0, 9))
-    @settings(max_examples=10, deadline=None)
+    @fuzzing(10)
     def test_collating_twice_gives_the_same_batch(self, lengths: list[int], seed: int) -> None:
         collator = self.make_collator(PAD, ParallelLayout(data=2))
         first = clone(collator.collate(make_view(lengths, seed), training=True))
@@ -78,7 +79,7 @@ class CollatorContract:
         assert_batches_equal(collator.collate(make_view(lengths, seed), training=True), first)
 
     @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9), training=st.booleans())
-    @settings(max_examples=60, deadline=None)
+    @fuzzing(60)
     def test_collator_equals_the_reference_bit_for_bit(
         self, lengths: list[int], layout: ParallelLayout, seed: int, training: bool
     ) -> None:
@@ -108,7 +109,7 @@ class RolloutCollatorContract:
     )
 
     @given(turns=turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
-    @settings(max_examples=40, deadline=None)
+    @fuzzing(40)
     def test_rollouts_keep_order_metadata_and_response_columns(
         self, turns: Any, ranks: int, optional: bool, seed: int
     ) -> None:
@@ -131,7 +132,7 @@ class RolloutCollatorContract:
                 assert np.array_equal(values[len(turn.prompt_ids) :], turn.advantages)
 
     @given(turns=turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
-    @settings(max_examples=40, deadline=None)
+    @fuzzing(40)
     def test_rollouts_equal_the_reference_bit_for_bit(self, turns: Any, ranks: int, optional: bool, seed: int) -> None:
         layout = ParallelLayout(data=ranks)
         reference = self.make_reference(PAD, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.builtin.configs import PaddedCollatorConfig
@@ -11,6 +11,7 @@ from spurline.builtin.padded_collator import PaddedCollator
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.minibatches import MiniBatches
 from spurline.testing.data import PAD, make_view
+from spurline.testing.fuzzing import fuzzing
 
 
 class MiniBatchesContract:
@@ -21,7 +22,7 @@ class MiniBatchesContract:
         raise NotImplementedError("subclass MiniBatchesContract with make_minibatches(self, layout)")
 
     @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), ranks=st.integers(1, 5))
-    @settings(max_examples=30, deadline=None)
+    @fuzzing(30)
     def test_cutting_keeps_every_row_once_and_pads_to_the_ranks(self, lengths: list[int], ranks: int) -> None:
         batch = PaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout()).collate(make_view(lengths), training=True)
         minibatches = self.make_minibatches(ParallelLayout(data=ranks))

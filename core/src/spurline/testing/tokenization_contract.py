@@ -64,7 +64,11 @@ class TokenizationContract:
         config = DatasetConfig(name="rows", format="chat")
         data = DataConfig(train=(config,))
         entry = [DatasetToTokenize(ListDataset(self.rows), config)]
-        expected = SequentialTokenization(SequentialTokenizationConfig(), tiny_tokenizer(), data).tokenize(entry).store
+        expected = (
+            SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tiny_tokenizer(), data=data)
+            .tokenize(entry)
+            .store
+        )
         store = self.make_tokenization(tiny_tokenizer(), data).tokenize(entry).store
         assert store.row.tolist() == list(range(30))
         for name in ("tokens", "loss_mask", "offsets", "source", "row"):

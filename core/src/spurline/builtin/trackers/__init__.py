@@ -1,0 +1,1 @@
+"""Core's trackers: where the metrics of each finished step go."""

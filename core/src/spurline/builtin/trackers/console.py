@@ -1,0 +1,134 @@
+"""Progress of a run on the terminal: a live bar, or plain lines when the output is a file or a pipe.
+
+Reads only the metrics it is given; writes to stdout. Always on, next to the JSONL tracker.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+from spurline.builtin.configs import ConsoleTrackerConfig
+from spurline.builtin.trackers.readout import Smoothed, clock, quantity, training_seconds
+from spurline.protocols.tracker import RunInfo
+
+_SEPARATOR = "  "
+
+
+class ConsoleTracker:
+    """Show step, loss, learning rate, tokens/s and the time left.
+
+    console: where to write; default is stdout.
+    """
+
+    def __init__(self, config: ConsoleTrackerConfig, console: Console | None = None) -> None:
+        self._config = config
+        self._console = console or Console()
+        self._total_steps: int | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._is_first = True
+        self._tokens = Smoothed(span=20)
+        self._training_s = Smoothed(span=20)
+        self._step_s = Smoothed(span=100)
+
+    def start(self, info: RunInfo) -> None:
+        """Print the notes on the start, and open the live bar when the output is a terminal."""
+        self._total_steps = info.total_steps
+        for note in info.notes:
+            self._print(note)
+        # FORCE_COLOR makes rich take a log file for a terminal; a moving bar belongs on real ones only.
+        is_live = self._console.is_terminal and self._console.file.isatty() and not self._console.is_dumb_terminal
+        if is_live and self._progress is None:
+            self._open_bar(info)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar, or print a line when one is due; evaluation results are always printed."""
+        self._observe(metrics)
+        fields = self._fields(step, metrics)
+        if self._progress is not None and self._task is not None:
+            readout = _SEPARATOR.join(_fitting(fields, self._console.width - 28))
+            self._progress.update(self._task, completed=step, description=self._step_label(step), readout=readout)
+        elif self._is_due(step):
+            plain = [text for name, text in fields if name != "grad_norm"]
+            self._print(_SEPARATOR.join([self._step_label(step), *plain]))
+        self._is_first = False
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/") and name != "eval/time"}
+        if evaluated:
+            self._print(self._evaluation_line(step, evaluated))
+
+    def flush(self) -> None:
+        """Nothing to do: what is printed is out."""
+
+    def close(self) -> None:
+        """Stop the bar where it is and give the cursor back. May be called twice, or without start."""
+        if self._progress is not None:
+            progress, self._progress, self._task = self._progress, None, None
+            progress.stop()
+            atexit.unregister(self.close)
+
+    def _open_bar(self, info: RunInfo) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=6)),
+            TextColumn("{task.fields[readout]}", markup=False),
+            console=self._console,
+            expand=True,
+        )
+        label = self._step_label(info.resume_step)
+        self._task = self._progress.add_task(label, total=info.total_steps, completed=info.resume_step, readout="")
+        # An exception that skips close() must not leave the terminal without a cursor.
+        atexit.register(self.close)
+        self._progress.start()
+
+    def _observe(self, metrics: Mapping[str, float]) -> None:
+        training_s = training_seconds(metrics)
+        if training_s is not None and "tokens" in metrics:
+            self._tokens.add(metrics["tokens"])
+            self._training_s.add(training_s)
+        if "time/step" in metrics:
+            self._step_s.add(metrics["time/step"])
+
+    def _fields(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Name and text of each field in display order."""
+        fields: list[tuple[str, str]] = []
+        if "loss" in metrics:
+            fields.append(("loss", f"loss {metrics['loss']:.3f}"))
+        if "grad_norm" in metrics:
+            fields.append(("grad_norm", f"grad {metrics['grad_norm']:.2f}"))
+        if "lr" in metrics:
+            fields.append(("lr", f"lr {metrics['lr']:.1e}"))
+        tokens, seconds = self._tokens.value, self._training_s.value
+        if tokens is not None and seconds:
+            fields.append(("tokens", f"{quantity(tokens / seconds)} tokens/s"))
+        step_s = self._step_s.value
+        if step_s is not None and self._total_steps is not None and step < self._total_steps:
+            fields.append(("eta", f"ETA {clock(step_s * (self._total_steps - step))}"))
+        return fields
+
+    def _step_label(self, step: int) -> str:
+        return f"step {step}/{self._total_steps}" if self._total_steps is not None else f"step {step}"
+
+    def _evaluation_line(self, step: int, evaluated: Mapping[str, float]) -> str:
+        results = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
+        return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
+
+    def _is_due(self, step: int) -> bool:
+        return self._is_first or step % self._config.every_steps == 0 or step == self._total_steps
+
+    def _print(self, line: str) -> None:
+        """Print above the bar; never wrapped, coloured or read as markup."""
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _fitting(fields: list[tuple[str, str]], width: int) -> list[str]:
+    """Field texts, less the least important ones until they fit into `width` columns."""
+    for dropped in ((), ("grad_norm",), ("grad_norm", "lr"), ("grad_norm", "lr", "tokens")):
+        texts = [text for name, text in fields if name not in dropped]
+        if len(_SEPARATOR.join(texts)) <= width:
+            return texts
+    return [text for name, text in fields if name == "loss"]

@@ -1,0 +1,71 @@
+"""Numbers as people read them: rates, durations, quantities, and the smoothing behind them.
+
+Shared by the console tracker and the report, so that both show the same tokens/s. Pure Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+class Smoothed:
+    """Exponential moving average without the start-up bias: the first value is returned as it is.
+
+    span: about how many values it looks back over.
+    """
+
+    def __init__(self, span: float) -> None:
+        assert span >= 1, f"span must be at least 1, got {span}"
+        self._keep = 1 - 2 / (span + 1)
+        self._total = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """Take in one value and return the new average."""
+        self._total = self._keep * self._total + (1 - self._keep) * value
+        self._weight = self._keep * self._weight + (1 - self._keep)
+        return self._total / self._weight
+
+    @property
+    def value(self) -> float | None:
+        """The average so far; None before the first value."""
+        return self._total / self._weight if self._weight else None
+
+
+def training_seconds(metrics: Mapping[str, float]) -> float | None:
+    """Seconds that one step spent on training: `time/step` less its part `time/evaluate`. None when unknown."""
+    whole = metrics.get("time/step")
+    if whole is None or whole <= 0:
+        return None
+    rest = whole - metrics.get("time/evaluate", 0.0)
+    return rest if rest > 0 else whole
+
+
+def quantity(value: float) -> str:
+    """Three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
+    if not math.isfinite(value):
+        return str(value)
+    for size, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999,950 would read "1000k" after rounding; it belongs to the next prefix.
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            digits = max(0, 2 - int(math.log10(max(1.0, abs(scaled) * 1.0005))))
+            return f"{scaled:,.{digits}f}{prefix}"
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """H:MM:SS, with days in front where needed."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    days, rest = divmod(round(max(0.0, seconds)), 86_400)
+    text = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days:,}d {text}" if days else text
+
+
+def score(value: float) -> str:
+    """A loss, norm or score: four significant digits, trailing zeros kept."""
+    if value == 0:
+        return "0"
+    return f"{value:.3e}" if not 1e-3 <= abs(value) < 1e6 else f"{value:#.4g}".removesuffix(".")

@@ -1,0 +1,58 @@
+// Draw every figure of the page with the colours of the current theme, and again when the theme changes.
+(() => {
+  const settings = { responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] };
+
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // A string such as "--series-1" stands for the CSS variable of that name.
+  const resolved = (value) => {
+    if (typeof value === "string") return value.startsWith("--") ? color(value) : value;
+    if (Array.isArray(value)) return value.map(resolved);
+    if (value && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item)]));
+    }
+    return value;
+  };
+
+  const merged = (base, changes) => {
+    const isMapping = (value) => value && typeof value === "object" && !Array.isArray(value);
+    if (!isMapping(base) || !isMapping(changes)) return changes === undefined ? base : changes;
+    const result = { ...base };
+    for (const [key, value] of Object.entries(changes)) result[key] = merged(base[key], value);
+    return result;
+  };
+
+  const axis = () => ({
+    gridcolor: color("--grid"),
+    linecolor: color("--border"),
+    zeroline: false,
+    automargin: true,
+    title: { font: { size: 12, color: color("--muted") }, standoff: 10 },
+    tickfont: { size: 11.5, color: color("--muted") },
+  });
+
+  const theme = () => ({
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("--text") },
+    margin: { l: 52, r: 12, t: 30, b: 40 },
+    legend: { orientation: "h", x: 0, y: 1.02, xanchor: "left", yanchor: "bottom", font: { size: 12 } },
+    showlegend: true,
+    hoverlabel: {
+      bgcolor: color("--surface"), bordercolor: color("--border"), font: { color: color("--text"), size: 12 },
+    },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--muted"), activecolor: color("--accent") },
+    xaxis: axis(),
+    yaxis: axis(),
+  });
+
+  const draw = () => {
+    for (const source of document.querySelectorAll("script.figure")) {
+      const { data, layout } = JSON.parse(source.textContent);
+      Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);
+    }
+  };
+
+  draw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+})();

@@ -1,0 +1,133 @@
+"""Plots as plain plotly.js figures: data in, one HTML fragment out.
+
+The page draws them with the plotly.js it carries. A colour is a CSS variable name such as `--series-1`, which the page
+resolves, so that plots follow the light or dark theme. No trace has more than `MAX_POINTS` points.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from spurline.report.markup import text
+
+MAX_POINTS = 2000
+"""Points one trace may have; longer series keep the extremes of each stretch."""
+
+Trace = dict[str, Any]
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """At most MAX_POINTS points of a series, in order: first, last, and the lowest and highest of each stretch."""
+    if len(steps) <= MAX_POINTS:
+        return list(steps), list(values)
+    stretches = (MAX_POINTS - 2) // 2
+    kept = {0, len(steps) - 1}
+    for stretch in range(stretches):
+        indices = range(stretch * len(steps) // stretches, (stretch + 1) * len(steps) // stretches)
+        kept.add(min(indices, key=values.__getitem__))
+        kept.add(max(indices, key=values.__getitem__))
+    order = sorted(kept)
+    return [steps[index] for index in order], [values[index] for index in order]
+
+
+def smoothing_span(num_points: int) -> int:
+    """Over how many neighbouring points a series of this length is averaged."""
+    return max(5, math.isqrt(num_points))
+
+
+def moving_sums(values: Sequence[float], span: int) -> list[float]:
+    """Sum over the window of about `span` points around each point; the window is shorter at the ends.
+
+    Centred, as the whole series is known: a trailing average would lag behind a steep start.
+    """
+    sums_before = [0.0, *accumulate(values)]
+    half = span // 2
+    windows = [(max(0, index - half), min(len(values), index + half + 1)) for index in range(len(values))]
+    return [sums_before[end] - sums_before[start] for start, end in windows]
+
+
+def line(
+    name: str, steps: Sequence[int], values: Sequence[float], color: str, *, width: float = 2, **changes: Any
+) -> Trace:
+    """A line over steps; its points are marked when they are few. `changes` are plotly trace attributes."""
+    kept_steps, kept_values = thinned(steps, values)
+    trace: Trace = {
+        "type": "scatter",
+        "mode": "lines+markers" if len(kept_steps) <= 40 else "lines",
+        "name": name,
+        "x": kept_steps,
+        "y": kept_values,
+        "line": {"color": color, "width": width},
+        "marker": {"color": color, "size": 5},
+        "hovertemplate": "%{y:.4~g}",
+    }
+    return trace | changes
+
+
+def raw_and_smoothed(
+    name: str, steps: Sequence[int], values: Sequence[float], color: str, weights: Sequence[float] | None = None
+) -> list[Trace]:
+    """A faint line of the values and a strong one of their moving mean; one strong line for a short series.
+
+    weights: of the values in that mean; all equal when not given.
+    """
+    if len(values) < 10:
+        return [line(name, steps, values, color)]
+    span = smoothing_span(len(values))
+    weights = weights if weights is not None else [1.0] * len(values)
+    tops = moving_sums([value * weight for value, weight in zip(values, weights, strict=True)], span)
+    bottoms = moving_sums(weights, span)
+    means = [top / bottom if bottom > 0 else math.nan for top, bottom in zip(tops, bottoms, strict=True)]
+    return [
+        line(name, steps, values, color, width=1, opacity=0.4, mode="lines"),
+        line(f"mean of {span} steps", steps, means, color, width=2.5, mode="lines"),
+    ]
+
+
+def level(name: str, steps: Sequence[int], value: float, color: str) -> Trace:
+    """A dashed horizontal line across the plot."""
+    ends = [steps[0], steps[-1]] if len(steps) > 1 else [steps[0] - 1, steps[0] + 1]
+    return line(name, ends, [value, value], color, width=1.5, mode="lines") | {
+        "line": {"color": color, "width": 1.5, "dash": "dash"},
+        "hoverinfo": "skip",
+        "hovertemplate": None,
+    }
+
+
+def step_figure(
+    traces: Sequence[Trace], y_title: str, layout: Mapping[str, Any] | None = None, *, label: str, **y_axis: Any
+) -> str:
+    """A plot over training steps. label: what a screen reader says. `y_axis`: plotly axis attributes."""
+    steps = sorted({step for trace in traces for step in trace["x"]})
+    x_axis: dict[str, Any] = {"title": {"text": "Step"}, "tickformat": ",d"}
+    if steps and steps[-1] - steps[0] <= 10:
+        # Plotly would put ticks, all rounded to the same number, between whole steps.
+        x_axis |= {"dtick": 1, "range": [steps[0] - 0.5, steps[-1] + 0.5]}
+    base = {"xaxis": x_axis, "yaxis": {"title": {"text": y_title}} | y_axis, "hovermode": "x unified"}
+    return figure(traces, base | dict(layout or {}), label=label)
+
+
+def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) -> str:
+    """Any plotly figure. `layout` is laid over the page's own theme."""
+    content = json.dumps(_plain({"data": list(traces), "layout": dict(layout)}), allow_nan=False)
+    # Inside a script element only "<" could end it or open a comment.
+    content = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return (
+        f'<div class="plot" role="img" aria-label="{text(label)}"></div>'
+        f'<script type="application/json" class="figure">{content}</script>'
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Numbers short enough for the page; what is not finite becomes a gap."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,144 @@
+"""Assemble panels into RUN_DIR/report.html: one file that opens anywhere, without a network.
+
+In: a RunRecord and panels in page order. Out: the page, written atomically. The page carries plotly.js, its style and
+its script; a content security policy forbids it to load anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from spurline.builtin.trackers.disk import replace_file
+from spurline.errors import RunFailedError
+from spurline.protocols.report_panel import ReportPanel, RunRecord
+from spurline.report.markup import text
+
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval' blob:; style-src 'unsafe-inline'; "
+    "img-src data: blob:; font-src data:; worker-src blob:; form-action 'none'; base-uri 'none'"
+)
+# For plugins' own figures too: plotly.js offers by default to upload the data of a chart to a server.
+_PLOTLY_DEFAULTS = 'Plotly.setPlotConfig({showSendToCloud: false, plotlyServerURL: "", displaylogo: false});'
+_STATUS_TEXT = {"finished": "Finished", "failed": "Failed", "stopped": "Stopped", "running": "Running"}
+
+
+def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
+    """Render `panels` in order and write the page to `out`.
+
+    A panel that raises leaves its error on the page, in its place; once the page is written, RunFailedError names it.
+    """
+    out = Path(out)
+    sections: list[str] = []
+    failures: list[tuple[str, Exception]] = []
+    for panel in panels:
+        try:
+            fragment = panel.render(record)
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is raised again below
+            failures.append((type(panel).__name__, error))
+            fragment = _error_fragment(panel, error)
+        if fragment is not None:
+            sections.append(_section(panel.title, fragment))
+    # A sample may hold half a surrogate pair, which no file can.
+    replace_file(out, _page(record, sections).encode(errors="replace").decode())
+    if failures:
+        names = ", ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
+        raise RunFailedError(
+            f"{out}: written, but without these report panels, which failed: {names}. "
+            "Leave them out of report.panels, or fix the plugin that they come from."
+        ) from failures[0][1]
+    return out
+
+
+def _section(title: str, fragment: str) -> str:
+    return f'<section class="panel"><h2>{text(title)}</h2>{fragment}</section>'
+
+
+def _error_fragment(panel: ReportPanel, error: Exception) -> str:
+    return (
+        f'<div class="block failure"><p>{text(type(panel).__name__)} could not be drawn:</p>'
+        f"<pre>{text(type(error).__name__)}: {text(error)}</pre></div>"
+    )
+
+
+def _page(record: RunRecord, sections: Iterable[str]) -> str:
+    # Imported here: reading a run directory needs no plotly.
+    from plotly.offline import get_plotlyjs
+
+    name = record.run_dir.resolve().name
+    notice = (
+        "" if record.metrics else '<p class="notice">No training step has finished yet: there is nothing to plot.</p>'
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{text(name)} · Spurline report</title>
+<style>{_asset("report.css")}</style>
+<script>{get_plotlyjs()}</script>
+<script>{_PLOTLY_DEFAULTS}</script>
+</head>
+<body>
+<main>
+{_header(record, name)}
+{notice}
+<div class="grid">
+{"".join(sections)}
+</div>
+<footer>Spurline report of <code>{text(record.run_dir.resolve())}</code>, written \
+{datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>
+</main>
+<script>{_asset("report.js")}</script>
+</body>
+</html>
+"""
+
+
+def _header(record: RunRecord, name: str) -> str:
+    status = str(record.summary.get("status", "unknown"))
+    known = status if status in _STATUS_TEXT else "unknown"
+    finished = int(record.metrics[-1]["step"]) if record.metrics else 0
+    total = record.summary.get("total_steps")
+    progress = ""
+    if isinstance(total, int) and finished < total:
+        share = f"{100 * finished / total:.1f}%"
+        progress = f'<div class="progress" title="{share} of all steps"><span style="width:{share}"></span></div>'
+    error = record.summary.get("error")
+    failure = f'<pre class="failure">{text(error)}</pre>' if error else ""
+    facts = " · ".join(text(fact) for fact in _facts(record.config))
+    return (
+        f'<header><div class="title"><h1>{text(name)}</h1>'
+        f'<span class="status {known}">{text(_STATUS_TEXT.get(status, status))}</span></div>'
+        f'<p class="facts">{facts}</p>{progress}{failure}</header>'
+    )
+
+
+def _facts(config: Any) -> list[str]:
+    """What was trained on what: model, training data, loss, backend; those that the config names."""
+    data = _child(config, "data", "train")
+    entries = data if isinstance(data, (list, tuple)) else []
+    names = [_child(entry, "label") or _child(entry, "path") for entry in entries]
+    found = [
+        _child(config, "model", "path"),
+        " + ".join(str(name) for name in names if name),
+        _child(config, "loss", "name"),
+        _child(config, "backend", "name"),
+    ]
+    return [str(fact) for fact in found if fact]
+
+
+def _child(value: Any, *keys: str) -> Any:
+    """The value at nested `keys`; None where there is none."""
+    for key in keys:
+        value = value.get(key) if hasattr(value, "get") else None
+    return value
+
+
+def _asset(name: str) -> str:
+    return files("spurline.report").joinpath("assets", name).read_text(encoding="utf-8")

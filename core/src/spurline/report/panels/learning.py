@@ -1,0 +1,133 @@
+"""How well training goes: loss, evaluation scores, learning rate, gradient norm, each over steps."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from spurline.builtin.configs import ReportPanelConfig
+from spurline.builtin.trackers.readout import score
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.evaluations import evaluation_losses, evaluation_scores, label_of
+from spurline.report.figure import level, line, raw_and_smoothed, step_figure
+from spurline.report.markup import block, caption
+
+_SERIES = [f"--series-{number}" for number in range(1, 9)]
+
+
+class LossPanel:
+    """Training loss, raw and smoothed, with the held-out loss on the same axes."""
+
+    title = "Loss"
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when neither a training nor an evaluation loss was recorded."""
+        steps, values = record.series("loss")
+        traces = raw_and_smoothed("training loss", steps, values, "--series-1") if steps else []
+        for index, name in enumerate(evaluation_losses(record)):
+            eval_steps, eval_values = record.series(name)
+            color = _SERIES[(index + 1) % len(_SERIES)]
+            traces.append(
+                line(label_of(name, "evaluation"), eval_steps, eval_values, color, mode="lines+markers")
+                | {"marker": {"color": color, "size": 7}}
+            )
+        if not traces:
+            return None
+        return block(step_figure(traces, "Loss (nats per token)", label="Loss over steps"), wide=True)
+
+
+class EvaluationPanel:
+    """Scores of generated answers and other evaluation metrics."""
+
+    title = "Evaluation"
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when evaluation recorded no scores."""
+        shares, others = evaluation_scores(record)
+        plots = [
+            self._plot(record, names, y_title, y_axis)
+            for names, y_title, y_axis in (
+                (shares, "Score", {"tickformat": ".0%", "range": [-0.02, 1.02]}),
+                (others, "Value", {}),
+            )
+            if names
+        ]
+        return block(*plots) if plots else None
+
+    @staticmethod
+    def _plot(record: RunRecord, names: list[str], y_title: str, y_axis: dict[str, Any]) -> str:
+        hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
+        traces = [
+            line(label_of(name), *record.series(name), _SERIES[(index + 1) % 8], mode="lines+markers")
+            | {"hovertemplate": hover}
+            for index, name in enumerate(names)
+        ]
+        return step_figure(traces, y_title, label="Evaluation scores over steps", **y_axis)
+
+
+class LearningRatePanel:
+    """The learning rate that each step used."""
+
+    title = "Learning rate"
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no learning rate was recorded."""
+        steps, values = record.series("lr")
+        if not steps:
+            return None
+        trace = line("learning rate", steps, values, "--series-3") | {"hovertemplate": "%{y:.3e}", "showlegend": False}
+        head = caption(f"Peak {_rate(max(values))}, last {_rate(values[-1])}")
+        plot = step_figure(
+            [trace], "Learning rate", label="Learning rate over steps", exponentformat="power", rangemode="tozero"
+        )
+        return block(head, plot)
+
+
+class GradientPanel:
+    """Global gradient norm before clipping, and the clipping threshold."""
+
+    title = "Gradient norm"
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no gradient norm was recorded."""
+        steps, values = record.series("grad_norm")
+        if not steps:
+            return None
+        traces = raw_and_smoothed("gradient norm", steps, values, "--series-4")
+        line_of_numbers = f"Median {score(statistics.median(values))}, largest {score(max(values))}"
+        threshold = _clip_threshold(record)
+        if threshold is not None:
+            traces.append(level(f"clipped above {threshold:g}", steps, threshold, "--series-6"))
+            clipped = sum(value > threshold for value in values)
+            line_of_numbers += f"; {clipped / len(values):.0%} of the steps were clipped"
+        return block(caption(line_of_numbers), step_figure(traces, "Norm", label="Norm", **_scale(values)))
+
+
+def _rate(value: float) -> str:
+    return f"{value:.2e}" if value else "0"
+
+
+def _clip_threshold(record: RunRecord) -> float | None:
+    optimizer = record.config.get("optimizer")
+    threshold = optimizer.get("max_grad_norm") if isinstance(optimizer, dict) else None
+    return float(threshold) if threshold is not None else None
+
+
+def _scale(values: list[float]) -> dict[str, Any]:
+    """A logarithmic axis where one spike would flatten everything else."""
+    middle = statistics.median(values)
+    if min(values) > 0 and max(values) > 20 * middle:
+        return {"type": "log", "dtick": 1}
+    return {"rangemode": "tozero"}

@@ -1,0 +1,116 @@
+"""What the model answered: held-out prompts with the first and the latest answers side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spurline.builtin.configs import ReportPanelConfig
+from spurline.builtin.trackers.jsonl import read_json_lines
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.markup import block, caption, table, text
+
+SAMPLES_FILE = "eval_samples.jsonl"
+"""Answers written by the evaluation, inside the run directory."""
+
+_SHOWN = 8
+_MAX_ROWS = 100
+_MAX_CHARACTERS = 2000
+
+Answer = Mapping[str, Any]
+
+
+class SamplesPanel:
+    """Answers at the first and at the latest evaluation, marked by their scores."""
+
+    title = "Sample answers"
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when no answers were generated."""
+        by_step = _answers_by_step(read_json_lines(record.run_dir / SAMPLES_FILE))
+        if not by_step:
+            return None
+        first, latest = min(by_step), max(by_step)
+        shown_steps = [first, latest] if first != latest else [latest]
+        headings = ["Prompt", "Reference", *(_heading(step, first, latest) for step in shown_steps)]
+        rows = [
+            [_long(prompt), _long(by_step[latest][(prompt, number)].get("reference"))]
+            + [_answer(by_step[step].get((prompt, number))) for step in shown_steps]
+            for prompt, number in list(by_step[latest])[:_MAX_ROWS]
+        ]
+        fragments = [caption(_verdict(by_step, shown_steps)), table(headings, rows[:_SHOWN], css="answers")]
+        if len(rows) > _SHOWN:
+            more = table(headings, rows[_SHOWN:], css="answers")
+            fragments.append(f"<details><summary>{len(rows) - _SHOWN} more answers</summary>{more}</details>")
+        return block(*fragments, wide=True)
+
+
+def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
+    """Per step, answers by prompt and by how often that prompt came before in the same evaluation.
+
+    Where a step is found again further down, as after a resume, the later answers count.
+    """
+    by_step: dict[int, dict[tuple[str, int], Answer]] = {}
+    previous: int | None = None
+    seen: dict[str, int] = {}
+    for line in lines:
+        step = int(line["step"])
+        if step != previous:
+            by_step[step] = {}
+            seen = {}
+            previous = step
+        prompt = _as_text(line.get("prompt"))
+        number = seen.get(prompt, 0)
+        seen[prompt] = number + 1
+        by_step[step][(prompt, number)] = line
+    return by_step
+
+
+def _heading(step: int, first: int, latest: int) -> str:
+    if first == latest:
+        return f"Answer at step {step:,}"
+    return f"First answer (step {step:,})" if step == first else f"Latest answer (step {step:,})"
+
+
+def _verdict(by_step: Mapping[int, Mapping[Any, Answer]], steps: Sequence[int]) -> str:
+    counts = [
+        (step, sum(_is_correct(answer) for answer in by_step[step].values()), len(by_step[step])) for step in steps
+    ]
+    if not any(answer.get("scores") for answer in by_step[steps[-1]].values()):
+        return f"{counts[-1][2]} answers at step {counts[-1][0]:,}, not scored"
+    return "; ".join(f"step {step:,}: {correct} of {total} correct" for step, correct, total in counts).capitalize()
+
+
+def _is_correct(answer: Answer) -> bool:
+    scores = answer.get("scores") or {}
+    return bool(scores) and all(float(value) >= 1 for value in scores.values())
+
+
+def _answer(answer: Answer | None) -> str:
+    if answer is None:
+        return ""
+    marks = "".join(_mark(name, float(value)) for name, value in (answer.get("scores") or {}).items())
+    return f'{_long(answer.get("response"))}<div class="marks">{marks}</div>'
+
+
+def _mark(name: str, value: float) -> str:
+    kind, sign = ("good", "✓") if value >= 1 else ("bad", "✗") if value <= 0 else ("partial", "~")
+    amount = "" if value in (0.0, 1.0) else f" {value:.3g}"
+    return f'<span class="mark {kind}">{sign} {text(name.replace("_", " "))}{amount}</span>'
+
+
+def _long(value: Any) -> str:
+    whole = _as_text(value)
+    cut = whole[:_MAX_CHARACTERS]
+    rest = f" … ({len(whole) - len(cut):,} more characters)" if len(whole) > len(cut) else ""
+    return f'<div class="answer">{text(cut)}{rest}</div>'
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

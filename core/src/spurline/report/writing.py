@@ -1,0 +1,28 @@
+"""Write the report of a run directory with the panels its config selects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spurline.config.loading import LoadedConfig
+from spurline.config.section import ComponentConfig
+from spurline.protocols.report_panel import ReportPanel
+from spurline.registry import Registry
+from spurline.report.page import write_report
+from spurline.report.record import read_record
+from spurline.run_directory import RunDirectory
+
+
+def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
+    """Render RUN_DIR/report.html from what the run left behind; returns its path."""
+    registry = loaded.host.registry
+    configs = loaded.config.report.panels
+    panels: list[ReportPanel] = [
+        registry.create("report_panel", config) for config in (configs if configs is not None else _all(registry))
+    ]
+    return write_report(read_record(directory.path), panels, directory.report)
+
+
+def _all(registry: Registry) -> list[ComponentConfig]:
+    """Every registered panel with default settings, in the order of registration."""
+    return [entry.config(name=entry.name) for entry in registry.entries() if entry.kind == "report_panel"]

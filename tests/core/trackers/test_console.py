@@ -1,0 +1,142 @@
+"""What the terminal and log files show."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from spurline.builtin.configs import ConsoleTrackerConfig
+from spurline.builtin.trackers.console import ConsoleTracker
+from spurline.protocols.tracker import RunInfo
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def metrics(step: int, **more: float) -> dict[str, float]:
+    return {"loss": 2.0 / step, "lr": 3e-4, "grad_norm": 0.5, "tokens": 6150, "time/step": 0.5} | more
+
+
+def plain_lines(steps: range, every_steps: int = 10, resume_step: int = 0, **at: dict[str, float]) -> list[str]:
+    output = io.StringIO()
+    tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=every_steps), Console(file=output))
+    tracker.start(RunInfo(Path("runs/a"), resume_step, 200, {}))
+    for step in steps:
+        tracker.log(step, metrics(step, **at.get(f"step_{step}", {})))
+    tracker.close()
+    return output.getvalue().splitlines()
+
+
+def test_a_plain_line_reads_step_loss_rate_speed_and_time_left() -> None:
+    assert plain_lines(range(1, 2)) == ["step 1/200  loss 2.000  lr 3.0e-04  12.3k tokens/s  ETA 0:01:40"]
+
+
+def test_plain_lines_come_first_then_every_so_many_steps_and_last() -> None:
+    lines = plain_lines(range(1, 201), every_steps=60)
+    assert [line.split()[1] for line in lines] == ["1/200", "60/200", "120/200", "180/200", "200/200"]
+
+
+def test_the_last_line_has_no_time_left() -> None:
+    assert "ETA" not in plain_lines(range(199, 201))[-1]
+
+
+def test_the_first_line_after_a_resume_is_that_of_the_first_new_step() -> None:
+    assert plain_lines(range(105, 108), resume_step=104)[0].startswith("step 105/200")
+
+
+def test_each_evaluation_is_printed_even_between_lines() -> None:
+    lines = plain_lines(range(1, 6), step_4={"eval/loss": 1.0987, "eval/exact_match": 0.52, "eval/time": 9.0})
+    assert lines[1:] == ["eval at step 4/200  loss 1.099  exact_match 0.52"]
+
+
+def test_tokens_per_second_leave_evaluation_out() -> None:
+    slow = {"time/step": 9.5, "time/evaluate": 9.0}
+    assert "12.3k tokens/s" in plain_lines(range(1, 2), step_1=slow)[0]
+
+
+def test_tokens_per_second_move_smoothly_past_one_slow_step() -> None:
+    line = plain_lines(range(1, 31), every_steps=30, step_30={"time/step": 5.0})[-1]
+    speed = float(re.findall(r"([\d.]+)k tokens/s", line)[0])
+    assert 5 < speed < 12.3
+
+
+def test_notes_on_the_start_come_before_the_first_step() -> None:
+    output = io.StringIO()
+    tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output))
+    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}, ("train: 20 samples [1 left out]", "eval: 5 samples")))
+    tracker.flush()
+    tracker.close()
+    assert output.getvalue() == "train: 20 samples [1 left out]\neval: 5 samples\n"
+
+
+def test_metric_names_are_not_read_as_markup() -> None:
+    lines = plain_lines(range(1, 2), step_1={"eval/[red]odd": 0.5})
+    assert lines[-1] == "eval at step 1/200  [red]odd 0.5"
+
+
+def test_metrics_without_loss_or_times_still_print_the_step() -> None:
+    output = io.StringIO()
+    tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output))
+    tracker.log(1, {})
+    tracker.close()
+    tracker.close()
+    assert output.getvalue() == "step 1\n"
+
+
+def test_a_long_evaluation_line_is_not_wrapped() -> None:
+    many = {f"eval/score_number_{index}": 0.5 for index in range(20)}
+    assert len(plain_lines(range(1, 2), step_1=many)) == 2
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 140])
+def test_a_terminal_shows_a_bar_with_loss_and_evaluations_above_it(width: int) -> None:
+    terminal = Terminal()
+    console = Console(file=terminal, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    tracker = ConsoleTracker(ConsoleTrackerConfig(), console)
+    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}))
+    tracker.log(1, metrics(1))
+    tracker.log(2, metrics(2, **{"eval/loss": 1.5}))
+    tracker.log(3, metrics(3))
+    tracker.close()
+    shown = terminal.getvalue()
+    assert "step 3/3" in shown
+    assert "eval at step 2/3  loss 1.5\n" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    assert "━" in shown
+    assert shown.rstrip("\n").endswith("\x1b[?25h")
+    last_bar = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.splitlines()[-2])
+    if width >= 60:
+        assert "loss 0.667" in last_bar
+    if width == 140:
+        assert "grad 0.50" in last_bar
+
+
+def test_the_cursor_comes_back_when_the_run_fails_and_the_tracker_is_closed() -> None:
+    terminal = Terminal()
+    tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=terminal, force_terminal=True, width=80))
+
+    def failing_run() -> None:
+        tracker.start(RunInfo(Path("runs/a"), 0, 3, {}))
+        try:
+            raise ZeroDivisionError
+        finally:
+            tracker.close()
+
+    with pytest.raises(ZeroDivisionError):
+        failing_run()
+    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
+
+
+def test_forced_colours_in_a_log_file_do_not_bring_a_moving_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    output = io.StringIO()
+    tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output))
+    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}))
+    tracker.log(1, metrics(1))
+    tracker.close()
+    assert "\x1b[?25l" not in output.getvalue()

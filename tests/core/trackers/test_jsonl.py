@@ -1,0 +1,190 @@
+"""metrics.jsonl: what is on the disk after a kill, a full disk and a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.builtin.configs import JsonlTrackerConfig
+from spurline.builtin.trackers.jsonl import JsonlTracker, cut_back, encode_line, read_metrics
+from spurline.errors import RunDirectoryError, RunFailedError
+from spurline.protocols.tracker import RunInfo
+
+_WRITER = """
+import resource, sys
+from pathlib import Path
+from spurline.builtin.configs import JsonlTrackerConfig
+from spurline.builtin.trackers.jsonl import JsonlTracker
+from spurline.protocols.tracker import RunInfo
+
+run_dir, max_bytes = Path(sys.argv[1]), int(sys.argv[2])
+tracker = JsonlTracker(JsonlTrackerConfig())
+tracker.start(RunInfo(run_dir, 0, 10**9, {}))
+if max_bytes:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+step = 0
+while True:
+    step += 1
+    tracker.log(step, {"loss": 1 / step, "tokens": 100})
+    print(step, flush=True)
+"""
+
+
+def started(run_dir: Path, resume_step: int = 0) -> JsonlTracker:
+    tracker = JsonlTracker(JsonlTrackerConfig())
+    tracker.start(RunInfo(run_dir, resume_step, 100, {}))
+    return tracker
+
+
+def steps_of(path: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_a_logged_step_is_readable_before_the_tracker_is_closed(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"loss": 2.5, "tokens": 640})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "tokens": 640}]
+    tracker.close()
+    tracker.close()
+
+
+def test_keys_come_in_the_same_order_whatever_order_they_were_measured_in() -> None:
+    forward = encode_line(3, {"time/step": 1.0, "loss": 2.0, "eval/loss": 3.0, "epoch": 0.5})
+    backward = encode_line(3, {"epoch": 0.5, "eval/loss": 3.0, "loss": 2.0, "time/step": 1.0})
+    assert forward == backward
+    assert list(json.loads(forward)) == ["step", "epoch", "loss", "eval/loss", "time/step"]
+
+
+def test_floats_survive_the_file_exactly() -> None:
+    value = 0.1 + 0.2
+    assert json.loads(encode_line(1, {"loss": value}))["loss"] == value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_refused_by_name(value: float) -> None:
+    with pytest.raises(AssertionError, match="metric 'grad_norm' of step 7"):
+        encode_line(7, {"loss": 1.0, "grad_norm": value})
+
+
+def test_resume_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:
+    first = started(tmp_path)
+    for step in range(1, 8):
+        first.log(step, {"loss": float(step)})
+    first.close()
+    second = started(tmp_path, resume_step=4)
+    second.log(5, {"loss": 50.0})
+    second.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["loss"] == 50.0
+
+
+def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(encode_line(1, {"loss": 1.0}))
+    started(tmp_path).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    last=st.integers(0, 12),
+    resume_step=st.integers(0, 15),
+    torn=st.integers(0, 40),
+)
+def test_resume_keeps_exactly_the_complete_lines_up_to_its_step(last: int, resume_step: int, torn: int) -> None:
+    lines = [encode_line(step, {"loss": step / 3, "note/ü": 1.0}) for step in range(1, last + 1)]
+    tail = encode_line(last + 1, {"loss": 0.25, "note/ü": 1.0})[:torn].rstrip(b"\n").rstrip(b"}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        path.write_bytes(b"".join(lines) + tail)
+        started(Path(folder), resume_step).close()
+        assert path.read_bytes() == b"".join(lines[:resume_step])
+        assert [entry.name for entry in Path(folder).iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_cut_at_any_byte_reads_as_its_complete_lines(tmp_path: Path) -> None:
+    content = b"".join(encode_line(step, {"loss": 1.5, "ü": 2.0}) for step in (1, 2, 3))
+    path = tmp_path / "metrics.jsonl"
+    for cut in range(len(content) + 1):
+        path.write_bytes(content[:cut])
+        # A line without its newline counts once its last brace is there.
+        complete = content[:cut].count(b"}")
+        assert steps_of(path) == list(range(1, complete + 1))
+
+
+def test_an_unreadable_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: unreadable line"):
+        read_metrics(path)
+
+
+def test_rubbish_that_a_power_cut_left_after_the_checkpoint_is_cut_off(tmp_path: Path) -> None:
+    good = encode_line(1, {"loss": 1.0}) + encode_line(2, {"loss": 0.5})
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(good + b"\0" * 64 + b"\n" + encode_line(4, {"loss": 0.1}))
+    cut_back(path, 2)
+    assert path.read_bytes() == good
+    path.write_bytes(good + b"\0" * 64 + b"\n")
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:3"):
+        cut_back(path, 3)
+
+
+def test_flush_forces_the_lines_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = started(tmp_path)
+    tracker.log(1, {"loss": 1.0})
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", synced.append)
+    tracker.flush()
+    assert len(synced) == 1
+    tracker.close()
+
+
+def test_a_line_without_a_step_is_an_error_at_resume(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"loss": 1}\n')
+    with pytest.raises(RunDirectoryError, match="'step'"):
+        started(tmp_path, resume_step=1)
+
+
+def test_a_kill_in_the_middle_loses_no_finished_step_and_resume_continues_the_file(tmp_path: Path) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path), "0"], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+    )
+    assert writer.stdout is not None
+    for _ in range(25):
+        reported = int(writer.stdout.readline())
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    found = steps_of(tmp_path / "metrics.jsonl")
+    assert found == list(range(1, len(found) + 1))
+    assert len(found) >= reported
+    tracker = started(tmp_path, resume_step=20)
+    tracker.log(21, {"loss": 0.0})
+    tracker.close()
+    assert steps_of(tmp_path / "metrics.jsonl") == list(range(1, 22))
+
+
+def test_a_full_disk_ends_the_run_with_the_file_named_and_earlier_steps_intact(tmp_path: Path) -> None:
+    writer = subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path), "500"], capture_output=True, text=True)
+    assert "RunFailedError" in writer.stderr
+    assert "metrics.jsonl: cannot be written" in writer.stderr
+    assert "MiB free" in writer.stderr
+    reported = [int(line) for line in writer.stdout.split()]
+    assert len(reported) > 3
+    assert steps_of(tmp_path / "metrics.jsonl") == reported
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 500
+
+
+def test_a_run_directory_that_cannot_hold_the_file_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    with pytest.raises((RunFailedError, RunDirectoryError), match="taken"):
+        started(tmp_path / "taken")
