@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from spurline.builtin.configs import PackedCollatorConfig, RolloutsCollatorConfig
 from spurline.builtin.packed_collator import PackedCollator
 from spurline.builtin.rollouts_collator import RolloutsCollator

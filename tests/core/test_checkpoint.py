@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from spurline.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
 from spurline.errors import CheckpointError, CheckpointWriteError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spurline.data.order import DataOrder, permutation
 
 sizes_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=3)

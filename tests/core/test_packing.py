@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spurline.data.packing import first_fit_decreasing, round_up, spread_over_ranks
 
 lengths_strategy = st.lists(st.integers(1, 50), max_size=60)

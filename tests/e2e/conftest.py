@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+
 from spurline.cli import main
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
+
 from spurline import Run, load_config
 from spurline.checkpoint import CheckpointStore
 

@@ -81,12 +81,12 @@ class ConfigError(UserError):
         super().__init__("\n".join(self._render(problem, located) for problem in self.problems))
 
     def _render(self, problem: Problem, lines: dict[str, int]) -> str:
-        line = _line_of(problem.key, lines)
+        line = line_of(problem.key, lines)
         place = f"{self.origin}:{line}" if line else self.origin
         return f"{place}: {problem.key} {problem.message}" if problem.key else f"{place}: {problem.message}"
 
 
-def _line_of(key: str, lines: dict[str, int]) -> int | None:
+def line_of(key: str, lines: dict[str, int]) -> int | None:
     """Line of `key`, or of the closest enclosing key that is written in the file."""
     while key:
         if key in lines:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spurline.config.run_config import GenerationEvalConfig, RunConfig
+from spurline.config.run_config import GenerationEvalConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.formats import GenerationExample, prompt_and_reference
+from spurline.data.generation_prompts import GenerationExample, read_examples
 from spurline.data.reading import open_datasets, tokenize
 from spurline.data.summary import summarize
 from spurline.data.tokenizer import pad_token_id
@@ -30,7 +31,7 @@ from spurline.run_context import SourceContext
 from spurline.update import token_mean
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 class Evaluation:
@@ -103,26 +104,27 @@ class GeneratedAnswers:
         self._rewards: dict[str, Reward] = {
             name: context.host.registry.create("reward", reward) for name, reward in config.rewards.items()
         }
-        self._examples, self._rows = _examples(config.max_samples, datasets, context.tokenizer, context.config)
+        every = (item for source in datasets for item in read_examples(source, self._tokenizer, context.config.data))
+        self._examples = list(islice(every, config.max_samples))
 
     def score(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Mean of each reward as `eval/NAME`, and every answer with its scores."""
         totals = dict.fromkeys(self._rewards, 0.0)
         samples: list[dict[str, Any]] = []
         for start in range(0, len(self._examples), self._config.batch_size):
-            examples = self._examples[start : start + self._config.batch_size]
+            chunk = self._examples[start : start + self._config.batch_size]
             responses = backend.generate(
-                [example.prompt_ids for example in examples], max_new_tokens=self._config.max_new_tokens
+                [example.prompt_ids for _, example in chunk], max_new_tokens=self._config.max_new_tokens
             )
-            for offset, (example, tokens) in enumerate(zip(examples, responses, strict=True)):
-                sample = self._score_one(example, self._rows[start + offset], tokens)
+            for (row, example), tokens in zip(chunk, responses, strict=True):
+                sample = self._score_one(example, row, tokens)
                 samples.append(sample)
                 for name, value in sample["scores"].items():
                     totals[name] += value
         return {f"eval/{name}": total / len(samples) for name, total in totals.items()}, samples
 
     def _score_one(self, example: GenerationExample, row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
-        response = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        response = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         answer = Answer(example.prompt_text, str(response), example.reference_text, row)
         scores = {name: float(reward.score(answer)) for name, reward in self._rewards.items()}
         for name, value in scores.items():
@@ -131,19 +133,3 @@ class GeneratedAnswers:
                     f"Reward '{name}' returned {value} for the response {response!r}; it must be finite."
                 )
         return {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": scores}
-
-
-def _examples(
-    limit: int | None, datasets: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, run: RunConfig
-) -> tuple[list[GenerationExample], list[Mapping[str, Any]]]:
-    """The first `limit` prompts over all evaluation datasets, with their rows."""
-    examples: list[GenerationExample] = []
-    rows: list[Mapping[str, Any]] = []
-    for item in datasets:
-        for number in range(len(item.dataset)):
-            if limit is not None and len(examples) == limit:
-                return examples, rows
-            row = item.dataset[number]
-            examples.append(prompt_and_reference(row, item.config, tokenizer, run.data))
-            rows.append(row)
-    return examples, rows

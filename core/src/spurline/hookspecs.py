@@ -113,6 +113,7 @@ def on_weights_synced(step: int, report: SyncReport) -> None:
 def on_run_end(run: Run, error: BaseException | None) -> None:
     """Called once when the run ends, also after a failure, while all components are still open.
 
+    run: as given to `on_run_start`; `run.state.step` is the last finished step.
     error: what ended the run, or None after the last step or a graceful stop.
     Errors: an exception here is raised only if the run itself did not fail; otherwise it is attached as a note.
     """

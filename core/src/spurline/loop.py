@@ -7,7 +7,7 @@ algorithm, and nothing subclasses it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class StepClock:
         self._parts: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
+    def __call__(self, part: str) -> Generator[None]:
         """Measure a part; asked for twice, its times add up."""
         begin = time.perf_counter()
         yield

@@ -81,7 +81,7 @@ def _data(data: DataComponents, row_limit: int | None) -> list[str]:
 
 
 def _summaries(data: DataComponents) -> list[Mapping[str, Any]]:
-    found = [dict(data.source.summary())]
+    found: list[Mapping[str, Any]] = [dict(data.source.summary())]
     return [*found, dict(data.evaluation.summary())] if data.evaluation is not None else found
 
 

@@ -19,6 +19,7 @@ import pluggy
 from spurline import hookspecs
 from spurline.config.section import Section
 from spurline.errors import PluginError, listing, suggestion
+from spurline.hook_checks import check_hookimpls, hook_names, implemented_hooks
 from spurline.registry import CORE, ComponentRegistrar, Registry
 
 API_VERSION = 1
@@ -68,7 +69,8 @@ class LoadedPlugin:
     @property
     def hooks(self) -> list[str]:
         """Names of the hooks it implements."""
-        return [name for name in _hook_names() if _is_hookimpl(getattr(self.module, name, None))]
+        implemented = implemented_hooks(self.module)
+        return [name for name in hook_names() if name in implemented]
 
 
 def installed_plugins() -> dict[str, InstalledPlugin]:
@@ -78,15 +80,8 @@ def installed_plugins() -> dict[str, InstalledPlugin]:
     """
     found: dict[str, InstalledPlugin] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        distribution = entry.dist.name if entry.dist is not None else "(unknown distribution)"
-        version = entry.dist.version if entry.dist is not None else "?"
-        plugin = InstalledPlugin(entry.name, entry.value, distribution, version)
-        rival = found.setdefault(entry.name, plugin)
-        if rival.distribution != distribution:
-            raise PluginError(
-                f"Two installed distributions provide the plugin '{entry.name}': {rival.distribution} and "
-                f"{distribution}. Uninstall one: pip uninstall {distribution}."
-            )
+        plugin = InstalledPlugin(entry.name, entry.value, *_distribution_of(entry))
+        _refuse_rival(f"plugin '{entry.name}'", found.setdefault(entry.name, plugin).distribution, plugin)
     return found
 
 
@@ -122,9 +117,9 @@ class PluginHost:
         return host
 
     def attach(self, implementations: object, name: str) -> None:
-        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if unknown."""
+        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if invalid."""
+        check_hookimpls(implementations, name, may_replace_train_step=True)
         self._manager.register(implementations, name)
-        self._check_hook_names()
 
     def versions(self) -> dict[str, str]:
         """Distribution name -> version of core and of every enabled plugin."""
@@ -150,35 +145,32 @@ class PluginHost:
     def _register(self) -> None:
         # pluggy calls the last registered first, so registering in reverse makes list order the call order.
         for name, plugin in reversed(list(self.plugins.items())):
+            check_hookimpls(plugin.module, name)
             self._manager.register(plugin.module, name)
-        self._check_hook_names()
-        modules = [plugin.module for plugin in self.plugins.values()]
+        self._manager.check_pending()
         for name, plugin in self.plugins.items():
-            others = [module for module in modules if module is not plugin.module]
-            call = self._manager.subset_hook_caller("register_components", remove_plugins=others)
-            call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
+            others = [other.module for other in self.plugins.values() if other is not plugin]
+            self._register_components(name, plugin, others)
 
-    def _check_hook_names(self) -> None:
+    def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[ModuleType]) -> None:
+        call = self._manager.subset_hook_caller("register_components", remove_plugins=others)
         try:
-            self._manager.check_pending()
-        except pluggy.PluginValidationError as error:
-            names = _hook_names()
-            unknown = [
-                name
-                for name, implementation in vars(error.plugin).items()
-                if _is_hookimpl(implementation) and name not in names
-            ]
-            hint = suggestion(unknown[0], names) if unknown else ""
+            call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
+        except PluginError:
+            raise
+        except Exception as error:
             raise PluginError(
-                f"Plugin '{self._manager.get_name(error.plugin)}' implements an unknown hook "
-                f"'{', '.join(unknown)}'.{hint} Hooks: {listing(names)}."
+                f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in register_components: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 
 def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
     for position, name in enumerate(names):
         if name in names[:position]:
-            raise PluginError(f"plugins lists '{name}' twice. Remove one.")
+            raise PluginError(f"'{name}' is listed twice. Remove one.")
+        if name == CORE:
+            raise PluginError(f"'{CORE}' is always enabled. Remove it from the list.")
         if name not in known:
             raise PluginError(
                 f"Plugin '{name}' is not installed.{suggestion(name, known)} Installed: {listing(known)}. "
@@ -206,14 +198,6 @@ def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
     return LoadedPlugin(declaration, module, installed.distribution, installed.version)
 
 
-def _hook_names() -> list[str]:
-    return [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
-
-
-def _is_hookimpl(value: object) -> bool:
-    return hasattr(value, f"{hookspecs.PROJECT}_impl")
-
-
 @dataclass
 class CommandEntry:
     """A subcommand that an installed plugin adds to `spurline`, imported only when invoked."""
@@ -224,8 +208,25 @@ class CommandEntry:
 
 
 def installed_commands() -> dict[str, CommandEntry]:
-    """Subcommands of installed plugins, by name, from metadata alone."""
-    return {
-        entry.name: CommandEntry(entry.name, entry.dist.name if entry.dist else "?", entry.load)
-        for entry in importlib.metadata.entry_points(group=COMMAND_GROUP)
-    }
+    """Subcommands of installed plugins, by name, from metadata alone.
+
+    Raises PluginError when two distributions install a subcommand under one name.
+    """
+    found: dict[str, CommandEntry] = {}
+    for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
+        command = CommandEntry(entry.name, _distribution_of(entry)[0], entry.load)
+        _refuse_rival(f"subcommand '{entry.name}'", found.setdefault(entry.name, command).distribution, command)
+    return found
+
+
+def _distribution_of(entry: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    """Name and version of the distribution that installed an entry point."""
+    return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("(unknown distribution)", "?")
+
+
+def _refuse_rival(what: str, first: str, second: InstalledPlugin | CommandEntry) -> None:
+    if first != second.distribution:
+        raise PluginError(
+            f"Two installed distributions provide the {what}: {first} and {second.distribution}. Uninstall one: "
+            f"pip uninstall {second.distribution}."
+        )

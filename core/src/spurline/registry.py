@@ -73,28 +73,40 @@ class Registry:
             )
         if entry.plugin == CORE:
             self._entries[(entry.kind, f"{CORE}/{entry.name}")] = entry
-        present = self._entries.get((entry.kind, entry.name))
-        if present is not None and not (present.plugin == CORE and entry.replaces_builtin):
-            hint = (
-                "; pass replaces_builtin=True to registry.add to replace core's own" if present.plugin == CORE else ""
-            )
-            raise PluginError(
-                f"Two plugins claim {entry.kind} '{entry.name}': {present.distribution} (plugin '{present.plugin}') "
-                f"and {entry.distribution} (plugin '{entry.plugin}'). Enable one of them{hint}."
-            )
+        self._check_name(entry, self._entries.get((entry.kind, entry.name)))
         self._entries[(entry.kind, entry.name)] = entry
         if entry.default:
             self._claim_default(entry)
+
+    def _check_name(self, entry: Registration, present: Registration | None) -> None:
+        if present is None:
+            if entry.replaces_builtin:
+                names = self.names(entry.kind)
+                raise PluginError(
+                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but core "
+                    f"has none of that name.{suggestion(entry.name, names)} Available: {listing(names)}."
+                )
+            return
+        if present.plugin == entry.plugin:
+            raise PluginError(f"{entry.distribution} registers {entry.kind} '{entry.name}' twice.")
+        if present.plugin == CORE and entry.replaces_builtin:
+            return
+        hint = "; pass replaces_builtin=True to registry.add to replace core's own" if present.plugin == CORE else ""
+        raise PluginError(
+            f"Two plugins claim {entry.kind} '{entry.name}': {present.distribution} (plugin '{present.plugin}') "
+            f"and {entry.distribution} (plugin '{entry.plugin}'). Enable one of them{hint}."
+        )
 
     def _claim_default(self, entry: Registration) -> None:
         if entry.plugin == CORE:
             self._builtin_defaults[entry.kind] = entry.name
             return
         rival = self._plugin_defaults.get(entry.kind)
-        if rival is not None and rival.plugin != entry.plugin:
+        if rival is not None:
+            both = f"{rival.distribution} ('{rival.name}') and {entry.distribution} ('{entry.name}')"
             raise PluginError(
-                f"Two plugins claim to be the default {entry.kind}: {rival.distribution} ('{rival.name}') and "
-                f"{entry.distribution} ('{entry.name}'). Enable one of them, or name the {entry.kind} in the config."
+                f"Two components claim to be the default {entry.kind}: {both}. A kind has one default; enable one of "
+                "the plugins, or let one of them drop default=True."
             )
         self._plugin_defaults[entry.kind] = entry
 

@@ -1,6 +1,6 @@
 """Built-in tokenization `sequential`: row after row, in this process, into memory.
 
-Rows are encoded in chunks, so the tokenizer's own threads are used; there are no worker processes and there is no cache.
+Rows are encoded in chunks, so the tokenizer's own threads are used. No worker processes, no cache.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ union of the registered configs, told apart by `name`. Pure pydantic; nothing is
 from __future__ import annotations
 
 import functools
-import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy as copy_object
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
@@ -17,7 +16,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 from pydantic.fields import FieldInfo
 
 from spurline.config.run_config import RunConfig
+from spurline.config.schema import SchemaOfShorthand
 from spurline.config.section import Component, ComponentConfig, Section
+from spurline.config.shorthand import expand_shorthand
 from spurline.errors import PluginError
 from spurline.registry import Registry
 
@@ -26,112 +27,146 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
     """The config model of a run with these components and plugin sections.
 
     plugin_sections: plugin name -> its Section; optional in the file when all its fields have defaults.
-    Raises PluginError when a plugin's name is already a core setting.
+    Raises PluginError when a plugin's name is already a core setting, or a component can hold one of its own kind.
     """
+    builder = _Builder(registry)
     fields: dict[str, Any] = {}
     for name, section in plugin_sections.items():
         if name in RunConfig.model_fields:
             raise PluginError(f"Plugin '{name}' has the name of a core setting; its config section needs another name.")
         default = Field(default_factory=dict, validate_default=True, description=section.__doc__)
-        fields[name] = (section, default)
-    return cast("type[RunConfig]", _specialize(RunConfig, registry, fields))
+        fields[name] = (builder.specialized(section), default)
+    return cast("type[RunConfig]", builder.specialized(RunConfig, fields))
 
 
-def _specialize(model: type[Section], registry: Registry, extra: Mapping[str, Any] | None = None) -> type[Section]:
-    """A subclass of `model` whose marked fields are unions over the registry; `model` itself when none is marked."""
-    replaced: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        mark = _component_mark(field)
-        annotation = _component_union(mark, registry) if mark else _replace(field.annotation, registry)
-        if mark is None and annotation is field.annotation:
-            continue
-        replaced[name] = (annotation, _with_default(field, mark, registry))
-    if not replaced and not extra:
-        return model
-    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **replaced, **(extra or {}))
+class _Builder:
+    """Replaces `Component` marks by unions over one registry, in sections of any depth."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._open_kinds: list[str] = []
+
+    def specialized(self, model: type[Section], extra: Mapping[str, Any] | None = None) -> type[Section]:
+        """A subclass of `model` whose marked fields are unions over the registry; `model` itself when none is."""
+        replaced: dict[str, Any] = {}
+        for name, field in model.model_fields.items():
+            mark = _component_mark(field)
+            annotation = self._union(mark) if mark else self._replace(field.annotation)
+            if mark is None and annotation is field.annotation:
+                continue
+            replaced[name] = (annotation, self._with_default(field, mark))
+        if not replaced and not extra:
+            return model
+        return _subclass(model, {**replaced, **(extra or {})})
+
+    def _with_default(self, field: FieldInfo, mark: Component | None) -> FieldInfo:
+        """The same field, with the kind's default component where the field itself has none."""
+        copy = copy_object(field)
+        copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
+        if mark is not None and field.is_required():
+            default = self._registry.default(mark.kind)
+            if default is not None:
+                copy.default = {"name": default}
+                copy.validate_default = True
+        elif isinstance(field.default, Section):
+            # The default instance has the unspecialised type: rebuild it from its values.
+            copy.default = field.default.model_dump(exclude_unset=True)
+            copy.validate_default = True
+        return copy
+
+    def _replace(self, annotation: Any) -> Any:
+        """Specialise Section types and marked types anywhere inside a type expression."""
+        section = _as_section(annotation)
+        if section is not None:
+            return self.specialized(section)
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Annotated:
+            mark = next((item for item in arguments[1:] if isinstance(item, Component)), None)
+            if mark is not None:
+                return self._union(mark)
+            inner = self._replace(arguments[0])
+            return annotation if inner is arguments[0] else _annotated(inner, arguments[1:])
+        if not arguments or origin is None:
+            return annotation
+        new = [self._replace(argument) for argument in arguments]
+        if all(a is b for a, b in zip(new, arguments, strict=True)):
+            return annotation
+        return _union_of(new) if origin in (Union, types.UnionType) else _generic(origin, new)
+
+    def _union(self, mark: Component) -> Any:
+        """Union of the kind's configs, chosen by `name`; a bare string is short for `{shorthand: string}`."""
+        default = self._registry.default(mark.kind)
+        names = self._registry.all_names(mark.kind)
+        if not names:
+            return ComponentConfig
+        if mark.kind in self._open_kinds:
+            chain = " -> ".join([*self._open_kinds, mark.kind])
+            raise PluginError(f"A config class nests components in a circle ({chain}); that cannot be written down.")
+        self._open_kinds.append(mark.kind)
+        members = [_annotated(self._named_config(mark.kind, name), [Tag(name)]) for name in names]
+        self._open_kinds.pop()
+        discriminator = Discriminator(
+            _chosen_name(default),
+            custom_error_type="unknown_component",
+            # Read by `config.explain`; a context mapping cannot be passed, typing hashes this mark.
+            custom_error_message=f"{mark.kind} {mark.shorthand}",
+        )
+        return _annotated(
+            _union_of(members),
+            [
+                discriminator,
+                BeforeValidator(functools.partial(expand_shorthand, setting=mark.shorthand)),
+                SchemaOfShorthand(names if mark.shorthand == "name" else None),
+            ],
+        )
+
+    def _named_config(self, kind: str, name: str) -> type[ComponentConfig]:
+        config = self.specialized(self._registry.get(kind, name).config)
+        return _config_with_name(cast("type[ComponentConfig]", config), name)
+
+
+def _as_section(annotation: object) -> type[Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def _component_mark(field: FieldInfo) -> Component | None:
     return next((item for item in field.metadata if isinstance(item, Component)), None)
 
 
-def _with_default(field: FieldInfo, mark: Component | None, registry: Registry) -> FieldInfo:
-    """The same field, with the kind's default component where the field itself has none."""
-    copy = copy_object(field)
-    copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
-    if mark is not None and field.is_required():
-        default = registry.default(mark.kind)
-        if default is not None:
-            copy.default = {"name": default}
-            copy.validate_default = True
-    elif isinstance(field.default, Section):
-        # The default instance has the unspecialised type: rebuild it from its values.
-        copy.default = field.default.model_dump(exclude_unset=True)
-        copy.validate_default = True
-    return copy
-
-
-def _replace(annotation: Any, registry: Registry) -> Any:
-    """Specialise Section types and marked types anywhere inside a type expression."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return _specialize(annotation, registry)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        mark = next((item for item in arguments[1:] if isinstance(item, Component)), None)
-        if mark is not None:
-            return _component_union(mark, registry)
-        inner = _replace(arguments[0], registry)
-        return annotation if inner is arguments[0] else Annotated[(inner, *arguments[1:])]
-    if not arguments or origin is None:
-        return annotation
-    new = tuple(_replace(argument, registry) for argument in arguments)
-    if all(a is b for a, b in zip(new, arguments, strict=True)):
-        return annotation
-    return functools.reduce(operator.or_, new) if origin in (Union, types.UnionType) else origin[new]
-
-
-def _component_union(mark: Component, registry: Registry) -> Any:
-    """Union of the kind's configs, chosen by `name`; a bare string is short for `{shorthand: string}`."""
-    default = registry.default(mark.kind)
-    names = registry.all_names(mark.kind)
-    if not names:
-        return ComponentConfig
-    members = [Annotated[_named_config(registry, mark.kind, name), Tag(name)] for name in names]
-    union: Any = functools.reduce(operator.or_, members)
-    return Annotated[
-        union,
-        Discriminator(_chosen_name(default), custom_error_type="unknown_component", custom_error_message=mark.kind),
-        BeforeValidator(_expand(mark.shorthand)),
-    ]
-
-
 @functools.cache
 def _config_with_name(config: type[ComponentConfig], name: str) -> type[ComponentConfig]:
-    literal = Literal[name]  # type: ignore[valid-type]
     description = ComponentConfig.model_fields["name"].description
-    return create_model(
-        config.__name__,
-        __base__=config,
-        __doc__=config.__doc__,
-        name=(literal, Field(name, description=description)),
+    return cast(
+        "type[ComponentConfig]", _subclass(config, {"name": (_literal(name), Field(name, description=description))})
     )
 
 
-def _named_config(registry: Registry, kind: str, name: str) -> Any:
-    return _config_with_name(registry.get(kind, name).config, name)
+def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
+    create: Any = create_model
+    return cast("type[Section]", create(base.__name__, __base__=base, __doc__=base.__doc__, **fields))
+
+
+# Type expressions made at run time are beyond a type checker: these four helpers are where `Any` enters.
+def _literal(value: str) -> Any:
+    return _generic(Literal, [value])
+
+
+def _annotated(inner: Any, marks: Sequence[Any]) -> Any:
+    return _generic(Annotated, [inner, *marks])
+
+
+def _union_of(members: Sequence[Any]) -> Any:
+    return _generic(Union, members)
+
+
+def _generic(origin: Any, arguments: Sequence[Any]) -> Any:
+    return origin[tuple(arguments)]
 
 
 def _chosen_name(default: str | None) -> Callable[[Any], str | None]:
     def choose(value: Any) -> str | None:
-        if isinstance(value, Mapping):
-            return cast("Mapping[str, Any]", value).get("name", default)
-        return getattr(value, "name", None)
+        name = cast("Mapping[str, Any]", value).get("name", default) if isinstance(value, Mapping) else None
+        name = getattr(value, "name", None) if name is None and not isinstance(value, Mapping) else name
+        return name if isinstance(name, str) else None
 
     return choose
-
-
-def _expand(shorthand: str) -> Callable[[Any], Any]:
-    def expand(value: Any) -> Any:
-        return {shorthand: value} if isinstance(value, str) else value
-
-    return expand

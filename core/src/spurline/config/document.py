@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.scalarbool import ScalarBoolean
 
 from spurline.errors import ConfigError, Problem
 
@@ -24,11 +25,26 @@ class Document:
 
     origin: file name as the user gave it, for error messages.
     lines: 1-based line of each dotted key path; empty for TOML and for mappings given from Python.
+    overridden: key path -> the `--set` text that replaced it.
     """
 
     origin: str
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict[str, int])
+    overridden: dict[str, str] = field(default_factory=dict[str, str])
+
+    def forget_lines(self, key: str) -> None:
+        """Drop the lines of `key` and everything under it: what they say is no longer what counts."""
+        for path in [path for path in self.lines if path == key or path.startswith(f"{key}.")]:
+            del self.lines[path]
+
+    def override_of(self, key: str) -> str | None:
+        """The `--set` text that decided the value at this key path, if one did."""
+        while key:
+            if key in self.overridden:
+                return self.overridden[key]
+            key = key.rpartition(".")[0]
+        return None
 
 
 def read_document(path: Path) -> Document:
@@ -44,59 +60,6 @@ def read_document(path: Path) -> Document:
     return _read_yaml(path, text)
 
 
-def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Apply `key.path=value` strings in place; values are parsed as YAML, so `a=1e-5` is a float and `a=[1]` a list."""
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not all(key.split(".")):
-            raise ConfigError(
-                [Problem("", f"'{override}' is not KEY=VALUE, such as 'optimizer.learning_rate=1e-4'.")], "--set"
-            )
-        try:
-            value = _plain(_yaml().load(text))
-        except YAMLError as error:
-            raise ConfigError(
-                [Problem(key, f"value {text!r} is not valid YAML: {_first_line(error)}.")], "--set"
-            ) from None
-        _assign(document.values, key.split("."), value, override)
-
-
-def _assign(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
-    node: Any = values
-    for part in path[:-1]:
-        node = _descend(node, part, override)
-    last = path[-1]
-    if isinstance(node, list):
-        node[_index(cast("list[Any]", node), last, override)] = value
-    else:
-        node[last] = value
-
-
-def _descend(node: Any, part: str, override: str) -> Any:
-    if isinstance(node, list):
-        items = cast("list[Any]", node)
-        return items[_index(items, part, override)]
-    child = node.get(part)
-    if isinstance(child, str):
-        # `collator: packed` is shorthand for {name: packed}; setting collator.max_tokens must keep the name.
-        child = {"name": child}
-        node[part] = child
-    elif child is None:
-        child = {}
-        node[part] = child
-    elif not isinstance(child, (dict, list)):
-        raise ConfigError([Problem("", f"'{override}' goes through '{part}', which is the value {child!r}.")], "--set")
-    return cast("Any", child)
-
-
-def _index(items: list[Any], part: str, override: str) -> int:
-    if part.isdigit() and int(part) < len(items):
-        return int(part)
-    raise ConfigError(
-        [Problem("", f"'{override}' needs an index from 0 to {len(items) - 1} where it says '{part}'.")], "--set"
-    )
-
-
 def _read_toml(path: Path, text: str) -> Document:
     try:
         return Document(str(path), tomllib.loads(text))
@@ -106,25 +69,32 @@ def _read_toml(path: Path, text: str) -> Document:
 
 def _read_yaml(path: Path, text: str) -> Document:
     try:
-        loaded = _yaml().load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError([Problem("", f"is not valid YAML: {_first_line(error)}.")], place) from None
+        loaded = _parse(text)
     except YAMLError as error:
-        raise ConfigError([Problem("", f"is not valid YAML: {_first_line(error)}.")], str(path)) from None
+        line = _line_of_error(error)
+        place = f"{path}:{line}" if line is not None else str(path)
+        raise ConfigError([Problem("", f"is not valid YAML: {_first_line(error)}.")], place) from None
     if loaded is None:
         loaded = CommentedMap()
     if not isinstance(loaded, CommentedMap):
         raise ConfigError([Problem("", "must be a mapping of settings, such as `model: {path: ...}`.")], str(path))
     lines: dict[str, int] = {}
     _collect_lines(loaded, "", lines)
-    return Document(str(path), _plain(loaded), lines)
+    return Document(str(path), plain(loaded), lines)
 
 
-def _yaml() -> YAML:
+def parse_value(text: str) -> Any:
+    """One value as YAML reads it, so `1e-5` is a float and `[1]` a list. Raises ValueError with the parser's words."""
+    try:
+        return plain(_parse(text))
+    except YAMLError as error:
+        raise ValueError(_first_line(error)) from None
+
+
+def _parse(text: str) -> Any:
     # Round-trip mode is YAML 1.2 (1e-5 is a float, `on` is a string), refuses duplicate keys and keeps line numbers.
-    return YAML(typ="rt")
+    parser: Any = YAML(typ="rt")
+    return parser.load(text)
 
 
 def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
@@ -144,25 +114,28 @@ def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
         _collect_lines(child, path, lines)
 
 
-def _plain(node: Any) -> Any:
-    """Drop ruamel's round-trip types, keeping dict, list, str, bool, int, float and None."""
+def plain(node: Any) -> Any:
+    """A copy in which containers are dict and list, and ruamel's own scalar types are gone."""
     if isinstance(node, Mapping):
-        return {str(key): _plain(value) for key, value in cast("Mapping[Any, Any]", node).items()}
+        return {str(key): plain(value) for key, value in cast("Mapping[Any, Any]", node).items()}
     if isinstance(node, (list, tuple)):
-        return [_plain(value) for value in cast("Sequence[Any]", node)]
-    if isinstance(node, bool) or node is None:
-        return node
-    for base in (int, float, str):
-        if isinstance(node, base):
-            return base(node)
-    if type(node).__name__ == "ScalarBoolean":
+        return [plain(value) for value in cast("Sequence[Any]", node)]
+    if isinstance(node, ScalarBoolean):
         return bool(node)
+    # Enums and other named constants that a Python caller passes are str or int too; only ruamel's become plain.
+    if type(node).__module__.startswith("ruamel."):
+        return next((base(node) for base in (int, float, str) if isinstance(node, base)), node)
     return node
 
 
 def _first_line(error: Exception) -> str:
-    problem = getattr(error, "problem", None) or str(error).strip().splitlines()[0]
+    problem: object = getattr(error, "problem", None) or str(error).strip().splitlines()[0]
     return str(problem).rstrip(".")
+
+
+def _line_of_error(error: Exception) -> int | None:
+    mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return None if mark is None else int(mark.line) + 1
 
 
 def _missing(path: Path) -> str:

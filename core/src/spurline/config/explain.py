@@ -18,17 +18,18 @@ from spurline.registry import Registry
 
 
 def explain(error: ValidationError, model: type[BaseModel], registry: Registry) -> list[Problem]:
-    """One Problem per distinct error, in file order."""
-    problems: list[Problem] = []
+    """One Problem per key path; a value that fits none of several types says so in one message."""
+    messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
     for details in all_details:
         if _follows_from_another(details, all_details):
             continue
         path, owner = _locate(model, details["loc"])
-        problem = Problem(".".join(path), _message(details, path, owner, registry))
-        if problem not in problems:
-            problems.append(problem)
-    return problems
+        message = _message(details, path, owner, registry)
+        known = messages.setdefault(".".join(path), [])
+        if message not in known:
+            known.append(message)
+    return [Problem(key, " Or: ".join(alternatives)) for key, alternatives in messages.items()]
 
 
 def _follows_from_another(details: ErrorDetails, all_details: list[ErrorDetails]) -> bool:
@@ -43,7 +44,8 @@ def _message(details: ErrorDetails, path: list[str], owner: type[BaseModel] | No
     kind = details["type"]
     context = details.get("ctx", {})
     if kind == "extra_forbidden" and owner is not None:
-        return _unknown_key(path[-1], owner)
+        elsewhere = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
+        return _unknown_key(path[-1], owner) + elsewhere
     if kind == "unknown_component":
         return _unknown_component(details, registry)
     if kind == "missing":
@@ -53,6 +55,10 @@ def _message(details: ErrorDetails, path: list[str], owner: type[BaseModel] | No
         expected = str(context.get("expected", ""))
         close = suggestion(str(details["input"]), _unquote(expected))
         return f"is {details['input']!r}; it must be {expected}.{close}"
+    if kind in ("model_type", "dict_type"):
+        return f"is {details['input']!r}; it must be a mapping, written `key: value`."
+    if kind == "tuple_type":
+        return f"is {details['input']!r}; it must be a list."
     shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {details['input']!r}: "
     text = details["msg"][0].lower() + details["msg"][1:]
     return f"{shown}{text}."
@@ -72,12 +78,12 @@ def _component_name(owner: type[BaseModel]) -> str | None:
 
 
 def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
-    kind = details["msg"]
+    kind, shorthand = details["msg"].split(" ")
     value = details["input"]
     name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
     names = registry.names(kind)
-    if name is None:
-        return f"must be a {kind}: its name, or a mapping with `name:`. Available: {listing(names)}."
+    if not isinstance(name, str):
+        return f"must be a {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
     return (
         f"names no {kind}: '{name}' is unknown.{suggestion(str(name), names)} Available: {listing(names)}. "
         "A component of a plugin needs that plugin in `plugins`."
@@ -103,6 +109,10 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
         if isinstance(part, str) and part in tagged:
             current = tagged[part]
             continue
+        if isinstance(part, str) and not tagged and len(_choices(current)) > 1:
+            # Which of several types pydantic tried: no part of the file.
+            current = next((choice for choice in _choices(current) if getattr(choice, "__name__", "") == part), None)
+            continue
         path.append(str(part))
         section = _as_model(current)
         if section is not None:
@@ -126,6 +136,11 @@ def _strip(annotation: Any) -> Any:
 def _members(annotation: Any) -> tuple[Any, ...]:
     inner = _strip(annotation)
     return get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """The types a value may have; more than one only for a union that is not just "or null"."""
+    return [member for member in _members(annotation) if member is not types.NoneType]
 
 
 def _tagged_members(annotation: Any) -> Iterator[tuple[str, Any]]:

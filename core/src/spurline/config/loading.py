@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from spurline.config.assembly import assemble
-from spurline.config.document import Document, apply_overrides, read_document
+from spurline.config.document import Document, plain, read_document
 from spurline.config.explain import explain
+from spurline.config.overrides import apply_overrides
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Section
-from spurline.errors import ConfigError, PluginError, Problem
+from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.plugins import InstalledPlugin, PluginHost
 
 
@@ -50,18 +51,38 @@ def load_config(
     available: installed plugins; read from package metadata when None.
     Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
     """
-    document = Document("config", dict(source)) if isinstance(source, Mapping) else read_document(Path(source))
+    document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
     apply_overrides(document, overrides)
-    host = PluginHost.load(_plugin_names(document), available)
+    host = _loaded_plugins(document, available)
     model = config_model(host)
     try:
         config = model.model_validate(document.values)
     except ValidationError as error:
-        raise ConfigError(explain(error, model, host.registry), document.origin, document.lines) from None
+        raise _config_error(explain(error, model, host.registry), document) from None
     problems = list(_cross_field_problems(config, config, ""))
     if problems:
-        raise ConfigError(problems, document.origin, document.lines)
+        raise _config_error(problems, document)
     return LoadedConfig(config, host, document.origin)
+
+
+def _config_error(problems: Sequence[Problem], document: Document) -> ConfigError:
+    """The error for these problems, in file order, those of overridden settings saying so."""
+    told: list[Problem] = []
+    for problem in sorted(problems, key=lambda problem: line_of(problem.key, document.lines) or 0):
+        override = document.override_of(problem.key)
+        note = f" (from --set {override})" if override is not None else ""
+        told.append(Problem(problem.key, f"{problem.message}{note}"))
+    return ConfigError(told, document.origin, document.lines)
+
+
+def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin] | None) -> PluginHost:
+    names = _plugin_names(document)
+    try:
+        return PluginHost.load(names, available)
+    except PluginError as error:
+        line = document.lines.get("plugins")
+        place = f"{document.origin}:{line}" if line else document.origin
+        raise PluginError(f"{place}: plugins: {error}") from error.__cause__
 
 
 def config_model(host: PluginHost) -> type[RunConfig]:
@@ -79,7 +100,7 @@ def _plugin_names(document: Document) -> list[str]:
     if isinstance(names, list) and all(isinstance(name, str) for name in cast("list[Any]", names)):
         return cast("list[str]", names)
     problem = Problem("plugins", f"must be a list of plugin names, such as [collation_fast]; it is {names!r}.")
-    raise ConfigError([problem], document.origin, document.lines)
+    raise _config_error([problem], document)
 
 
 def _cross_field_problems(section: Section, run: RunConfig, prefix: str) -> Iterator[Problem]:
@@ -102,15 +123,4 @@ def _problems_inside(value: Any, run: RunConfig, path: str) -> Iterator[Problem]
             yield from _problems_inside(item, run, f"{path}.{key}")
 
 
-def sections_of(config: BaseModel) -> Iterator[BaseModel]:
-    """The section itself and every section inside it, outermost first."""
-    yield config
-    for name in type(config).model_fields:
-        value: Any = getattr(config, name)
-        values = cast("Sequence[Any]", value if isinstance(value, tuple) else (value,))
-        for item in values:
-            if isinstance(item, BaseModel):
-                yield from sections_of(item)
-
-
-__all__ = ["ConfigError", "LoadedConfig", "PluginError", "config_model", "load_config", "sections_of"]
+__all__ = ["ConfigError", "LoadedConfig", "PluginError", "config_model", "load_config"]

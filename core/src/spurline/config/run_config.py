@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from spurline.config.schema import SchemaOfOneOrMany
 from spurline.config.section import Component, ComponentConfig, OnResume, Section
+from spurline.config.shorthand import as_list
 from spurline.errors import Problem
 
 FREE = OnResume.FREE
@@ -34,20 +36,20 @@ class DatasetConfig(ComponentConfig):
     """Short name in reports and row uids; default is the file or hub name."""
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, (str, dict)) else value
+DatasetList = Annotated[
+    tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...],
+    BeforeValidator(as_list),
+    SchemaOfOneOrMany(),
+]
+"""Datasets; a single one may be written without a list around it."""
 
 
 class DataConfig(Section):
     """Which rows to train and evaluate on, and which of their tokens carry loss."""
 
-    train: Annotated[
-        tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...], BeforeValidator(_as_list)
-    ] = Field(min_length=1)
+    train: DatasetList = Field(min_length=1)
     """Training datasets; several are mixed by their weights."""
-    eval: Annotated[
-        tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...], BeforeValidator(_as_list)
-    ] = ()
+    eval: DatasetList = ()
     """Held-out datasets, never trained on."""
     train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.ragged import Ragged
@@ -54,7 +53,7 @@ def lay_out(
         "packing/row_tokens": float(length),
     }
     return TrainingBatch(
-        tokens=columns,
+        tokens={name: torch.from_numpy(column) for name, column in columns.items()},
         segments=_metadata(rows),
         unit_ids=torch.arange(len(rows), dtype=torch.int64),
         is_padding_row=torch.tensor([not segments for segments in rows], dtype=torch.bool),
@@ -62,29 +61,34 @@ def lay_out(
     )
 
 
-def _empty_columns(rows: Sequence[Sequence[Segment]], length: int, pad_token_id: int) -> dict[str, Tensor]:
+def _empty_columns(rows: Sequence[Sequence[Segment]], length: int, pad_token_id: int) -> dict[str, NDArray[Any]]:
+    # Written as numpy arrays: setting one element of a tensor costs some thirty times as much.
     shape = (len(rows), length)
-    columns = {name: torch.zeros(shape, dtype=dtype) for name, dtype in TOKEN_COLUMNS.items()}
-    columns["input_ids"].fill_(pad_token_id)
+    columns = {name: np.zeros(shape, _numpy_dtype(dtype)) for name, dtype in TOKEN_COLUMNS.items()}
+    columns["input_ids"].fill(pad_token_id)
     segments = [segment for row in rows for segment in row]
     for name, dtype in OPTIONAL_TOKEN_COLUMNS.items():
         # Present only when every segment has it: a half-filled column would pass zeros off as data.
         if segments and all(name in segment.extra for segment in segments):
             trailing = segments[0].extra[name].shape[1:]
-            columns[name] = torch.zeros((*shape, *trailing), dtype=dtype)
+            columns[name] = np.zeros((*shape, *trailing), _numpy_dtype(dtype))
     return columns
 
 
-def _write(columns: Mapping[str, Tensor], row: int, number: int, segment: Segment) -> None:
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _write(columns: Mapping[str, NDArray[Any]], row: int, number: int, segment: Segment) -> None:
     for offset in range(len(segment.tokens)):
         column = segment.start + offset
-        columns["input_ids"][row, column] = int(segment.tokens[offset])
+        columns["input_ids"][row, column] = segment.tokens[offset]
         columns["segment_ids"][row, column] = number
         columns["position_ids"][row, column] = offset
-        columns["loss_weights"][row, column] = float(segment.loss_weights[offset]) if offset > 0 else 0.0
+        columns["loss_weights"][row, column] = segment.loss_weights[offset] if offset > 0 else 0.0
         for name, values in segment.extra.items():
             if name in columns:
-                columns[name][row, column] = torch.as_tensor(values[offset])
+                columns[name][row, column] = values[offset]
 
 
 def _metadata(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:

@@ -46,7 +46,7 @@ class TokenStore:
         """Hex digest of everything training can see: tokens, masks, offsets. A mapped store may know it already."""
         digest = xxhash.xxh3_128()
         for array in (self.tokens, self.loss_mask, self.offsets, self.source):
-            digest.update(np.ascontiguousarray(array).view(np.uint8))
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     def uid(self, index: int) -> str:

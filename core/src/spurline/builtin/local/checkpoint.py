@@ -1,0 +1,147 @@
+"""Write and read everything the local backend needs to continue bit for bit.
+
+model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives)
+and the model's persistent buffers. optimizer.safetensors: moments and step per parameter. rng.safetensors and
+state.json: the random generators and the update count. No pickle. Naming, renaming into place and pruning are the
+caller's work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from spurline.builtin.local import rng_state
+from spurline.builtin.local.optimizer import STATE_NAMES, expected_shape, optimizer_tensors, restore_optimizer
+from spurline.errors import CheckpointError, CheckpointWriteError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint covers. parameters: the trainable ones, by name."""
+
+    causal: nn.Module
+    parameters: Mapping[str, Parameter]
+    optimizer: torch.optim.AdamW
+
+
+def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
+    """Write into this folder. Raises CheckpointWriteError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / "model.safetensors", _model_tensors(state))
+        _write(path / "optimizer.safetensors", optimizer_tensors(state.optimizer, state.parameters))
+        _write(path / "rng.safetensors", rng_state.generator_tensors())
+        content = {"format": _FORMAT, "updates": updates, "generators": rng_state.generator_values()}
+        (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointWriteError(
+            f"{path}: the checkpoint cannot be written: {error}. Free disk space or check permissions; "
+            "the last complete checkpoint is intact."
+        ) from error
+
+
+def load_training_state(path: Path, state: TrainingState) -> int:
+    """Restore what was saved and return the update count; changes nothing unless all of it fits.
+
+    Raises CheckpointError.
+    """
+    model = _read(path / "model.safetensors")
+    optimizer = _read(path / "optimizer.safetensors")
+    generators = _read(path / "rng.safetensors")
+    content = _read_json(path / "state.json")
+    targets = _model_tensors(state)
+    _check_model(path, model, targets)
+    _check_optimizer(path, optimizer, state.parameters)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(model[name])
+    restore_optimizer(state.optimizer, state.parameters, optimizer)
+    rng_state.restore_generator_tensors(generators)
+    rng_state.restore_generator_values(content["generators"])
+    return int(content["updates"])
+
+
+def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """Trainable weights, tied ones once, and persistent buffers: the very tensors of the model."""
+    persistent = state.causal.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in state.causal.named_buffers() if name in persistent}
+    return {name: parameter.detach() for name, parameter in state.parameters.items()} | buffers
+
+
+def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    missing, foreign = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
+    if missing or foreign:
+        raise CheckpointError(
+            f"{path}: the checkpoint holds other weights than this run trains: {_some('missing', missing)}"
+            f"{_some('not in the model', foreign)}Resume with the model and backend.lora the checkpoint was made with."
+        )
+    for name, target in targets.items():
+        if saved[name].shape != target.shape or saved[name].dtype != target.dtype:
+            raise CheckpointError(
+                f"{path}: {name} is {_describe(saved[name])} in the checkpoint, but {_describe(target)} in this run. "
+                "Resume with the model, backend.lora and backend.precision the checkpoint was made with."
+            )
+
+
+def _check_optimizer(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
+    for key, tensor in saved.items():
+        expected = expected_shape(key, parameters)
+        if expected is None or tuple(tensor.shape) != expected:
+            raise CheckpointError(
+                f"{path}: optimizer state {key} {list(tensor.shape)} does not fit this run's parameters. "
+                "Resume with the model and backend.lora the checkpoint was made with."
+            )
+    incomplete = sorted(
+        name for name in parameters if len({f"{name}/{key}" for key in STATE_NAMES} & saved.keys()) not in (0, 3)
+    )
+    if incomplete:
+        raise CheckpointError(
+            f"{path}: the optimizer state of {incomplete[0]} is incomplete. Resume from another checkpoint."
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _some(label: str, names: list[str]) -> str:
+    return f"{len(names)} {label} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). " if names else ""
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path}: not a state of this Spurline version (format {_FORMAT}). Use the one that wrote it."
+        )
+    return content
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path}: missing or damaged ({error}). Resume from another checkpoint."

@@ -1,0 +1,111 @@
+"""Load the causal language model that a run trains.
+
+Place on the way: `model` section -> this -> adapters, probe, optimizer. Weights come in the profile's dtype on its
+device. No tokenizer, no optimizer, and no judgement whether the model can be trained exactly: that is `probe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from spurline.builtin.local.device_profile import DeviceProfile
+from spurline.config.run_config import ModelConfig
+from spurline.data.model_folder import describe_missing
+from spurline.errors import ModelError, listing, suggestion
+
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    ImportError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    StrictDataclassError,
+)
+"""What transformers raises for folders, names and architectures it cannot use."""
+
+
+def load_model_config(model: ModelConfig) -> PretrainedConfig:
+    """The architecture of `model.path` with `model.config_overrides` applied. Raises ModelError."""
+    try:
+        config = AutoConfig.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except _LOADING_ERRORS as error:
+        raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
+    known = config.to_dict().keys()
+    for name, value in model.config_overrides.items():
+        if name not in known and not hasattr(config, name):
+            raise ModelError(
+                f"model.config_overrides: '{name}' is not a field of {type(config).__name__}."
+                f"{suggestion(name, known)}\n"
+                f"Fields: {listing(known)}."
+            )
+        setattr(config, name, value)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model.path: {model.path} is quantized, and quantized weights cannot be trained. "
+            "Use the unquantized model it was made from."
+        )
+    return config
+
+
+def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrainedModel:
+    """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone."""
+    config = load_model_config(model)
+    try:
+        with _quiet_loading():
+            # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
+            if model.init == "random":
+                torch.manual_seed(seed)
+                causal = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
+                )
+            else:
+                causal = AutoModelForCausalLM.from_pretrained(
+                    model.path,
+                    config=config,
+                    revision=model.revision,
+                    dtype=torch.float32,
+                    trust_remote_code=model.trust_remote_code,
+                )
+    except _LOADING_ERRORS as error:
+        raise ModelError(_loading_failed(model, config, error)) from error
+    nn.Module.to(causal, device=profile.device, dtype=profile.weight_dtype)
+    return causal.train()
+
+
+def _loading_failed(model: ModelConfig, config: PretrainedConfig, error: Exception) -> str:
+    text = str(error)
+    if "Unrecognized configuration class" in text:
+        return (
+            f"model.path: {model.path} ({type(config).__name__}) is not a causal language model. "
+            "Choose a decoder-only text model."
+        )
+    message = describe_missing("model.path", model.path, "weights", error, model.trust_remote_code)
+    if model.init == "pretrained":
+        message += "\nTo train this architecture from scratch set model.init: random."
+    if model.config_overrides:
+        message += f"\nmodel.config_overrides changes {listing(model.config_overrides)}; does it fit the weights?"
+    return message
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the progress bars of transformers, which would write into the terminal tracker's output."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,60 @@
+"""Weighted sums over the micro-batches of a step, kept on the device until the step is over.
+
+Place on the way: token losses and loss metrics -> sums -> the step's metrics. One transfer per step, not one per
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spurline.builtin.local.microbatches import Rows, TokenStream
+
+
+class StepSums:
+    """Sums of weight * value. After `fetch` they can be read."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.losses_by_rows: list[tuple[Rows, Tensor]] = []
+        self._sums: dict[str, Tensor] = {}
+        self._fetched: dict[str, float] = {}
+
+    def add(self, rows: Rows, stream: TokenStream, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
+        """Take in a micro-batch; returns its differentiable sum of weight * loss."""
+        total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
+        self.tokens += stream.num_loss_tokens
+        self.losses_by_rows.append((rows, total.detach()))
+        self._add("loss", total.detach())
+        self._add("weight", stream.weights.sum())
+        for name, values in metrics.items():
+            self._add(f"metric/{name}", torch.dot(stream.weights, values.detach().to(stream.weights.dtype)))
+        return total
+
+    def _add(self, name: str, value: Tensor) -> None:
+        # In double: the last digits of a long sum must not depend on how rows were cut.
+        self._sums[name] = self._sums[name] + value.double() if name in self._sums else value.double()
+
+    def fetch(self, *others: Tensor) -> list[float]:
+        """Bring all sums to the host, and other scalars with them; returns those."""
+        scalars = [*self._sums.values(), *(other.double() for other in others)]
+        values: list[float] = torch.stack(scalars).tolist() if scalars else []
+        self._fetched = dict(zip(self._sums, values, strict=False))
+        return values[len(self._sums) :]
+
+    def total(self, name: str) -> float:
+        """Sum of `loss` or `weight`; 0 for a step without loss tokens."""
+        return self._fetched.get(name, 0.0)
+
+    def weighted_means(self) -> dict[str, float]:
+        """The loss's own metrics, each as sum of weight * value / sum of weights."""
+        weight = self.total("weight")
+        prefix = "metric/"
+        return {
+            name.removeprefix(prefix): value / weight
+            for name, value in self._fetched.items()
+            if name.startswith(prefix) and weight != 0
+        }

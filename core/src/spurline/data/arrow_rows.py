@@ -1,0 +1,155 @@
+"""Rows that Hugging Face `datasets` loads: parquet, arrow and CSV files, `save_to_disk` folders, hub datasets.
+
+Loaded tables are memory-mapped from the datasets cache, in a folder named after the file's content, so a changed file
+is never served from an old cache and nothing is written beside the data.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import xxhash
+from datasets import Features, Value
+from datasets.config import HF_DATASETS_CACHE
+from datasets.exceptions import DatasetsError
+
+from spurline.errors import DataError
+
+_BLOCK = 128
+"""Rows converted to Python at once; one at a time is several times slower."""
+
+
+class ArrowRows:
+    """Rows of one loaded table. name: what to call it in messages."""
+
+    def __init__(self, table: datasets.Dataset, name: str, digest: str) -> None:
+        self._table = table
+        self._name = name
+        self.digest = digest
+        self._block: tuple[int, list[dict[str, Any]]] = (0, [])
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        start, rows = self._block
+        if not start <= row < start + len(rows):
+            start = row - row % _BLOCK
+            columns = self._table[start : start + _BLOCK]
+            size = min(_BLOCK, len(self) - start)
+            rows = [{name: _without_padding(columns[name][i]) for name in columns} for i in range(size)]
+            self._block = (start, rows)
+        return rows[row - start]
+
+    def location(self, row: int) -> str:
+        return f"{self._name} row {row}"
+
+
+def load_file(path: Path) -> ArrowRows:
+    """Rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read."""
+    digest = hash_files([path])
+    builder = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}[path.suffix.lower()]
+    # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
+    options = {"features": _csv_columns(path), "keep_default_na": False} if builder == "csv" else {}
+    with _quiet(), _data_errors(str(path)):
+        table = datasets.load_dataset(
+            builder,
+            data_files=glob.escape(str(path.absolute())),
+            split="train",
+            cache_dir=str(_cache_folder() / digest),
+            **options,
+        )
+    return ArrowRows(table, str(path), digest)  # type: ignore[arg-type]
+
+
+def load_saved(path: Path) -> dict[str, ArrowRows]:
+    """Split name -> rows of a folder written by `save_to_disk`; a folder of one dataset is split `train`."""
+    with _data_errors(str(path)):
+        saved = datasets.load_from_disk(str(path))
+    tables = {str(name): table for name, table in saved.items()} if isinstance(saved, dict) else {"train": saved}
+    return {
+        name: ArrowRows(table, str(path), hash_files(sorted(Path(file["filename"]) for file in table.cache_files)))
+        for name, table in tables.items()
+    }
+
+
+def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
+    """Rows of one split of a hub dataset. Raises DataError when it cannot be reached or does not exist."""
+    hint = f" No file or folder {name} exists here either; start local paths with ./ if you meant one."
+    with _quiet(), _data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
+        table = datasets.load_dataset(name, name=subset, split=split, revision=revision)
+    # The library's fingerprint covers the resolved revision and the builder's settings.
+    assert isinstance(table, datasets.Dataset), type(table)
+    identity = "\0".join((name, subset or "", revision or "", split, table._fingerprint))
+    return ArrowRows(table, name, xxhash.xxh3_128_hexdigest(identity.encode()))
+
+
+def hash_files(paths: list[Path]) -> str:
+    """Hash of the content of files, in order."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+        digest.update(b"\0end of file\0")
+    return digest.hexdigest()
+
+
+def _without_padding(value: Any) -> Any:
+    """Arrow gives every struct all keys that any row has; drop the ones this row did not have."""
+    if isinstance(value, dict):
+        return {key: _without_padding(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [_without_padding(item) for item in value]
+    return value
+
+
+def _csv_columns(path: Path) -> Features:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = next(csv.reader(file), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}:1: not valid CSV in UTF-8: {error}.") from error
+    if not header:
+        raise DataError(f"{path}: is empty.")
+    return Features({name: Value("string") for name in header})
+
+
+def _cache_folder() -> Path:
+    folder = Path(HF_DATASETS_CACHE)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    writable = folder if os.access(existing, os.W_OK) else Path(tempfile.gettempdir())
+    return writable / "spurline"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars: these loads are a small part of starting a run."""
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def _data_errors(origin: str, prefix: str = "cannot be read: ", hint: str = "") -> Iterator[None]:
+    """Turn what the loading libraries raise into a DataError that says which file or name it is about."""
+    try:
+        yield
+    except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+        if "corresponds to no data" in str(cause):
+            raise DataError(f"{origin}: is empty; it has no rows.") from error
+        raise DataError(f"{origin}: {prefix}{' '.join(str(cause).split()).rstrip('.')}.{hint}") from error

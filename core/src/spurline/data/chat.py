@@ -1,0 +1,173 @@
+"""Render conversations through the tokenizer's chat template and find the characters that carry loss.
+
+Place on the way: Conversation -> text and trained spans -> encoding. One rendering of the whole conversation is what
+gets encoded; renderings of its beginnings serve only to check where turns start. A trained turn runs from just after
+the generation prompt to the end of its end-of-turn token, without the white space that follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from spurline.data.bad_row import BadRowError
+from spurline.data.formats import Conversation
+from spurline.data.messages import Message, assistant_turns
+from spurline.data.spans import Span
+from spurline.errors import ModelError
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE_ANSWER = "spurlineprobeanswer"
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure
+    """What the model saw when it wrote a turn is not the beginning of the whole conversation's text."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """Text of a conversation, to be encoded without special tokens, and its trained characters in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class ChatRenderer:
+    """Renders conversations with one tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._end_of_turn: dict[str, str] = {}
+
+    def render(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of the messages. Raises BadRowError when the template refuses them."""
+        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
+
+    def render_for_training(self, conversation: Conversation, train_on: str) -> RenderedChat:
+        """Text and trained spans. train_on: `last_assistant` or `all_assistants`, unless the row itself decides.
+
+        Raises BadRowError when the template refuses the messages, TemplateRewritesHistory when a trained turn cannot be
+        placed exactly.
+        """
+        template = self._template(conversation.tools)
+        marked = _GENERATION_BLOCK.search(template) is not None
+        text, indices = self._render(conversation.messages, conversation.tools, track_generation=marked)
+        if marked:
+            return RenderedChat(text, tuple(self._marked_spans(text, indices, conversation, train_on)))
+        turns = assistant_turns(conversation.messages, conversation.first_trained or 0)
+        if conversation.first_trained is None and train_on == "last_assistant":
+            turns = turns[-1:]
+        return RenderedChat(text, tuple(self._turn_span(text, conversation, turn) for turn in turns))
+
+    def _marked_spans(self, text: str, indices: list[Span], conversation: Conversation, train_on: str) -> list[Span]:
+        """The template's own `{% generation %}` spans, those that are to be trained."""
+        spans = [span for span in indices if span[0] < span[1]]
+        if conversation.first_trained is None:
+            return spans if train_on == "all_assistants" else spans[-1:]
+        if conversation.first_trained == 0:
+            return spans
+        before = self.render(conversation.messages[: conversation.first_trained], conversation.tools).rstrip()
+        if not text.startswith(before):
+            raise TemplateRewritesHistory
+        return [span for span in spans if span[0] >= len(before)]
+
+    def _turn_span(self, text: str, conversation: Conversation, turn: int) -> Span:
+        prompt = self.render(conversation.messages[:turn], conversation.tools, add_generation_prompt=True)
+        if not text.startswith(prompt):
+            raise TemplateRewritesHistory
+        return len(prompt), self._turn_end(text, conversation, turn, len(prompt))
+
+    def _turn_end(self, text: str, conversation: Conversation, turn: int, start: int) -> int:
+        """Just after the end-of-turn token of the turn whose content starts at `start`."""
+        messages = conversation.messages
+        if turn == len(messages) - 1:
+            return max(start, len(text.rstrip()))
+        message, end_of_turn = messages[turn], self._learn_end_of_turn(conversation.tools)
+        content = str(message.get("content", ""))
+        if end_of_turn and not message.keys() - {"role", "content"}:
+            # The plain case, exact without another rendering: content, end of turn, next message.
+            for candidate in (content, content.strip()):
+                if text.startswith(candidate + end_of_turn, start):
+                    return start + len(candidate) + len(end_of_turn)
+        through = self.render(messages[: turn + 1], conversation.tools).rstrip()
+        if text.startswith(through) and len(through) > start:
+            return len(through)
+        return _search_turn_end(text, message, start, end_of_turn)
+
+    def _learn_end_of_turn(self, tools: list[dict[str, Any]] | None) -> str:
+        """What the template writes after an answer wherever the answer stands, learnt once from a short conversation.
+
+        Empty when the template has no such text; turns are then placed by renderings and by their content.
+        """
+        template = self._template(tools)
+        if template not in self._end_of_turn:
+            question = {"role": "user", "content": "spurlineprobequestion"}
+            answered = [question, {"role": "assistant", "content": _PROBE_ANSWER}]
+            try:
+                texts = [self.render(messages, tools) for messages in (answered, [*answered, question])]
+            except BadRowError:
+                texts = []
+            tails = [text.partition(_PROBE_ANSWER)[2] for text in texts]
+            self._end_of_turn[template] = _common_prefix(tails).rstrip()
+        return self._end_of_turn[template]
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> str:
+        try:
+            return self._tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ModelError(
+                f"the tokenizer {self._tokenizer.name_or_path} has no usable chat template: {error}"
+            ) from error
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = False,
+        track_generation: bool = False,
+    ) -> tuple[str, list[Span]]:
+        try:
+            texts, indices = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,  # type: ignore[arg-type]
+                chat_template=self._template(tools),
+                return_assistant_tokens_mask=track_generation,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokenizer.special_tokens_map,  # type: ignore[arg-type]
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            raise BadRowError("messages", f"are refused by the chat template: {error}") from error
+        return texts[0], [(int(start), int(stop)) for start, stop in indices[0]] if track_generation else []
+
+
+def _common_prefix(texts: Sequence[str]) -> str:
+    same = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+    return "".join(characters[0] for characters in same)
+
+
+def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) -> int:
+    """End of a turn by its words. The turn must hold everything the message says, else the template rewrote it."""
+    content = str(message.get("content", "")).strip()
+    first_end = text.find(end_of_turn, start) if end_of_turn else len(text)
+    place = text.find(content, start)
+    if first_end < 0 or not 0 <= place <= first_end:
+        raise TemplateRewritesHistory
+    end = text.find(end_of_turn, place + len(content))
+    if end < 0:
+        raise TemplateRewritesHistory
+    stop = end + len(end_of_turn)
+    said = [str(message[key]).strip() for key in _REASONING_KEYS if message.get(key)]
+    if stop <= start or any(words not in text[start:stop] for words in said):
+        raise TemplateRewritesHistory
+    return stop

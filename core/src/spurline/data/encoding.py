@@ -1,0 +1,227 @@
+"""Turn rows of a dataset into samples (token ids with a loss mask, cut to length) or reasons for leaving them out.
+
+Place on the way: rows -> plain forms (formats) -> text and spans (chat) -> ONE batch encoding -> samples. Works on any
+slice of the rows, so worker processes can share a dataset; what a row becomes never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.data.bad_row import BadRowError
+from spurline.data.chat import ChatRenderer, TemplateRewritesHistory
+from spurline.data.formats import FormatName, Row, TextPair, detect_format, read_row
+from spurline.data.pretokenized import TokenRow
+from spurline.data.row_view import unknown_column_problem
+from spurline.data.spans import Span, mask_of_spans
+from spurline.errors import DataError, ModelError
+from spurline.protocols.tokenization import DatasetToTokenize
+
+MALFORMED_ROW = "malformed_row"
+NO_LOSS_TOKENS = "no_loss_tokens"
+NO_LOSS_TOKENS_AFTER_TRUNCATION = "no_loss_tokens_after_truncation"
+TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
+TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A usable sample. loss_mask: uint8, one entry per token, 0 on the first. truncated: it was cut to `max_length`."""
+
+    row: int
+    tokens: Sequence[int]
+    loss_mask: NDArray[np.uint8]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that gives no sample, and why."""
+
+    row: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text waiting to be encoded. is_chat: the template has written every special token itself."""
+
+    text: str
+    spans: tuple[Span, ...]
+    is_chat: bool
+
+
+class RowEncoder:
+    """Encodes rows of one dataset.
+
+    Raises DataError when the columns fit no format or chat rows meet a tokenizer without template, ModelError for a
+    tokenizer that cannot say which characters a token covers.
+    """
+
+    def __init__(self, source: DatasetToTokenize, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        self._dataset, self._config = source.dataset, source.config
+        self._tokenizer = tokenizer
+        self._data = data
+        self._chat = ChatRenderer(tokenizer)
+        self._vocabulary = len(tokenizer)
+        require_offsets(tokenizer)
+        self.format: FormatName = self._detect()
+
+    def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
+        """One outcome per row, in the order given."""
+        prepared = [self._prepare(row) for row in rows]
+        encoded = self._encode_texts([item for item in prepared if isinstance(item, _Text)])
+        outcomes: list[Sample | Dropped] = []
+        for row, item in zip(rows, prepared, strict=True):
+            if isinstance(item, Dropped):
+                outcomes.append(item)
+            elif isinstance(item, TokenRow):
+                outcomes.append(self._finish(row, item.input_ids, np.asarray(item.loss_mask, dtype=np.uint8)))
+            else:
+                outcomes.append(self._finish(row, *next(encoded)))
+        return outcomes
+
+    def _detect(self) -> FormatName:
+        problem = unknown_column_problem(self._config.columns)
+        if problem is not None:
+            raise DataError(f"{self._dataset.label}: {problem}")
+        if self._config.format != "auto":
+            return self._config.format
+        for row in range(len(self._dataset)):
+            try:
+                columns = list(self._dataset[row])
+            except DataError:
+                if self._config.on_bad_row == "error":
+                    raise
+                continue
+            try:
+                return detect_format(self._config, columns)
+            except DataError as error:
+                raise DataError(f"{self._dataset.location(row)}: {error}") from error
+        raise DataError(f"{self._dataset.label}: no usable sample: none of its {len(self._dataset)} rows can be read.")
+
+    def _prepare(self, row: int) -> _Text | TokenRow | Dropped:
+        skip = self._config.on_bad_row == "skip"
+        try:
+            values = self._dataset[row]
+        except DataError:
+            if skip:
+                return Dropped(row, MALFORMED_ROW)
+            raise
+        try:
+            return self._read(row, values)
+        except TemplateRewritesHistory:
+            return Dropped(row, TEMPLATE_REWRITES_HISTORY)
+        except BadRowError as error:
+            if skip:
+                return Dropped(row, MALFORMED_ROW)
+            raise error.at(self._dataset.location(row)) from error
+
+    def _read(self, row: int, values: Mapping[str, Any]) -> _Text | TokenRow:
+        has_template = self._tokenizer.chat_template is not None
+        item: Row = read_row(values, self._config, self.format, has_chat_template=has_template)
+        if isinstance(item, TokenRow):
+            self._check_vocabulary(item)
+            return item
+        if isinstance(item, TextPair):
+            require_end_of_sequence(self._tokenizer)
+            text = item.prompt + item.completion
+            return _Text(text, ((len(item.prompt), len(text)),), is_chat=False)
+        require_chat_template(self._tokenizer, self._dataset.location(row))
+        rendered = self._chat.render_for_training(item, self._data.train_on)
+        return _Text(rendered.text, rendered.spans, is_chat=True)
+
+    def _check_vocabulary(self, item: TokenRow) -> None:
+        largest = max(item.input_ids)
+        if largest >= self._vocabulary:
+            index = item.input_ids.index(largest)
+            raise BadRowError(
+                f"{item.field}[{index}]",
+                f"is {largest}, but the tokenizer has {self._vocabulary} tokens. Was the data made with another one?",
+            )
+
+    def _encode_texts(self, texts: list[_Text]) -> Any:
+        """Token ids and mask of each text, in order; one tokenizer call per kind of text."""
+        encodings: dict[bool, Any] = {
+            is_chat: iter(
+                encode_batch(self._tokenizer, [item.text for item in texts if item.is_chat == is_chat], is_chat)
+            )
+            for is_chat in (True, False)
+        }
+        for item in texts:
+            encoding = next(encodings[item.is_chat])
+            tokens, mask = encoding.ids, mask_of_spans(encoding, item.spans)
+            if not item.is_chat:
+                tokens, mask = _end_with(self._tokenizer.eos_token_id, tokens, mask)
+            yield tokens, mask
+
+    def _finish(self, row: int, tokens: Sequence[int], mask: NDArray[np.uint8]) -> Sample | Dropped:
+        """Apply the rules for the first token, for samples without loss and for `max_length`."""
+        limit = self._data.max_length
+        # Nothing precedes the first token, so nothing can predict it.
+        mask[:1] = 0
+        if not mask.any():
+            return Dropped(row, NO_LOSS_TOKENS)
+        if len(tokens) <= limit:
+            return Sample(row, tokens, mask, truncated=False)
+        if self._data.too_long == "error":
+            raise DataError(
+                f"{self._dataset.location(row)}: the sample has {len(tokens)} tokens, over data.max_length: {limit}. "
+                "Raise data.max_length, or set data.too_long to truncate or drop."
+            )
+        if self._data.too_long == "drop":
+            return Dropped(row, TOO_LONG)
+        if not mask[:limit].any():
+            return Dropped(row, NO_LOSS_TOKENS_AFTER_TRUNCATION)
+        return Sample(row, tokens[:limit], mask[:limit], truncated=True)
+
+
+def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Any]:
+    """`tokenizers.Encoding` of each text; special tokens are added to plain text only."""
+    if not texts:
+        return []
+    batch = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
+    assert batch.encodings is not None, "a fast tokenizer returns encodings"
+    return batch.encodings
+
+
+def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError for a tokenizer that cannot map tokens to characters."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} is a slow one: it cannot say which "
+            "characters a token covers, so no loss mask can be made. Use one with a tokenizer.json (model.tokenizer)."
+        )
+
+
+def require_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ModelError when a completion could not be ended."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token, so the model could not learn "
+            "where a completion ends. Set eos_token in its tokenizer_config.json."
+        )
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
+    """Raise DataError when conversations cannot be rendered."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{location}: chat rows need a chat template, and the tokenizer {tokenizer.name_or_path} has none. "
+            "Give one with `model.chat_template: path/to/template.jinja`."
+        )
+
+
+def _end_with(end: Any, tokens: list[int], mask: NDArray[np.uint8]) -> tuple[list[int], NDArray[np.uint8]]:
+    """Tokens that end with the end-of-sequence token, which has loss."""
+    if not tokens or tokens[-1] != end:
+        tokens, mask = [*tokens, end], np.append(mask, np.uint8(0))
+    mask[-1] = 1
+    return tokens, mask

@@ -1,0 +1,157 @@
+"""What a row says: find out its format and read it into one of three plain forms.
+
+Place on the way: Dataset row -> Conversation, TextPair or TokenRow -> encoding. Knows column names and types; knows
+nothing of templates or tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spurline.config.run_config import DatasetConfig
+from spurline.data.bad_row import BadRowError, describe
+from spurline.data.messages import Message, assistant_turns, read_messages, read_tools, with_system
+from spurline.data.pretokenized import TokenRow, read_token_row
+from spurline.data.row_view import RowView
+from spurline.errors import DataError, listing
+
+FormatName = Literal["chat", "alpaca", "prompt_completion", "pretokenized"]
+
+NEEDS: dict[FormatName, str] = {
+    "pretokenized": "input_ids and one of loss_mask, labels, prompt_length, num_actions",
+    "chat": "messages (or conversations); optional system, tools",
+    "prompt_completion": "prompt, completion",
+    "alpaca": "instruction, output; optional input, system",
+}
+"""What each format needs, in the order in which `auto` looks for it."""
+
+_SIGNATURES: tuple[tuple[FormatName, frozenset[str]], ...] = (
+    ("pretokenized", frozenset({"input_ids"})),
+    ("chat", frozenset({"messages"})),
+    ("chat", frozenset({"conversations"})),
+    ("prompt_completion", frozenset({"prompt", "completion"})),
+    ("alpaca", frozenset({"instruction", "output"})),
+)
+
+# The text of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), with a line break after the last header.
+_ALPACA_INTRODUCTION = "Below is an instruction that describes a task"
+_ALPACA_REQUEST = "Write a response that appropriately completes the request."
+ALPACA_WITHOUT_INPUT = (
+    f"{_ALPACA_INTRODUCTION}. {_ALPACA_REQUEST}\n\n### Instruction:\n{{instruction}}\n\n### Response:\n"
+)
+ALPACA_WITH_INPUT = (
+    f"{_ALPACA_INTRODUCTION}, paired with an input that provides further context. {_ALPACA_REQUEST}\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for the chat template.
+
+    first_trained: messages before this one are context whatever their role; None leaves the choice to `train_on`,
+    otherwise every assistant turn from there on has loss.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    first_trained: int | None = None
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """Plain text: loss on the completion and on the end-of-sequence token after it."""
+
+    prompt: str
+    completion: str
+
+
+def detect_format(config: DatasetConfig, columns: Iterable[str]) -> FormatName:
+    """The format of a dataset by its config, or by the columns of its first row. Raises DataError without a place."""
+    if config.format != "auto":
+        return config.format
+    names = list(columns)
+    view = RowView(dict.fromkeys(names), config.columns)
+    for name, signature in _SIGNATURES:
+        if all(column in view for column in signature):
+            return name
+    needs = "; ".join(f"{name}: {columns}" for name, columns in NEEDS.items())
+    raise DataError(
+        f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. Rename columns with "
+        f"`columns: {{messages: {names[0] if names else 'NAME'}}}`, or set `format`."
+    )
+
+
+def read_row(row: Mapping[str, Any], config: DatasetConfig, name: FormatName, *, has_chat_template: bool) -> Any:
+    """The row as Conversation, TextPair or TokenRow. Raises BadRowError naming the field.
+
+    has_chat_template: alpaca rows become a conversation when the tokenizer can render one, otherwise Alpaca's text.
+    """
+    view = RowView(row, config.columns)
+    if name == "pretokenized":
+        return read_token_row(view)
+    if name == "chat":
+        return _chat(view)
+    if name == "alpaca":
+        return _alpaca(view, has_chat_template)
+    return _prompt_completion(view)
+
+
+def _chat(view: RowView) -> Conversation:
+    column = "messages" if "messages" in view or "conversations" not in view else "conversations"
+    field = view.label(column)
+    messages = read_messages(view.require(column), field)
+    _require_assistant(messages, 0, field)
+    return _conversation(view, messages)
+
+
+def _conversation(view: RowView, messages: list[Message], first_trained: int | None = None) -> Conversation:
+    tools = read_tools(view.get("tools"), view.label("tools"))
+    complete = with_system(messages, view.get("system"), view.label("system"))
+    added = len(complete) - len(messages)
+    return Conversation(complete, tools, None if first_trained is None else first_trained + added)
+
+
+def _alpaca(view: RowView, has_chat_template: bool) -> Conversation | TextPair:
+    instruction, output = view.text("instruction"), view.text("output")
+    extra = view.text("input") if view.get("input") is not None else ""
+    if has_chat_template:
+        request = f"{instruction}\n\n{extra}" if extra else instruction
+        return _conversation(
+            view, [{"role": "user", "content": request}, {"role": "assistant", "content": output}], first_trained=1
+        )
+    if view.get("system"):
+        raise BadRowError(
+            view.label("system"), "needs a chat template; Alpaca's text has no place for it. Set model.chat_template."
+        )
+    # Not str.format: braces in the data must stay what they are.
+    prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).split("{instruction}")
+    text = prompt[0] + instruction + prompt[1].replace("{input}", extra, 1)
+    return TextPair(text, output)
+
+
+def _prompt_completion(view: RowView) -> Conversation | TextPair:
+    prompt, completion = view.require("prompt"), view.require("completion")
+    prompt_field, completion_field = view.label("prompt"), view.label("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return TextPair(prompt, completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise BadRowError(
+            completion_field,
+            f"is {describe(completion)}, but {prompt_field} is {describe(prompt)}. "
+            "Give text for both, or a list of messages for both.",
+        )
+    before = read_messages(prompt, prompt_field)
+    after = read_messages(completion, completion_field)
+    _require_assistant(after, 0, completion_field)
+    return _conversation(view, [*before, *after], first_trained=len(before))
+
+
+def _require_assistant(messages: list[Message], first: int, field: str) -> None:
+    if not assistant_turns(messages, first):
+        raise BadRowError(field, "has no assistant turn: nothing to train on. Add one, or leave the row out.")
+
+
+Row = Conversation | TextPair | TokenRow

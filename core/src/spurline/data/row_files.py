@@ -1,0 +1,142 @@
+"""Rows of one local file, with the place of each row for error messages.
+
+JSON and JSON lines are read here, line by line, because rows whose fields differ in type must stay readable and a
+malformed line must be named; all other formats are loaded by Hugging Face `datasets` (see `arrow_rows`).
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from spurline.data.bad_row import describe
+from spurline.errors import DataError
+
+
+class RowFile(Protocol):
+    """Random access to the rows of one file or table. digest: hash of its content."""
+
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]: ...
+
+    def location(self, row: int) -> str:
+        """Where a row is: `train.jsonl:12`, or `train.parquet row 11` (counted from 0)."""
+        ...
+
+
+class JsonLines:
+    """One JSON object per line; blank lines are passed over. Holds only where lines begin, and can be pickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
+        digest, offset = xxhash.xxh3_128(), 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                digest.update(line)
+                if line.strip():
+                    self._starts.append(offset)
+                    self._sizes.append(len(line))
+                    self._lines.append(number)
+                offset += len(line)
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        with self._path.open("rb") as file:
+            file.seek(self._starts[row])
+            line = file.read(self._sizes[row])
+        return self._parse(line, row)
+
+    def location(self, row: int) -> str:
+        return f"{self._path}:{self._lines[row]}"
+
+    def check(self, rows: range) -> None:
+        """Raise DataError for the first of these rows that is not a JSON object."""
+        with self._path.open("rb") as file:
+            for row in rows:
+                file.seek(self._starts[row])
+                self._parse(file.read(self._sizes[row]), row)
+
+    def _parse(self, line: bytes, row: int) -> Mapping[str, Any]:
+        try:
+            values = json.loads(line.rstrip(b"\r\n"))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.location(row)}: not valid UTF-8: {error.reason} at byte {error.start + 1}."
+            ) from error
+        except json.JSONDecodeError as error:
+            hint = " A file with one JSON list should end in .json." if line.lstrip().startswith(b"[") else ""
+            raise DataError(
+                f"{self.location(row)}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}"
+            ) from error
+        except RecursionError as error:
+            raise DataError(f"{self.location(row)}: not valid JSON: nested too deeply.") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{self.location(row)}: is {describe(values)}, expected a JSON object with named fields.")
+        return values
+
+
+class JsonArray:
+    """One JSON list of objects, held in memory."""
+
+    def __init__(self, path: Path, rows: list[Any], digest: str) -> None:
+        self._path = path
+        self._rows = rows
+        self.digest = digest
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        values = self._rows[row]
+        if not isinstance(values, dict):
+            raise DataError(f"{self.location(row)}: is {describe(values)}, expected a JSON object with named fields.")
+        return values
+
+    def location(self, row: int) -> str:
+        return f"{self._path} row {row}"
+
+    def check(self, rows: range) -> None:
+        """Raise DataError for the first of these rows that is not a JSON object."""
+        for row in rows:
+            self[row]
+
+
+def open_json(path: Path) -> JsonLines | JsonArray:
+    """Rows of a .json file: a list of objects, or JSON lines under that name."""
+    content = path.read_bytes()
+    start = content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start != b"[":
+        lines = JsonLines(path)
+        if start == b"{" and len(lines) > 1 and not _is_json(content.splitlines()[0]) and _is_json(content):
+            raise DataError(
+                f"{path}: holds one JSON object. Expected a list of objects, or one object per line, each a row."
+            )
+        return lines
+    try:
+        rows = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno}).") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not valid UTF-8: {error.reason}.") from error
+    return JsonArray(path, rows, xxhash.xxh3_128_hexdigest(content))
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    return True

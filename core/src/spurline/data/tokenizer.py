@@ -1,0 +1,59 @@
+"""Load the tokenizer that belongs to a model.
+
+Place on the way: `model` section -> tokenizer -> tokenization, collator padding and decoded samples. It loads no
+weights and tokenizes nothing itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from spurline.config.run_config import ModelConfig
+from spurline.data.model_folder import describe_missing
+from spurline.errors import ModelError
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` in place of its own template.
+
+    It has a padding token: its own, else its end-of-sequence token. Raises ModelError.
+    """
+    source = model.tokenizer or model.path
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source,
+            # A revision names a commit of the model's repository, not of another one that only gives the tokenizer.
+            revision=None if model.tokenizer else model.revision,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(describe_missing(key, source, "tokenizer", error, model.trust_remote_code)) from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = _read_template(model.chat_template)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError(
+                f"{key}: the tokenizer of {source} has neither a padding nor an end-of-sequence token. "
+                "Set `eos_token` in its tokenizer_config.json."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id that fills rows. Padding never reaches the model, so that the end-of-sequence token serves as well."""
+    token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    assert isinstance(token_id, int), f"load_tokenizer gives every tokenizer a padding token, got {token_id!r}"
+    return token_id
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template: {path} cannot be read ({error}). Give the path of a Jinja file, UTF-8."
+        ) from error

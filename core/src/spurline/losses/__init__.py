@@ -1,0 +1,1 @@
+"""Token losses, one file per family: pure functions from logprobs to a loss per token."""

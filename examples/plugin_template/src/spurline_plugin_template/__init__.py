@@ -1,0 +1,1 @@
+"""A Spurline plugin to copy from. Start reading at `plugin.py`."""

@@ -1,0 +1,50 @@
+"""Settings of the plugin and of its components. Light: imports no torch.
+
+Bounds are in the fields; a docstring below a field is its documentation in errors, in `spurline schema` and in editors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+from pydantic import Field
+from spurline.config.run_config import RunConfig
+from spurline.config.section import ComponentConfig, OnResume, Section
+from spurline.errors import Problem
+
+
+class TemplateConfig(Section):
+    """The config's top-level section `plugin_template`: how step times are judged and summarised."""
+
+    # OnResume.FREE: observing does not change the trained weights, so a resumed run may have other values.
+    percentiles: Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], OnResume.FREE] = (50, 90, 99)
+    """Percentiles of the step time to write to RUN_DIR/step_times.json."""
+    warn_factor: Annotated[float, OnResume.FREE] = Field(default=3.0, gt=1)
+    """Warn about a step that takes this many times the median of the steps before it."""
+    warm_up_steps: Annotated[int, OnResume.FREE] = Field(default=1, ge=1)
+    """First steps of a process, left out of the statistics: they allocate memory and compile."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if run.steps is not None and self.warm_up_steps >= run.steps:
+            yield Problem(
+                "warm_up_steps",
+                f"is {self.warm_up_steps}, but the run has only {run.steps} steps: nothing would be measured. "
+                f"Set it below {run.steps}.",
+            )
+
+
+class FocalConfig(ComponentConfig):
+    """Cross-entropy that fades out for tokens the model already predicts well (Lin et al. 2017, arXiv:1708.02002)."""
+
+    name: str = "focal"
+    gamma: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """How fast confident tokens fade; 0 is plain cross-entropy."""
+
+
+class StepTimesPanelConfig(ComponentConfig):
+    """Histogram of step times in the report."""
+
+    name: str = "step_times"
+    bins: int = Field(default=40, gt=0)
+    """Bars of the histogram, at most."""

@@ -1,0 +1,31 @@
+"""The report's histogram of step times."""
+
+from __future__ import annotations
+
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.figure import figure
+from spurline.report.markup import block, caption
+
+from spurline_plugin_template.config import StepTimesPanelConfig
+from spurline_plugin_template.percentiles import percentile
+
+
+class StepTimesPanel:
+    """Report panel `step_times`."""
+
+    title = "Step times"
+
+    def __init__(self, config: StepTimesPanelConfig) -> None:
+        self.config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when the run has recorded no step time yet: the page then leaves the panel out."""
+        _, seconds = record.series("time/step")
+        if not seconds:
+            return None
+        bars = {"type": "histogram", "x": seconds, "nbinsx": self.config.bins, "marker": {"color": "--series-1"}}
+        axes = {"xaxis": {"title": {"text": "Seconds per step"}}, "yaxis": {"title": {"text": "Steps"}}}
+        label = f"Half of {len(seconds)} steps took at most {percentile(seconds, 50):.3g} s"
+        return block(
+            caption(f"{label}, 99 % at most {percentile(seconds, 99):.3g} s."), figure([bars], axes, label=label)
+        )

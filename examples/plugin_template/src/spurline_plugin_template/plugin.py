@@ -1,0 +1,39 @@
+"""What Spurline loads: the declaration, the components on offer, and the hooks.
+
+This module and `config.py` are imported to validate a config, so neither imports torch; the contract tests check it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spurline.hookspecs import hookimpl
+from spurline.plugins import Plugin
+from spurline.registry import ComponentRegistrar
+
+from spurline_plugin_template.config import FocalConfig, StepTimesPanelConfig, TemplateConfig
+from spurline_plugin_template.step_times import StepTimes
+
+if TYPE_CHECKING:
+    from spurline.run import Run
+
+# `api` is the plugin interface this was written for: a literal, so that a Spurline with another one can refuse it.
+PLUGIN = Plugin("plugin_template", api=1, config=TemplateConfig)
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    registry.add("loss", "focal", config=FocalConfig, factory="spurline_plugin_template.focal_loss:FocalLoss")
+    registry.add(
+        "report_panel",
+        "step_times",
+        config=StepTimesPanelConfig,
+        factory="spurline_plugin_template.panel:StepTimesPanel",
+    )
+
+
+@hookimpl
+def on_run_start(run: Run) -> None:
+    # What a run collects lives in an object of that run, not in this module: a process may train twice.
+    settings: TemplateConfig = getattr(run.config, PLUGIN.name)
+    run.loaded.host.attach(StepTimes(settings, run.directory.path), f"{PLUGIN.name}/step_times")

@@ -1,0 +1,65 @@
+"""Measure steps while a run goes on, warn about slow ones, and write percentiles when it ends.
+
+In: the loop's hooks. Out: the metric `time/update`, log warnings, RUN_DIR/step_times.json.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+from spurline.hookspecs import hookimpl
+
+from spurline_plugin_template.config import TemplateConfig
+from spurline_plugin_template.percentiles import percentile
+
+FILE_NAME = "step_times.json"
+
+logger = logging.getLogger(__name__)
+
+
+class StepTimes:
+    """Hook implementations of one run. Steps done before a resume are not counted: their machine may be another."""
+
+    def __init__(self, settings: TemplateConfig, run_dir: Path) -> None:
+        self._settings = settings
+        self._run_dir = run_dir
+        self._skipped = 0
+        self._seconds: list[float] = []
+        self._slow: dict[int, float] = {}
+
+    @hookimpl(wrapper=True)
+    def train_step(self) -> Generator[None, Mapping[str, float], Mapping[str, float]]:
+        """Runs around core's update. A hookimpl takes only the arguments it needs: here, none."""
+        begin = time.perf_counter()
+        metrics = yield
+        return {**metrics, "time/update": time.perf_counter() - begin}
+
+    @hookimpl
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._skipped < self._settings.warm_up_steps:
+            self._skipped += 1
+            return
+        seconds = metrics["time/step"]
+        if self._seconds:
+            median = percentile(self._seconds, 50)
+            if seconds > self._settings.warn_factor * median:
+                self._slow[step] = seconds
+                logger.warning("step %d took %.3g s, %.1f times the median", step, seconds, seconds / median)
+        self._seconds.append(seconds)
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        (self._run_dir / FILE_NAME).write_text(json.dumps(self.summary(), indent=2) + "\n", encoding="utf-8")
+
+    def summary(self) -> dict[str, object]:
+        """Number of measured steps, seconds per percentile, and the slow steps with their seconds."""
+        shares = self._settings.percentiles if self._seconds else ()
+        return {
+            "steps": len(self._seconds),
+            "percentiles_s": {f"{share:g}": percentile(self._seconds, share) for share in shares},
+            "slow_steps_s": {str(step): seconds for step, seconds in self._slow.items()},
+        }

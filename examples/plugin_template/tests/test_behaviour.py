@@ -1,0 +1,87 @@
+"""What only this plugin can know about itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from spurline import load_config
+from spurline.errors import ConfigError
+from spurline.plugins import InstalledPlugin
+from spurline.protocols.loss import TokenLossInputs
+from spurline_plugin_template.config import FocalConfig, TemplateConfig
+from spurline_plugin_template.focal_loss import FocalLoss
+from spurline_plugin_template.percentiles import percentile
+from spurline_plugin_template.step_times import FILE_NAME, StepTimes
+
+# Found by module name, so that the tests run from a checkout too; a user's config needs no such argument.
+AVAILABLE = {
+    "plugin_template": InstalledPlugin("plugin_template", "spurline_plugin_template.plugin", "under-test", "0")
+}
+CONFIG = {
+    "plugins": ["plugin_template"],
+    "model": {"path": "any"},
+    "data": {"train": "any.jsonl"},
+    "steps": 100,
+}
+
+
+def inputs(logprobs: torch.Tensor) -> TokenLossInputs:
+    return TokenLossInputs(logprobs, torch.zeros(len(logprobs), dtype=torch.int64), 1, {})
+
+
+def test_gamma_zero_is_cross_entropy() -> None:
+    logprobs = torch.tensor([-3.0, -0.5, -1e-4])
+    torch.testing.assert_close(FocalLoss(FocalConfig(gamma=0)).token_loss(inputs(logprobs)), -logprobs)
+
+
+def test_loss_is_the_papers_formula() -> None:
+    probability = torch.tensor([0.9, 0.5, 0.01], dtype=torch.float64)
+    expected = -((1 - probability) ** 2) * probability.log()
+    torch.testing.assert_close(FocalLoss(FocalConfig(gamma=2)).token_loss(inputs(probability.log())), expected)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 5.0])
+def test_gradient_is_finite_for_a_token_of_probability_one(gamma: float) -> None:
+    logprobs = torch.zeros(1, requires_grad=True)
+    FocalLoss(FocalConfig(gamma=gamma)).token_loss(inputs(logprobs)).sum().backward()
+    assert logprobs.grad is not None
+    assert bool(torch.isfinite(logprobs.grad).all())
+
+
+def test_config_takes_the_loss_and_the_section() -> None:
+    settings = {**CONFIG, "loss": {"name": "focal", "gamma": 1.5}, "plugin_template": {"percentiles": [50]}}
+    config = load_config(settings, available=AVAILABLE).config
+    assert config.model_dump()["loss"] == {"name": "focal", "gamma": 1.5}
+    assert config.model_dump()["plugin_template"]["percentiles"] == (50,)
+
+
+def test_warm_up_as_long_as_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"plugin_template\.warm_up_steps is 100, but the run has only 100 steps"):
+        load_config({**CONFIG, "plugin_template": {"warm_up_steps": 100}}, available=AVAILABLE)
+
+
+def test_slow_step_is_warned_about_and_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    times = StepTimes(TemplateConfig(warm_up_steps=1, warn_factor=2), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for step, seconds in enumerate([9.0, 1.0, 1.0, 5.0, 1.0], start=1):
+            times.on_step_end(step, {"time/step": seconds})
+    times.on_run_end()
+    written = json.loads((tmp_path / FILE_NAME).read_text())
+    assert caplog.messages == ["step 4 took 5 s, 5.0 times the median"]
+    assert written["steps"] == 4
+    assert written["slow_steps_s"] == {"4": 5.0}
+    assert written["percentiles_s"]["50"] == 1.0
+
+
+def test_run_that_ends_before_the_warm_up_still_writes_its_file(tmp_path: Path) -> None:
+    StepTimes(TemplateConfig(), tmp_path).on_run_end()
+    assert json.loads((tmp_path / FILE_NAME).read_text())["percentiles_s"] == {}
+
+
+def test_percentile_interpolates() -> None:
+    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
+    assert percentile([7.0], 99) == 7.0

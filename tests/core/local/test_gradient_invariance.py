@@ -1,0 +1,105 @@
+"""Gradients do not depend on how samples were split, packed or padded."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from backend_batches import Sample, excite, lay_out, local_backend, make_samples, write_model_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.builtin.configs import CrossEntropyConfig, DynamicFineTuningConfig
+from spurline.builtin.local.backend import LocalBackend
+from spurline.data.batch import TrainingBatch
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.dft import DynamicFineTuning
+from spurline.protocols.loss import Loss, Objective
+
+TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": CrossEntropy(CrossEntropyConfig()),
+    "dft": DynamicFineTuning(DynamicFineTuningConfig()),
+}
+
+
+@lru_cache(maxsize=1)
+def model_folder() -> Path:
+    return write_model_folder(Path(mkdtemp(prefix="spurline-tiny-")))
+
+
+@lru_cache(maxsize=64)
+def backend(precision: str, **settings: Any) -> LocalBackend:
+    return excite(local_backend(model_folder(), precision=precision, **settings))
+
+
+@st.composite
+def samples_and_layout(draw: st.DrawFn) -> tuple[list[Sample], TrainingBatch]:
+    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=6))
+    seed = draw(st.integers(0, 1000))
+    # One sample with loss everywhere: where all loss sits on second tokens, attention has no gradient but rounding noise.
+    samples = make_samples(lengths, seed) + make_samples([9], seed + 1, loss_share=1.1)
+    row_of = [draw(st.integers(0, len(samples) - 1)) for _ in samples]
+    rows = [[number for number in range(len(samples)) if row_of[number] == row] for row in sorted(set(row_of))]
+    batch = lay_out(
+        samples,
+        draw(st.permutations(rows)),
+        length=draw(st.integers(1, 120)),
+        gap=draw(st.integers(0, 3)),
+        left=draw(st.booleans()),
+        padding_rows=draw(st.integers(0, 2)),
+        unit_ids=[draw(st.integers(0, 3)) for _ in rows],
+    )
+    return samples, batch
+
+
+microbatch_settings = st.sampled_from(
+    [
+        {},
+        {"rows_per_microbatch": 1},
+        {"rows_per_microbatch": 2},
+        {"max_tokens_per_microbatch": 1},
+        {"max_tokens_per_microbatch": 20},
+        {"rows_per_microbatch": 2, "logits_chunk_tokens": 3},
+        {"logits_chunk_tokens": 5, "activation_checkpointing": True},
+    ]
+)
+
+
+@pytest.mark.parametrize("precision", sorted(TOLERANCES))
+@settings(max_examples=25)
+@given(case=samples_and_layout(), split=microbatch_settings, loss=st.sampled_from(sorted(LOSSES)))
+def test_any_layout_and_split_gives_the_gradients_of_one_padded_batch(
+    precision: str, case: tuple[list[Sample], TrainingBatch], split: dict[str, Any], loss: str
+) -> None:
+    samples, batch = case
+    objective = Objective(LOSSES[loss], normalizer=7.5)
+    expected = dict(backend(precision).gradients(lay_out(samples), objective))
+    got = dict(backend(precision, **split).gradients(batch, objective))
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        difference = float((got[name] - gradient).norm() / gradient.norm())
+        assert difference <= TOLERANCES[precision], (name, difference)
+
+
+@settings(max_examples=10)
+@given(case=samples_and_layout(), split=microbatch_settings)
+def test_any_layout_and_split_gives_the_same_loss_sums_and_logprobs(
+    case: tuple[list[Sample], TrainingBatch], split: dict[str, Any]
+) -> None:
+    samples, batch = case
+    objective = Objective(LOSSES["cross_entropy"], normalizer=1.0)
+    expected = backend("fp64").evaluate(lay_out(samples), objective)
+    got = backend("fp64", **split).evaluate(batch, objective)
+    assert got.tokens == expected.tokens
+    assert got.weight == expected.weight
+    assert got.loss == pytest.approx(expected.loss, rel=1e-12)
+    logprobs = backend("fp64", **split).logprobs(batch)
+    real = batch.without_padding_rows()
+    assert logprobs.shape == (real.num_rows, real.length)
+    weights = real.tokens["loss_weights"]
+    assert float(-(logprobs.double() * weights).sum()) == pytest.approx(expected.loss, rel=1e-6)
+    assert bool((logprobs[weights == 0] == 0).all())

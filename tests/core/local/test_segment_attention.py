@@ -1,0 +1,139 @@
+"""Packed attention equals attention on each sequence alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from spurline.builtin.local.segment_attention import segment_attention
+from spurline.builtin.local.segment_plan import plan_segments
+from spurline.errors import ModelError
+
+NEVER_PAD, ALWAYS_PAD = 0, 10**9
+HEADS, HEAD_SIZE = 4, 8
+
+
+def plan(lengths: list[int], slots_per_call: int) -> Any:
+    return plan_segments(np.sort(np.asarray(lengths, dtype=np.int64)), slots_per_call, lambda tensor: tensor)
+
+
+def projections(tokens: int, key_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        # [1, heads, T, D] as a view of [1, T, heads, D], the way models hand it over.
+        torch.randn(1, tokens, heads, HEAD_SIZE, generator=generator, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (HEADS, key_heads, key_heads)
+    ]
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """Softmax attention written out, with loops over segments and repeated key heads."""
+    outputs, start = [], 0
+    groups = query.shape[1] // key.shape[1]
+    for length in sorted(lengths):
+        where = slice(start, start + length)
+        q, k, v = query[:, :, where], key[:, :, where], value[:, :, where]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        seen = (distance >= 0) & (distance < (window or length))
+        scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(1, 2))
+        start += length
+    return torch.cat(outputs, dim=1)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    key_heads=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([None, 1, 2, 5, 19, 64]),
+    slots_per_call=st.sampled_from([NEVER_PAD, 16, 64, ALWAYS_PAD]),
+)
+def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
+    lengths: list[int], key_heads: int, window: int | None, slots_per_call: int
+) -> None:
+    inputs = projections(sum(lengths), key_heads)
+    output, _ = segment_attention(
+        nn.Module(),
+        *inputs,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        segment_plan=plan(lengths, slots_per_call),
+    )
+    expected = one_by_one(*inputs, lengths, window)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+    direction = torch.randn_like(expected)
+    got = torch.autograd.grad(output, inputs, direction)
+    wanted = torch.autograd.grad(expected, inputs, direction)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=60)
+@given(lengths=st.lists(st.integers(1, 40), max_size=20), slots_per_call=st.integers(0, 400))
+def test_buckets_cover_the_stream_in_order(lengths: list[int], slots_per_call: int) -> None:
+    made = plan(lengths, slots_per_call)
+    assert sum(made.tokens_of_buckets) == sum(lengths)
+    assert sum(bucket.count for bucket in made.buckets) == made.num_segments == len(lengths)
+    assert made.cu_seqlens.tolist() == [0, *np.cumsum(sorted(lengths)).tolist()]
+    assert all(one.length <= other.length for one, other in pairwise(made.buckets))
+
+
+def test_equal_lengths_are_one_attention_call_without_copies() -> None:
+    (bucket,) = plan([7, 7, 7], NEVER_PAD).buckets
+    assert (bucket.count, bucket.length, bucket.slots) == (3, 7, None)
+
+
+def test_short_segments_share_a_call_and_long_ones_get_their_own() -> None:
+    assert [bucket.count for bucket in plan([2, 3, 4, 500, 900], 32).buckets] == [3, 1, 1]
+
+
+def test_dropout_drops_attention_at_the_given_rate() -> None:
+    query, key, _ = projections(400, HEADS, torch.float32)
+    torch.manual_seed(0)
+    output, _ = segment_attention(
+        nn.Module(), query, key, torch.ones_like(key), None, dropout=0.5, segment_plan=plan([100] * 4, NEVER_PAD)
+    )
+    # Rows of softmax sum to 1; after dropout they still do on average.
+    assert 0.9 < output.mean().item() < 1.1
+    assert output.std().item() > 0.05
+
+
+def test_autocast_reaches_the_kernel() -> None:
+    inputs = projections(12, 2, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = segment_attention(nn.Module(), *inputs, None, segment_plan=plan([5, 7], NEVER_PAD))
+    assert output.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(HEADS)}, "s_aux"),
+        ({"is_causal": False}, "is_causal=False"),
+    ],
+)
+def test_attention_that_is_not_computed_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        segment_attention(nn.Module(), *projections(4, 4), None, segment_plan=plan([4], 0), **kwargs)
+
+
+def test_a_model_that_drops_keyword_arguments_is_refused() -> None:
+    with pytest.raises(ModelError, match="does not hand the model's keyword arguments"):
+        segment_attention(nn.Module(), *projections(4, 4), None)
+
+
+def test_plain_causal_attention_of_one_segment_is_sdpa() -> None:
+    inputs = projections(9, HEADS)
+    output, _ = segment_attention(nn.Module(), *inputs, None, segment_plan=plan([9], 0))
+    assert torch.equal(output, F.scaled_dot_product_attention(*inputs, is_causal=True).transpose(1, 2))

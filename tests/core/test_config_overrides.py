@@ -1,0 +1,125 @@
+"""`--set key.path=value` on top of a file, for every way the file may be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spurline import load_config
+from spurline.errors import ConfigError
+
+BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
+
+
+def resolved(*overrides: str, **settings: Any) -> dict[str, Any]:
+    return load_config({**BASE, **settings}, overrides).resolved()
+
+
+def message(*overrides: str, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config({**BASE, **settings}, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("0.5", 0.5), ("3", 3.0), ("0", 0.0)],
+    ids=["exponent", "point", "whole", "zero"],
+)
+def test_values_are_read_as_yaml(text: str, value: float) -> None:
+    assert resolved(f"optimizer.learning_rate={text}")["optimizer"]["learning_rate"] == value
+
+
+def test_lists_mappings_null_and_booleans_are_values_too() -> None:
+    got = resolved("optimizer.betas=[0.8, 0.9]", "optimizer.max_grad_norm=null", "data.shuffle=false")
+    assert got["optimizer"]["betas"] == [0.8, 0.9]
+    assert got["optimizer"]["max_grad_norm"] is None
+    assert got["data"]["shuffle"] is False
+    assert resolved("collator={name: padded, pad_side: left}")["collator"]["pad_side"] == "left"
+
+
+def test_value_may_contain_an_equals_sign() -> None:
+    assert resolved("model.path=a=b")["model"]["path"] == "a=b"
+
+
+def test_last_override_wins() -> None:
+    assert resolved("steps=4", "steps=5")["steps"] == 5
+
+
+def test_setting_inside_a_component_written_by_name_keeps_the_name() -> None:
+    got = resolved("collator.pad_side=left", collator="padded")["collator"]
+    assert (got["name"], got["pad_side"]) == ("padded", "left")
+
+
+def test_setting_inside_a_component_the_file_leaves_out_goes_to_the_default() -> None:
+    got = resolved("collator.max_tokens=4096")["collator"]
+    assert (got["name"], got["max_tokens"]) == ("packed", 4096)
+
+
+def test_component_may_be_exchanged_and_then_set() -> None:
+    got = resolved("collator=padded", "collator.pad_side=left", collator={"name": "packed", "max_tokens": 5000})
+    assert got["collator"]["pad_side"] == "left"
+
+
+@pytest.mark.parametrize("path", ["data.train.split", "data.train.0.split"])
+@pytest.mark.parametrize("train", ["rows.jsonl", {"path": "rows.jsonl"}])
+def test_dataset_written_in_short_can_be_set_with_and_without_index(path: str, train: Any) -> None:
+    (dataset,) = resolved(f"{path}=train[:10]", data={"train": train})["data"]["train"]
+    assert (dataset["path"], dataset["split"]) == ("rows.jsonl", "train[:10]")
+
+
+def test_item_of_a_list_is_set_by_index() -> None:
+    data = {"train": ["a.jsonl", {"path": "b.jsonl"}]}
+    first, second = resolved("data.train.0.weight=2", "data.train.1=c.jsonl", data=data)["data"]["train"]
+    assert (first["path"], first["weight"]) == ("a.jsonl", 2.0)
+    assert second["path"] == "c.jsonl"
+
+
+def test_nested_component_in_a_mapping_keeps_its_name() -> None:
+    evaluation = {"generate": {"rewards": {"score": "exact_match"}}}
+    got = resolved("evaluation.generate.rewards.score.ignore_case=true", evaluation=evaluation)
+    assert got["evaluation"]["generate"]["rewards"]["score"] == {"name": "exact_match", "ignore_case": True}
+
+
+def test_plugins_can_be_set() -> None:
+    assert resolved("plugins=[]", plugins=["nowhere"])["plugins"] == []
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "a..b=3", ".a=3", "a.=3", ""])
+def test_text_that_is_no_override_says_how_to_write_one(override: str) -> None:
+    assert message(override) == f"--set: '{override}' is not KEY=VALUE, such as 'optimizer.learning_rate=1e-4'."
+
+
+def test_value_that_is_no_yaml_names_its_key() -> None:
+    assert message("steps=[").startswith("--set: steps value '[' is not valid YAML: ")
+
+
+def test_index_out_of_range_says_what_there_is() -> None:
+    assert "needs an index from 0 to 0 where it says '2'" in message("data.train.2.split=a", data={"train": ["x"]})
+    assert "where it says 'split'" in message("data.train.split=a", data={"train": ["x"]})
+    assert "goes into an empty list" in message("data.train.0=a", data={"train": []})
+
+
+@pytest.mark.parametrize("settings", [{}, {"trackers": [5]}])
+def test_path_through_a_plain_value_is_refused(settings: dict[str, Any]) -> None:
+    key = "trackers.0" if settings else "steps"
+    assert f"goes through '{key.rpartition('.')[2]}', which is the value" in message(f"{key}.x=1", **settings)
+
+
+def test_problem_of_an_override_names_the_override_and_not_the_line_it_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {train: a}\nsteps: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["steps=0"])
+    assert str(caught.value) == f"{path}: steps is 0: input should be greater than 0. (from --set steps=0)"
+
+
+def test_unknown_key_in_an_override_gets_a_near_miss() -> None:
+    assert "optimizer.learnig_rate is not a setting. Did you mean 'learning_rate'?" in message(
+        "optimizer.learnig_rate=1"
+    )
+
+
+def test_setting_below_a_string_that_is_no_component_is_refused() -> None:
+    assert "model.path" in message("model.path.x=1")

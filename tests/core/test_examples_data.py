@@ -1,0 +1,100 @@
+"""The shipped example data and the tiny model are reproducible and what the quickstart needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = ("sort_train.jsonl", "sort_eval.jsonl")
+
+
+def run_script(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+
+
+def rows_of(name: str) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for line in (EXAMPLES / "data" / name).read_text(encoding="utf-8").splitlines():
+        question, answer = json.loads(line)["messages"]
+        assert (question["role"], answer["role"]) == ("user", "assistant")
+        rows.append((question["content"], answer["content"]))
+    return rows
+
+
+def test_regenerating_the_data_gives_identical_bytes(tmp_path: Path) -> None:
+    run_script("data/make_sort_data.py", tmp_path)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (EXAMPLES / "data" / name).read_bytes()
+
+
+def test_data_has_the_promised_size_and_no_shared_prompt() -> None:
+    train, held_out = (rows_of(name) for name in FILES)
+    assert (len(train), len(held_out)) == (4_000, 400)
+    prompts = [prompt for prompt, _ in train + held_out]
+    assert len(set(prompts)) == len(prompts)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_answer_is_the_prompts_seven_digits_in_order(name: str) -> None:
+    for prompt, answer in rows_of(name):
+        digits = prompt.removeprefix("Sort: ").split(" ")
+        assert len(digits) == 7
+        assert answer.split(" ") == sorted(digits)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    assert str(folder) in run_script("make_tiny_model.py", folder, "--seed", "3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def test_tiny_model_loads_like_any_hub_model(tiny_model: Path, tokenizer: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert model.config.model_type == "qwen3"
+    assert model.num_parameters() < 500_000
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_tokenizer_splits_digits_and_decodes_what_it_encodes(tokenizer: Any) -> None:
+    text = "Sort: 1234567"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(tokens) == text
+    assert [tokenizer.decode([token]) for token in tokens[-7:]] == list("1234567")
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|pad|>")
+
+
+def test_chat_template_marks_the_answer_with_its_end_token(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Sort: 2 1"}, {"role": "assistant", "content": "1 2"}]
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    assert tokenizer.decode([token for token, trained in pairs if trained]) == "1 2<|im_end|>"
+
+
+def test_generation_prompt_is_a_prefix_of_the_whole_chat(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Sort: 2 1"}, {"role": "assistant", "content": "1 2"}]
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
+
+
+def test_one_seed_always_gives_the_same_model(tiny_model: Path, tmp_path: Path) -> None:
+    run_script("make_tiny_model.py", tmp_path / "again", "--seed", "3")
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tiny_model / name).read_bytes()
