@@ -20,13 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from spurline import Run, load_config
 from spurline.builtin.local.segment_attention import ATTENTION_NAME
-from spurline.builtin.local.segment_plan import SegmentPlan
+from spurline.builtin.local.segment_plan import plan_segments
 from spurline.data.batch import TrainingBatch
 from spurline.hookspecs import hookimpl
 
@@ -39,18 +40,21 @@ class HandWrittenStep:
     """The step that someone would write for this model alone: no accumulation, no metrics, no checks."""
 
     def __init__(self, learning_rate: float) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            MODEL, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+        )
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), foreach=True)
 
     def __call__(self, batch: TrainingBatch) -> float:
         """Train on the batch; returns the loss."""
         real = batch.tokens["segment_ids"] != 0
-        lengths = batch.segments["length"].values.tolist()
+        # The shipped samples are equally long, so the order of a plan (short to long) is the order of the batch.
+        plan = plan_segments(batch.segments["length"].values.astype(np.int64), 0, lambda tensor: tensor)
         tokens, positions = batch.tokens["input_ids"][real], batch.tokens["position_ids"][real]
         (targets,) = torch.nonzero(batch.tokens["loss_weights"][real], as_tuple=True)
         hidden = self.model.model(
-            input_ids=tokens[None], position_ids=positions[None], segment_plan=SegmentPlan(lengths), use_cache=False
+            input_ids=tokens[None], position_ids=positions[None], segment_plan=plan, use_cache=False
         ).last_hidden_state
         loss = F.cross_entropy(self.model.lm_head(hidden[0, targets - 1]), tokens[targets])
         self.optimizer.zero_grad()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import pytest
 from fake_plugins import FakePlugins
 from pydantic import ValidationError
+
 from spurline import load_config
 from spurline.config.document import read_document
 from spurline.config.loading import LoadedConfig, config_model

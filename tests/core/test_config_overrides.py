@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from spurline import load_config
 from spurline.errors import ConfigError
 

@@ -68,7 +68,8 @@ def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
     """Called after the optimizer step, any weight publish, evaluation and checkpoint of this step.
 
     step: 1-based number of the finished step.
-    metrics: what was recorded for it, already reduced; `loss` in nats per token, `time/step` in seconds. Read-only.
+    metrics: what was recorded for it, already reduced; `loss` in nats per token, `time/step` in seconds,
+        evaluation (`time/evaluate`) included. Read-only.
     Errors: any exception ends the run; the last checkpoint stands.
     """
 

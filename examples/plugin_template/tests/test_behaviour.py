@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from spurline import load_config
 from spurline.errors import ConfigError
 from spurline.plugins import InstalledPlugin
@@ -75,6 +76,13 @@ def test_slow_step_is_warned_about_and_written_down(tmp_path: Path, caplog: pyte
     assert written["steps"] == 4
     assert written["slow_steps_s"] == {"4": 5.0}
     assert written["percentiles_s"]["50"] == 1.0
+
+
+def test_evaluation_does_not_make_a_step_slow(tmp_path: Path) -> None:
+    times = StepTimes(TemplateConfig(), tmp_path)
+    for step in range(1, 6):
+        times.on_step_end(step, {"time/step": 1.0 if step < 5 else 10.0, "time/evaluate": 0.0 if step < 5 else 9.0})
+    assert times.summary()["slow_steps_s"] == {}
 
 
 def test_run_that_ends_before_the_warm_up_still_writes_its_file(tmp_path: Path) -> None:

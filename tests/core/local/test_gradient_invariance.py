@@ -40,7 +40,7 @@ def backend(precision: str, **settings: Any) -> LocalBackend:
 def samples_and_layout(draw: st.DrawFn) -> tuple[list[Sample], TrainingBatch]:
     lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=6))
     seed = draw(st.integers(0, 1000))
-    # One sample with loss everywhere: where all loss sits on second tokens, attention has no gradient but rounding noise.
+    # One sample with loss everywhere: with loss on second tokens only, attention has no gradient but rounding noise.
     samples = make_samples(lengths, seed) + make_samples([9], seed + 1, loss_share=1.1)
     row_of = [draw(st.integers(0, len(samples) - 1)) for _ in samples]
     rows = [[number for number in range(len(samples)) if row_of[number] == row] for row in sorted(set(row_of))]

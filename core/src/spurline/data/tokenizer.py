@@ -31,6 +31,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(describe_missing(key, source, "tokenizer", error, model.trust_remote_code)) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer of the model's type when there are no tokenizer files.
+        raise ModelError(describe_missing(key, source, "tokenizer", OSError("there are no tokenizer files")))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
     if tokenizer.pad_token_id is None:

@@ -23,17 +23,13 @@ from spurline.protocols.backend_config import BackendConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing.data import PAD, make_store
-from spurline.testing.models import write_tiny_model
 from spurline.update import token_mean
 
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
 
 
 class BackendContract:
-    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable.
-
-    Override `check_gradients = False` only for a backend that cannot give gradients by name.
-    """
+    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable."""
 
     backend_settings: Mapping[str, Any] = {"name": "local"}
     plugins: tuple[str, ...] = ()
@@ -147,10 +143,10 @@ class BackendContract:
         finally:
             backend.close()
 
-    @pytest.fixture(scope="class")
-    def tiny_model(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @pytest.fixture
+    def tiny_model(self, spurline_tiny_model: Path) -> Path:
         """Folder of the tiny model; override for another architecture."""
-        return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+        return spurline_tiny_model
 
 
 def assert_gradients_close(got: Any, wanted: Any, tolerance: float) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from spurline.errors import RunDirectoryError
 
+from spurline.errors import RunDirectoryError
 from spurline_plugin_template.step_times import FILE_NAME
 
 command = typer.Typer()

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field
+
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig, OnResume, Section
 from spurline.errors import Problem

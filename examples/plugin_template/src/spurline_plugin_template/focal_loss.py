@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from spurline.protocols.loss import TokenLossInputs
 from torch import Tensor
 
+from spurline.protocols.loss import TokenLossInputs
 from spurline_plugin_template.config import FocalConfig
 
 # For gamma < 1 the slope of (1 - p)^gamma is infinite at p = 1; below this distance the factor counts as constant.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from spurline.hookspecs import hookimpl
 from spurline.plugins import Plugin
 from spurline.registry import ComponentRegistrar
-
 from spurline_plugin_template.config import FocalConfig, StepTimesPanelConfig, TemplateConfig
 from spurline_plugin_template.step_times import StepTimes
 

@@ -80,6 +80,9 @@ def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrai
                 )
     except _LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, config, error)) from error
+    if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
+        # The grouped matrix product of experts has no float64 kernel.
+        causal.set_experts_implementation("eager")
     nn.Module.to(causal, device=profile.device, dtype=profile.weight_dtype)
     return causal.train()
 

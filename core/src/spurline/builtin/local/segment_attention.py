@@ -8,8 +8,10 @@ through the model as the keyword `segment_plan`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,11 +26,15 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch older than 2.10
     varlen_attn = None
+if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
+    varlen_attn = None  # its first versions had neither
 
 ATTENTION_NAME = "spurline_segments"
 
 _REFUSED = ("softcap", "s_aux", "position_bias")
 """Keywords by which models ask for attention that is not plain softmax(QK) V."""
+
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 _observers: list[list[int | None]] = []
 
@@ -110,11 +116,17 @@ def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, dropout: floa
     return (
         varlen_attn is not None
         and query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype in _HALF_PRECISION
+        and _is_ampere_or_newer(query.device)
         and dropout == 0.0
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
     )
+
+
+@cache
+def _is_ampere_or_newer(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _varlen(
@@ -165,6 +177,11 @@ def _attend(
         )
     rows = (bucket.count, bucket.length)
     mask = None if window is None or window >= bucket.length else _band(bucket.length, window, query.device)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (mask is not None or query.dtype not in _HALF_PRECISION):
+        # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
+        grouped = False
     output = F.scaled_dot_product_attention(
         query.unflatten(0, rows).transpose(1, 2),
         key.unflatten(0, rows).transpose(1, 2),
@@ -173,7 +190,7 @@ def _attend(
         dropout_p=dropout,
         is_causal=mask is None,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=grouped,
     )
     output = output.transpose(1, 2).flatten(0, 1)
     return output if bucket.slots is None else _Unpad.apply(output, bucket.slots)

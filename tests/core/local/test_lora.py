@@ -1,0 +1,96 @@
+"""Adapters train alone, and leave the backend merged."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+
+from spurline.builtin.configs import CrossEntropyConfig, LoraConfig
+from spurline.builtin.local.lora import adapted_layers
+from spurline.errors import ModelError
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.protocols.loss import Objective
+
+OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "model")
+
+
+def test_only_adapters_change(model: Path) -> None:
+    backend = local_backend(model, lora=LoraConfig(rank=4), probe=True)
+    causal = backend._model.causal
+    before = {name: parameter.clone() for name, parameter in causal.named_parameters()}
+    backend.update(lay_out(make_samples([9, 12])), OBJECTIVE)
+    backend.update(lay_out(make_samples([9, 12])), OBJECTIVE)
+    changed = {name for name, parameter in causal.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    assert {name for name, _ in backend.gradients(lay_out(make_samples([9])), OBJECTIVE)} == changed
+
+
+def test_merged_weights_equal_pefts_own_merge_and_training_goes_on_unmerged(model: Path) -> None:
+    backend = excite(local_backend(model, lora=LoraConfig(rank=4, alpha=3.0)))
+    merged = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    plain = local_backend(model)
+    assert {name: tensor.shape for name, tensor in merged.items()} == {
+        name: tensor.shape for name, tensor in plain.named_weights()
+    }
+    by_peft = copy.deepcopy(backend._model.causal)
+    layers = list(adapted_layers(by_peft))
+    assert len(layers) == 14
+    for name, layer in layers:
+        layer.merge()
+        torch.testing.assert_close(merged[f"{name}.weight"], layer.get_base_layer().weight.detach())
+    assert not any(layer.merged for _, layer in adapted_layers(backend._model.causal))
+    # A full model with the merged weights computes what the adapted one computes.
+    batch = lay_out(make_samples([9, 12]))
+    plain._model.causal.load_state_dict(merged)
+    torch.testing.assert_close(plain.logprobs(batch), backend.logprobs(batch), rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_role_turns_adapters_off_and_on_again(model: Path) -> None:
+    backend = local_backend(model, lora=LoraConfig(rank=4))
+    batch = lay_out(make_samples([9, 12]))
+    initial = backend.logprobs(batch)
+    backend.update(batch, OBJECTIVE)
+    trained = backend.logprobs(batch)
+    assert not torch.equal(trained, initial)
+    assert torch.equal(backend.logprobs(batch, role="reference"), initial)
+    assert torch.equal(backend.logprobs(batch), trained)
+    backend.update(batch, OBJECTIVE)
+    assert not torch.equal(backend.logprobs(batch), trained)
+
+
+def test_adapters_work_in_float64_with_recomputed_activations(model: Path) -> None:
+    one = excite(local_backend(model, lora=LoraConfig(rank=4), precision="fp64"))
+    other = excite(local_backend(model, lora=LoraConfig(rank=4), precision="fp64", activation_checkpointing=True))
+    batch = lay_out(make_samples([9, 12]))
+    expected = dict(one.gradients(batch, OBJECTIVE))
+    for name, gradient in other.gradients(batch, OBJECTIVE):
+        assert gradient.dtype == torch.float64
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_an_adapter_on_the_output_layer_is_used_and_merged(model: Path) -> None:
+    backend = excite(local_backend(model, lora=LoraConfig(rank=4, target_modules=("lm_head", "q_proj")), probe=True))
+    plain = local_backend(model)
+    plain._model.causal.load_state_dict(dict(backend.named_weights()))
+    batch = lay_out(make_samples([9, 12]))
+    torch.testing.assert_close(plain.logprobs(batch), backend.logprobs(batch), rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_target_modules_are_listed_against_what_exists(model: Path) -> None:
+    with pytest.raises(ModelError, match=r"(?s)target_modules.*Linear modules: .*k_proj.*q_proj"):
+        local_backend(model, lora=LoraConfig(target_modules=("query_key_value",)))
+
+
+def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="share one weight"):
+        local_backend(folder, lora=LoraConfig(target_modules=("lm_head",)))

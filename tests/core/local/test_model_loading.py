@@ -1,0 +1,150 @@
+"""Models and tokenizers load, or say what is wrong and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import local_backend, run_config, write_model_folder
+from transformers import AutoModelForCausalLM
+
+from spurline.builtin.configs import LocalBackendConfig, LoraConfig
+from spurline.builtin.local.memory import estimate_memory
+from spurline.config.run_config import ModelConfig
+from spurline.data.tokenizer import load_tokenizer, pad_token_id
+from spurline.errors import ConfigError, ModelError
+from spurline.testing.models import write_tiny_model
+
+
+@pytest.fixture
+def architecture(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "models" / "tiny-qwen3")
+
+
+def load(model: Path | str, **settings: Any) -> dict[str, torch.Tensor]:
+    run = {"model": ModelConfig(path=str(model), **settings)}
+    return dict(local_backend(model, run=run).named_weights())
+
+
+def test_random_weights_depend_on_the_seed_alone(architecture: Path) -> None:
+    def weights(seed: int, **settings: Any) -> torch.Tensor:
+        torch.rand(seed + 3)
+        backend = local_backend(architecture, run={"seed": seed}, **settings)
+        return dict(backend.named_weights())["lm_head.weight"].clone()
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(weights(1, precision="fp64"), weights(1).double())
+
+
+def test_pretrained_weights_are_loaded_in_float32_and_leave_under_their_file_names(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    stored.save_pretrained(tmp_path / "half")
+    weights = load(tmp_path / "half")
+    assert weights.keys() == stored.state_dict().keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, stored.state_dict()[name].float()), name
+
+
+def test_fused_experts_leave_under_the_names_of_the_files(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = write_model_folder(
+        tmp_path / "moe",
+        architectures=None,
+        model_type="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    backend = local_backend(folder)
+    backend._model.causal.save_pretrained(tmp_path / "saved")
+    expected = load_file(tmp_path / "saved/model.safetensors")
+    got = dict(backend.named_weights())
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in got.items())
+
+
+def test_config_overrides_change_the_architecture(architecture: Path) -> None:
+    weights = load(architecture, init="random", config_overrides={"num_hidden_layers": 1})
+    assert not any("layers.1." in name for name in weights)
+
+
+def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"'num_hiden_layers' is not a field.*Did you mean 'num_hidden_layers'"):
+        load(architecture, init="random", config_overrides={"num_hiden_layers": 1})
+
+
+def test_a_missing_folder_gets_the_nearest_one(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path: folder .* does not exist\. Did you mean 'tiny-qwen3'"):
+        load(architecture.parent / "tiny-qwen")
+
+
+def test_a_folder_without_weights_names_init_random(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"(?s)no weights can be loaded from folder.*config\.json.*init: random"):
+        load(architecture)
+
+
+def test_a_hub_name_that_cannot_be_reached_says_what_to_check() -> None:
+    with pytest.raises(ModelError, match=r"(?s)nobody/nothing-here is neither a local folder.*without network"):
+        load("nobody/nothing-here")
+
+
+def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a causal language model"):
+        load(write_model_folder(tmp_path / "vit", model_type="vit", architectures=None), init="random")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+def test_a_gpu_that_is_not_there_is_refused(architecture: Path) -> None:
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        local_backend(architecture, device="cuda")
+
+
+def test_a_tokenizer_comes_with_a_padding_token(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    assert pad_token_id(tokenizer) == tokenizer.pad_token_id
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "no_pad")
+    loaded = load_tokenizer(ModelConfig(path="unused", tokenizer=str(tmp_path / "no_pad")))
+    assert pad_token_id(loaded) == loaded.eos_token_id
+
+
+def test_a_chat_template_file_replaces_the_tokenizers_own(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}!", encoding="utf-8")
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=tmp_path / "chat.jinja"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    with pytest.raises(ModelError, match=r"model\.chat_template: .*gone\.jinja cannot be read"):
+        load_tokenizer(ModelConfig(path=str(folder), chat_template=tmp_path / "gone.jinja"))
+
+
+def test_a_folder_without_a_tokenizer_is_named(architecture: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.path: no tokenizer can be loaded from folder"):
+        load_tokenizer(ModelConfig(path=str(architecture)))
+
+
+def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(architecture: Path) -> None:
+    backend = local_backend(architecture)
+    count = sum(tensor.numel() for _, tensor in backend.named_weights())
+    run = run_config(architecture)
+    parts = estimate_memory(run, LocalBackendConfig(), 100)
+    assert parts["weights"] == parts["gradients"] == 4 * count
+    assert parts["optimizer"] == 8 * count
+    less = estimate_memory(run, LocalBackendConfig(activation_checkpointing=True, logits_chunk_tokens=10), 100)
+    assert less["activations"] < parts["activations"]
+    assert less["logits"] == parts["logits"] // 10
+
+
+def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) -> None:
+    lora = LoraConfig(rank=4)
+    backend = local_backend(architecture, lora=lora)
+    count = sum(parameter.numel() for parameter in backend._parameters.values())
+    parts = estimate_memory(run_config(architecture), LocalBackendConfig(lora=lora), 100)
+    assert parts["gradients"] == 4 * count
+    assert parts["optimizer"] == 8 * count

@@ -1,0 +1,117 @@
+"""Hooks of plugins: what is refused, and the order in which the rest is called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import pytest
+from fake_plugins import FakePlugins
+
+from spurline.errors import PluginError
+from spurline.hookspecs import hookimpl
+from spurline.plugins import InstalledPlugin, PluginHost
+
+
+@pytest.fixture
+def plugins() -> Iterator[FakePlugins]:
+    with FakePlugins() as fakes:
+        yield fakes
+
+
+def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern: str) -> None:
+    with pytest.raises(PluginError, match=re.escape(pattern)):
+        PluginHost.load(names, available)
+
+
+def recorder(log: list[str], name: str) -> Callable[..., None]:
+    def on_step_end(step: int) -> None:
+        log.append(f"{name} {step}")
+
+    return on_step_end
+
+
+def test_misspelled_hook_gets_a_near_miss(plugins: FakePlugins) -> None:
+    def on_step_ended(step: int) -> None: ...
+
+    available = plugins.add("typo", hooks=(on_step_ended,))
+    refused(["typo"], available, "'typo' implements an unknown hook 'on_step_ended'. Did you mean 'on_step_end'?")
+
+
+def test_misspelled_hook_argument_gets_a_near_miss(plugins: FakePlugins) -> None:
+    def on_step_end(step: int, metric: Mapping[str, float]) -> None: ...
+
+    available = plugins.add("typo", hooks=(on_step_end,))
+    refused(["typo"], available, "'on_step_end' takes an unknown argument 'metric'. Did you mean 'metrics'?")
+
+
+def test_hook_argument_with_a_default_is_refused_because_it_would_always_win(plugins: FakePlugins) -> None:
+    def on_step_end(step: int = 7) -> None: ...
+
+    refused(["lazy"], plugins.add("lazy", hooks=(on_step_end,)), "argument 'step' of 'on_step_end' has a default")
+
+
+def test_train_step_can_only_be_wrapped(plugins: FakePlugins) -> None:
+    def train_step(step: int) -> dict[str, float]:
+        return {}
+
+    available = plugins.add("greedy", hooks=(train_step,))
+    refused(["greedy"], available, "Plugin 'greedy' implements 'train_step', which core alone does. Wrap it")
+
+
+def wrapping(log: list[str], name: str) -> Callable[..., Any]:
+    @hookimpl(wrapper=True)
+    def train_step(step: int) -> Generator[None, dict[str, float], dict[str, float]]:
+        log.append(f"{name} before")
+        metrics = yield
+        log.append(f"{name} after")
+        return {**metrics, name: float(step)}
+
+    return train_step
+
+
+class Core:
+    @hookimpl
+    def train_step(self) -> dict[str, float]:
+        return {"loss": 1.0}
+
+
+def test_wrappers_nest_in_list_order_around_cores_update(plugins: FakePlugins) -> None:
+    log: list[str] = []
+    available = plugins.add("inner", train_step=wrapping(log, "inner"))
+    plugins.add("outer", train_step=wrapping(log, "outer"))
+    host = PluginHost.load(["outer", "inner"], available)
+    host.attach(Core(), "core/update")
+    assert host.hooks.train_step(step=2, batch=None) == {"loss": 1.0, "inner": 2.0, "outer": 2.0}
+    assert log == ["outer before", "inner before", "inner after", "outer after"]
+
+
+def test_list_order_is_call_order(plugins: FakePlugins) -> None:
+    log: list[str] = []
+    for name in ("a", "b", "c"):
+        plugins.add(name, hooks=(recorder(log, name),))
+    for names in (["b", "a", "c"], ["c", "b", "a"]):
+        log.clear()
+        PluginHost.load(names, plugins.available).hooks.on_step_end(step=4, metrics={})
+        assert log == [f"{name} 4" for name in names]
+
+
+def test_attached_object_is_called_before_the_plugins_and_checked_like_them(plugins: FakePlugins) -> None:
+    log: list[str] = []
+
+    class Watch:
+        @hookimpl
+        def on_step_end(self, step: int) -> None:
+            log.append("attached")
+
+    class Typo:
+        @hookimpl
+        def on_step_begin(self) -> None: ...
+
+    host = PluginHost.load(["a"], plugins.add("a", hooks=(recorder(log, "a"),)))
+    host.attach(Watch(), "watch")
+    host.hooks.on_step_end(step=1, metrics={})
+    assert log == ["attached", "a 1"]
+    with pytest.raises(PluginError, match="'typo' implements an unknown hook 'on_step_begin'"):
+        host.attach(Typo(), "typo")

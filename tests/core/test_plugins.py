@@ -1,0 +1,174 @@
+"""Finding, checking, ordering and loading plugins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from fake_plugins import FakePlugins
+
+from spurline import load_config
+from spurline.builtin.configs import PackedCollatorConfig
+from spurline.config.section import ComponentConfig
+from spurline.errors import PluginError
+from spurline.plugins import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
+from spurline.registry import ComponentRegistrar
+
+SETTINGS = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
+
+
+@pytest.fixture
+def plugins() -> Iterator[FakePlugins]:
+    with FakePlugins() as fakes:
+        yield fakes
+
+
+def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern: str) -> None:
+    with pytest.raises(PluginError, match=re.escape(pattern)):
+        PluginHost.load(names, available)
+
+
+class FastConfig(ComponentConfig):
+    name: str = "fast"
+    speed: int = 3
+    """How fast."""
+
+
+def offer(kind: str, name: str, **flags: bool) -> Callable[[ComponentRegistrar], None]:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(kind, name, config=FastConfig, factory="fake_module:Fast", **flags)
+
+    return register
+
+
+def test_missing_plugin_lists_what_is_installed_and_a_near_miss(plugins: FakePlugins) -> None:
+    available = plugins.add("collation_fast")
+    refused(
+        ["colation_fast"],
+        available,
+        "Plugin 'colation_fast' is not installed. Did you mean 'collation_fast'? Installed: collation_fast.",
+    )
+
+
+def test_plugin_for_another_interface_says_what_to_upgrade(plugins: FakePlugins) -> None:
+    available = plugins.add("newer", api=99)
+    plugins.add("older", api=0)
+    refused(["newer"], available, "was written for plugin interface 99, this spurline has 1. Upgrade spurline.")
+    refused(["older"], available, "was written for plugin interface 0, this spurline has 1. Upgrade the plugin.")
+
+
+def test_required_plugin_must_be_listed_too(plugins: FakePlugins) -> None:
+    available = plugins.add("base")
+    plugins.add("extra", requires=("base",))
+    refused(["extra"], available, "Plugin 'extra' requires 'base'. Add it to the list: plugins: [base, extra].")
+    assert list(PluginHost.load(["extra", "base"], available).plugins) == ["core", "extra", "base"]
+
+
+def test_conflicting_plugins_cannot_be_enabled_together(plugins: FakePlugins) -> None:
+    available = plugins.add("one", conflicts=("two",))
+    plugins.add("two")
+    refused(["two", "one"], available, "Plugins 'one' and 'two' cannot be enabled together.")
+    assert "one" in PluginHost.load(["one"], available).plugins
+
+
+def test_plugin_listed_twice_is_an_error(plugins: FakePlugins) -> None:
+    refused(["one", "one"], plugins.add("one"), "'one' is listed twice")
+
+
+def test_core_is_always_on_and_cannot_be_listed() -> None:
+    refused(["core"], {}, "'core' is always enabled. Remove it from the list.")
+
+
+def test_module_without_a_declaration_says_what_to_write(plugins: FakePlugins) -> None:
+    refused(["bare"], plugins.add("bare", PLUGIN=None), "defines no `PLUGIN = Plugin(name, api=1, ...)`")
+
+
+def test_declared_name_must_be_the_entry_points(plugins: FakePlugins) -> None:
+    available = plugins.add("left", PLUGIN=Plugin("right", api=1))
+    refused(["left"], available, "declares the name 'right'; entry point and PLUGIN must agree")
+
+
+def test_plugin_that_cannot_be_imported_names_distribution_and_cause() -> None:
+    available = {"broken": InstalledPlugin("broken", "no_such_module_at_all", "spurline-broken", "0.3")}
+    refused(["broken"], available, "Plugin 'broken' (spurline-broken 0.3, module no_such_module_at_all) cannot be")
+
+
+def test_failure_while_registering_components_names_the_plugin(plugins: FakePlugins) -> None:
+    def register(registry: ComponentRegistrar) -> None:
+        raise KeyError("oops")
+
+    available = plugins.add("clumsy", register=register)
+    refused(["clumsy"], available, "Plugin 'clumsy' (spurline-clumsy 1.2.3) failed in register_components: KeyError")
+
+
+def test_unlisted_plugin_is_never_imported(plugins: FakePlugins) -> None:
+    available = plugins.add("listed")
+    available["unlisted"] = InstalledPlugin("unlisted", "this_import_would_fail", "spurline-unlisted", "1")
+    assert "unlisted" not in PluginHost.load(["listed"], available).plugins
+    assert "this_import_would_fail" not in sys.modules
+
+
+def test_two_plugins_claiming_one_name_are_an_error_naming_both_distributions(plugins: FakePlugins) -> None:
+    plugins.add("one", register=offer("loss", "fast"))
+    plugins.add("two", register=offer("loss", "fast"))
+    refused(["one", "two"], plugins.available, "claim loss 'fast': spurline-one (plugin 'one') and spurline-two")
+    assert "fast" in PluginHost.load(["two"], plugins.available).registry.names("loss")
+
+
+def test_replaced_builtin_stays_reachable_under_its_core_name(plugins: FakePlugins) -> None:
+    available = plugins.add("turbo", register=offer("collator", "packed", replaces_builtin=True))
+    settings = {**SETTINGS, "plugins": ["turbo"]}
+    replaced = load_config({**settings, "collator": {"name": "packed", "speed": 9}}, available=available)
+    assert replaced.resolved()["collator"] == {"name": "packed", "speed": 9}
+    original = load_config({**settings, "collator": "core/packed"}, available=available)
+    assert isinstance(original.config.collator, PackedCollatorConfig)
+    assert replaced.host.registry.get("collator", "core/packed").plugin == "core"
+
+
+def test_default_of_a_plugin_holds_while_it_is_enabled(plugins: FakePlugins) -> None:
+    available = plugins.add("turbo", register=offer("prefetch", "fast", default=True))
+    assert load_config({**SETTINGS, "plugins": ["turbo"]}, available=available).resolved()["prefetch"]["name"] == "fast"
+    assert load_config(SETTINGS, available=available).resolved()["prefetch"]["name"] == "serial"
+
+
+def test_hooks_and_versions_of_a_plugin_are_listed(plugins: FakePlugins) -> None:
+    def on_step_end(step: int) -> None: ...
+
+    host = PluginHost.load(["a"], plugins.add("a", hooks=(on_step_end,), register=offer("loss", "fast")))
+    assert host.plugins["a"].hooks == ["register_components", "on_step_end"]
+    assert host.versions() == {"spurline": importlib.metadata.version("spurline"), "spurline-a": "1.2.3"}
+
+
+class FakeDistribution:
+    def __init__(self, name: str) -> None:
+        self.name, self.version = name, "1"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *entries: tuple[str, str]) -> None:
+    """Make metadata show entry points (name, distribution)."""
+    found = [
+        importlib.metadata.EntryPoint(name, "some_module", "group")._for(FakeDistribution(distribution))  # type: ignore[attr-defined]
+        for name, distribution in entries
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
+
+
+@pytest.mark.parametrize("find", [installed_plugins, installed_commands])
+def test_two_distributions_with_one_plugin_or_command_name_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, find: Callable[[], Mapping[str, Any]]
+) -> None:
+    install(monkeypatch, ("same", "dist-a"), ("same", "dist-b"))
+    with pytest.raises(PluginError, match=r"'same': dist-a and dist-b\. Uninstall one: pip uninstall dist-b\."):
+        find()
+
+
+def test_installed_plugins_are_read_from_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("a", "dist-a"), ("a", "dist-a"), ("b", "dist-b"))
+    assert installed_plugins() == {
+        "a": InstalledPlugin("a", "some_module", "dist-a", "1"),
+        "b": InstalledPlugin("b", "some_module", "dist-b", "1"),
+    }

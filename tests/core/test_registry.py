@@ -1,0 +1,147 @@
+"""The registry: names, aliases, defaults, and factories that resolve when first needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from spurline.config.section import ComponentConfig
+from spurline.errors import PluginError
+from spurline.registry import CORE, KINDS, ComponentRegistrar, Registry, group_by_kind, resolve
+
+
+class Config(ComponentConfig):
+    name: str = "any"
+
+
+class Made:
+    """What the factories of these tests build."""
+
+    def __init__(self, config: ComponentConfig, **dependencies: object) -> None:
+        self.config, self.dependencies = config, dependencies
+
+
+FACTORY = f"{__name__}:Made"
+
+
+@pytest.fixture
+def registry() -> Registry:
+    """Core offers the collators `padded` and `packed`, the latter by default."""
+    filled = Registry()
+    core = ComponentRegistrar(filled, CORE, "spurline")
+    core.add("collator", "padded", config=Config, factory=FACTORY)
+    core.add("collator", "packed", config=Config, factory=FACTORY, default=True)
+    return filled
+
+
+def plugin(registry: Registry, name: str = "fast") -> ComponentRegistrar:
+    return ComponentRegistrar(registry, name, f"spurline-{name}")
+
+
+def test_component_is_built_with_its_config_and_dependencies(registry: Registry) -> None:
+    config = Config(name="packed")
+    made = registry.create("collator", config, pad_token_id=3)
+    assert isinstance(made, Made)
+    assert made.config is config
+    assert made.dependencies == {"pad_token_id": 3}
+
+
+def test_factory_is_resolved_only_when_the_component_is_built(registry: Registry) -> None:
+    plugin(registry).add("loss", "late", config=Config, factory="no_such_module:Class")
+    assert registry.get("loss", "late").factory == "no_such_module:Class"
+    with pytest.raises(PluginError, match="loss 'late' of spurline-fast cannot be imported from"):
+        registry.create("loss", Config(name="late"))
+
+
+def test_factory_without_the_named_attribute_says_so() -> None:
+    with pytest.raises(PluginError, match="names 'json:Nothing', but json has no 'Nothing'"):
+        resolve("json:Nothing", "loss 'x'")
+
+
+@pytest.mark.parametrize("factory", ["module.Class", "a:b:c"])
+def test_malformed_factory_is_refused(registry: Registry, factory: str) -> None:
+    with pytest.raises(PluginError, match="Write the factory as 'module:Class'"):
+        plugin(registry).add("loss", "x", config=Config, factory=factory)
+
+
+def test_plugin_may_not_register_under_the_core_prefix(registry: Registry) -> None:
+    with pytest.raises(PluginError, match="without the 'core/' prefix"):
+        plugin(registry).add("collator", "core/packed", config=Config, factory=FACTORY)
+
+
+def test_unknown_kind_gets_a_near_miss(registry: Registry) -> None:
+    with pytest.raises(PluginError, match=r"spurline-fast registers 'x' under the unknown kind 'colator'\. Did"):
+        plugin(registry).add("colator", "x", config=Config, factory=FACTORY)
+
+
+def test_unknown_name_gets_a_near_miss(registry: Registry) -> None:
+    with pytest.raises(PluginError, match=r"No collator is named 'pakced'\. Did you mean 'packed'\? Available: packed"):
+        registry.get("collator", "pakced")
+
+
+def test_taking_a_builtin_name_must_be_said_aloud(registry: Registry) -> None:
+    with pytest.raises(PluginError, match="pass replaces_builtin=True"):
+        plugin(registry).add("collator", "packed", config=Config, factory=FACTORY)
+
+
+def test_replaced_builtin_is_listed_under_its_alias(registry: Registry) -> None:
+    assert registry.names("collator") == ["packed", "padded"]
+    plugin(registry).add("collator", "packed", config=Config, factory=FACTORY, replaces_builtin=True)
+    assert registry.names("collator") == ["core/packed", "packed", "padded"]
+    assert registry.get("collator", "packed").distribution == "spurline-fast"
+    assert registry.get("collator", "core/packed").distribution == "spurline"
+
+
+def test_every_builtin_has_its_alias_even_when_nothing_replaced_it(registry: Registry) -> None:
+    assert registry.all_names("collator") == ["core/packed", "core/padded", "packed", "padded"]
+    assert registry.get("collator", "core/padded") is registry.get("collator", "padded")
+
+
+def test_builtin_can_be_replaced_by_one_plugin_only(registry: Registry) -> None:
+    plugin(registry).add("collator", "packed", config=Config, factory=FACTORY, replaces_builtin=True)
+    with pytest.raises(PluginError, match=r"spurline-fast \(plugin 'fast'\) and spurline-quick \(plugin 'quick'\)"):
+        plugin(registry, "quick").add("collator", "packed", config=Config, factory=FACTORY, replaces_builtin=True)
+
+
+def test_replacing_what_core_does_not_have_is_an_error(registry: Registry) -> None:
+    with pytest.raises(PluginError, match=r"core has none of that name\. Did you mean 'packed'\?"):
+        plugin(registry).add("collator", "pakced", config=Config, factory=FACTORY, replaces_builtin=True)
+
+
+def test_one_plugin_registering_a_name_twice_is_an_error(registry: Registry) -> None:
+    fast = plugin(registry)
+    fast.add("loss", "x", config=Config, factory=FACTORY)
+    with pytest.raises(PluginError, match="spurline-fast registers loss 'x' twice"):
+        fast.add("loss", "x", config=Config, factory=FACTORY)
+
+
+def test_default_is_cores_until_a_plugin_claims_it(registry: Registry) -> None:
+    assert registry.default("collator") == "packed"
+    plugin(registry).add("collator", "fast", config=Config, factory=FACTORY, default=True)
+    assert registry.default("collator") == "fast"
+
+
+def test_kind_without_components_has_no_default(registry: Registry) -> None:
+    assert registry.default("reward") is None
+    assert registry.names("reward") == []
+
+
+@pytest.mark.parametrize("second", ["fast", "quick"])
+def test_a_kind_has_one_default(registry: Registry, second: str) -> None:
+    plugin(registry).add("collator", "one", config=Config, factory=FACTORY, default=True)
+    with pytest.raises(
+        PluginError, match=rf"default collator: spurline-fast \('one'\) and spurline-{second} \('two'\)"
+    ):
+        plugin(registry, second).add("collator", "two", config=Config, factory=FACTORY, default=True)
+
+
+def test_entries_leave_aliases_out_and_can_be_limited_to_a_plugin(registry: Registry) -> None:
+    plugin(registry).add("loss", "x", config=Config, factory=FACTORY)
+    assert group_by_kind(registry.entries()) == {"collator": ["padded", "packed"], "loss": ["x"]}
+    assert group_by_kind(registry.entries("fast")) == {"loss": ["x"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_names_a_protocol_with_a_docstring(kind: str) -> None:
+    protocol = resolve(KINDS[kind], f"protocol of {kind}")
+    assert getattr(protocol, "_is_protocol", False)
+    assert "Factory:" in (protocol.__doc__ or "")

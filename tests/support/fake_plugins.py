@@ -1,0 +1,63 @@
+"""Plugins that exist only in memory, for tests of loading and of the config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+from spurline.config.section import Section
+from spurline.hookspecs import hookimpl
+from spurline.plugins import API_VERSION, InstalledPlugin, Plugin
+from spurline.registry import ComponentRegistrar
+
+
+class FakePlugins:
+    """Puts plugin modules into `sys.modules` and takes them out again at the end of a `with`."""
+
+    def __init__(self) -> None:
+        self.available: dict[str, InstalledPlugin] = {}
+
+    def __enter__(self) -> FakePlugins:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for plugin in self.available.values():
+            sys.modules.pop(plugin.module, None)
+
+    def add(
+        self,
+        name: str,
+        *,
+        api: int = API_VERSION,
+        config: type[Section] | None = None,
+        requires: tuple[str, ...] = (),
+        conflicts: tuple[str, ...] = (),
+        register: Callable[[ComponentRegistrar], None] | None = None,
+        hooks: tuple[Callable[..., Any], ...] = (),
+        **attributes: Any,
+    ) -> dict[str, InstalledPlugin]:
+        """Install a plugin and return everything installed so far, as `available=` takes it.
+
+        register: body of its `register_components`. hooks: functions named like hooks. attributes: set on the module
+        as they are, also in place of what would be there.
+        """
+        module = ModuleType(f"spurline_fake_{name}")
+        module.__dict__["PLUGIN"] = Plugin(name, api, config, requires, conflicts)
+        if register is not None:
+            body = register
+
+            @hookimpl
+            def register_components(registry: ComponentRegistrar) -> None:
+                body(registry)
+
+            module.__dict__["register_components"] = register_components
+        for function in hooks:
+            module.__dict__[function.__name__] = hookimpl(function)
+        module.__dict__.update(attributes)
+        sys.modules[module.__name__] = module
+        self.available[name] = InstalledPlugin(name, module.__name__, f"spurline-{name}", "1.2.3")
+        return self.available
