@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,14 @@ def test_bf16_computes_close_to_fp32_on_fp32_weights(model: Path) -> None:
     batch, objective = lay_out(make_samples([9, 12, 20])), Objective(CROSS_ENTROPY, 20.0)
     assert half.update(batch, objective)["loss"] == pytest.approx(exact.update(batch, objective)["loss"], rel=2e-2)
     assert {weight.dtype for _, weight in half.named_weights()} == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs a C++ compiler")
+def test_a_compiled_decoder_gives_the_same_gradients_for_any_lengths(model: Path) -> None:
+    plain, compiled = excite(local_backend(model)), excite(local_backend(model, compile=True))
+    for lengths in ([5, 9, 12], [4, 4, 3, 2], [40]):
+        batch = lay_out(make_samples(lengths, loss_share=1.1))
+        expected = dict(plain.gradients(batch, Objective(CROSS_ENTROPY, 9.0)))
+        for name, gradient in compiled.gradients(batch, Objective(CROSS_ENTROPY, 9.0)):
+            assert float((gradient - expected[name]).norm() / expected[name].norm()) <= 1e-5, name

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.ragged import Ragged
@@ -42,10 +43,10 @@ def lay_out(
 
     info: more numbers for metrics; `packing/fill`, `packing/rows` and `packing/row_tokens` are added here.
     """
-    columns = _empty_columns(rows, length, pad_token_id)
-    for row, segments in enumerate(rows):
-        for number, segment in enumerate(segments, start=1):
-            _write(columns, row, number, segment)
+    extra = _shared_extra_columns(rows)
+    written = [_write_row(segments, length, pad_token_id, extra) for segments in rows]
+    dtypes = TOKEN_COLUMNS | {name: OPTIONAL_TOKEN_COLUMNS[name] for name in extra}
+    columns = {name: _to_tensor([row[name] for row in written], dtype, length) for name, dtype in dtypes.items()}
     num_tokens = sum(len(segment.tokens) for segments in rows for segment in segments)
     layout_info = {
         "packing/fill": num_tokens / (len(rows) * length) if rows and length else 0.0,
@@ -53,7 +54,7 @@ def lay_out(
         "packing/row_tokens": float(length),
     }
     return TrainingBatch(
-        tokens={name: torch.from_numpy(column) for name, column in columns.items()},
+        tokens=columns,
         segments=_metadata(rows),
         unit_ids=torch.arange(len(rows), dtype=torch.int64),
         is_padding_row=torch.tensor([not segments for segments in rows], dtype=torch.bool),
@@ -61,34 +62,49 @@ def lay_out(
     )
 
 
-def _empty_columns(rows: Sequence[Sequence[Segment]], length: int, pad_token_id: int) -> dict[str, NDArray[Any]]:
-    # Written as numpy arrays: setting one element of a tensor costs some thirty times as much.
-    shape = (len(rows), length)
-    columns = {name: np.zeros(shape, _numpy_dtype(dtype)) for name, dtype in TOKEN_COLUMNS.items()}
-    columns["input_ids"].fill(pad_token_id)
+def _write_row(
+    segments: Sequence[Segment], length: int, pad_token_id: int, extra: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+    """The columns of one row as lists, token by token. extra: name -> what padding holds in that column."""
+    input_ids, segment_ids, position_ids = [pad_token_id] * length, [0] * length, [0] * length
+    loss_weights = [0.0] * length
+    extra_columns = {name: [padding] * length for name, padding in extra.items()}
+    for number, segment in enumerate(segments, start=1):
+        tokens, weights = segment.tokens.tolist(), segment.loss_weights.tolist()
+        for offset in range(len(tokens)):
+            column = segment.start + offset
+            input_ids[column] = tokens[offset]
+            segment_ids[column] = number
+            position_ids[column] = offset
+            loss_weights[column] = weights[offset] if offset > 0 else 0.0
+            for name, values in extra_columns.items():
+                values[column] = segment.extra[name][offset]
+    return {
+        "input_ids": input_ids,
+        "segment_ids": segment_ids,
+        "position_ids": position_ids,
+        "loss_weights": loss_weights,
+        **extra_columns,
+    }
+
+
+def _shared_extra_columns(rows: Sequence[Sequence[Segment]]) -> dict[str, Any]:
+    """Optional columns that every segment has, with their padding value.
+
+    A column that only some segments have is left out: its zeros would pass for data.
+    """
     segments = [segment for row in rows for segment in row]
-    for name, dtype in OPTIONAL_TOKEN_COLUMNS.items():
-        # Present only when every segment has it: a half-filled column would pass zeros off as data.
-        if segments and all(name in segment.extra for segment in segments):
-            trailing = segments[0].extra[name].shape[1:]
-            columns[name] = np.zeros((*shape, *trailing), _numpy_dtype(dtype))
-    return columns
+    return {
+        name: np.zeros(segments[0].extra[name].shape[1:], segments[0].extra[name].dtype)
+        for name in OPTIONAL_TOKEN_COLUMNS
+        if segments and all(name in segment.extra for segment in segments)
+    }
 
 
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=dtype).numpy().dtype
-
-
-def _write(columns: Mapping[str, NDArray[Any]], row: int, number: int, segment: Segment) -> None:
-    for offset in range(len(segment.tokens)):
-        column = segment.start + offset
-        columns["input_ids"][row, column] = segment.tokens[offset]
-        columns["segment_ids"][row, column] = number
-        columns["position_ids"][row, column] = offset
-        columns["loss_weights"][row, column] = segment.loss_weights[offset] if offset > 0 else 0.0
-        for name, values in segment.extra.items():
-            if name in columns:
-                columns[name][row, column] = values[offset]
+def _to_tensor(rows: list[list[Any]], dtype: torch.dtype, length: int) -> Tensor:
+    if not rows:
+        return torch.zeros((0, length), dtype=dtype)
+    return torch.from_numpy(np.array(rows, dtype=torch.empty(0, dtype=dtype).numpy().dtype))
 
 
 def _metadata(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:
