@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
 from spurline import hookspecs
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, OnResume, Section
@@ -30,9 +31,9 @@ def config_page() -> str:
     lines = [
         "# Config reference",
         "",
-        "Generated from the code by `docs/generate.py`. A run is one YAML file (or TOML, by suffix); every key below may",
-        "also be set on the command line, as in `--set optimizer.learning_rate=1e-4`. `spurline schema` prints the same",
-        "as a JSON schema for editors, plugins included.",
+        "Generated from the code by `docs/generate.py`. A run is one YAML file (or TOML, by suffix); every key below",
+        "may also be set on the command line, as in `--set optimizer.learning_rate=1e-4`. `spurline schema` prints the",
+        "same as a JSON schema for editors, plugins included.",
         "",
         "*resume*: whether a run that continues a checkpoint may change the setting. Settings without a word there may",
         "not.",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from spurline import hookspecs, load_config
 from spurline.config.run_config import RunConfig
 
@@ -69,7 +70,7 @@ def test_every_setting_has_a_description() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "README.md"], ids=lambda path: path.name
+    "path", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"], ids=lambda path: path.name
 )
 def test_relative_links_in_the_docs_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", path.read_text(encoding="utf-8")):
