@@ -192,6 +192,7 @@ class Run:
             data["eval"] = dict(components.data.evaluation.summary())
         return {
             "data": data,
+            **components.backend.facts(),
             "versions": self.loaded.host.versions(),
             "total_steps": components.data.source.total_steps,
         }

@@ -105,7 +105,7 @@ class ScheduleConfig(Section):
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Warm-up as a share of all optimizer steps; used when `warmup_steps` is not given."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate as a share of the peak (linear and cosine)."""
+    """Learning rate that the decay ends at, one step after the last, as a share of the peak (linear and cosine)."""
 
 
 class CheckpointConfig(Section):

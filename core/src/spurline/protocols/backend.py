@@ -69,6 +69,10 @@ class Backend(Protocol):
         """(hf_name, tensor) for publishing and export; adapters merged, tied weights once. Consume one at a time."""
         ...
 
+    def facts(self) -> Mapping[str, int | str]:
+        """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`."""
+        ...
+
     def save(self, path: Path) -> None:
         """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle."""
         ...

@@ -110,6 +110,12 @@ class BackendContract:
                 trained = real.tokens["loss_weights"][row, 1:count] != 0
                 torch.testing.assert_close(logprobs[row, 1:count][trained], expected[trained], atol=2e-5, rtol=1e-5)
 
+    def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, _):
+            facts = backend.facts()
+            assert facts["parameters"] == facts["trainable_parameters"]
+            assert facts["parameters"] == sum(tensor.numel() for tensor in _weights(backend).values())
+
     def test_evaluation_changes_nothing(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout):
             before = _weights(backend)

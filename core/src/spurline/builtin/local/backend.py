@@ -141,6 +141,13 @@ class LocalBackend:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self._model.causal, adapted=self._config.lora is not None)
 
+    def facts(self) -> Mapping[str, int | str]:
+        return {
+            "parameters": sum(value.numel() for value in self._model.causal.parameters()),
+            "trainable_parameters": sum(value.numel() for value in self._parameters.values()),
+            "device": str(self._profile.device),
+        }
+
     def save(self, path: Path) -> None:
         save_training_state(path, self._state, self._updates)
 
