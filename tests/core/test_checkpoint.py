@@ -111,6 +111,17 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(store: Checkpoint
     assert latest.step == 5
 
 
+def test_a_checkpoint_newer_than_the_pointer_is_used(store: CheckpointStore) -> None:
+    # A kill between renaming the folder and renaming `latest` leaves this.
+    store.save(5, write_state, FACTS)
+    pointer = (store.root / "latest").read_text()
+    store.save(10, write_state, FACTS)
+    (store.root / "latest").write_text(pointer)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 10
+
+
 def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
     store.save(5, write_state, FACTS)
     store.save(5, write_state, {**FACTS, "config": {"seed": 1}})

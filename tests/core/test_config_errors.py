@@ -63,7 +63,10 @@ def test_unknown_key_of_a_component_left_to_its_default_is_explained_too(failing
 
 def test_unknown_component_gets_a_near_miss_and_what_is_available(failing: Failing) -> None:
     (line,) = failing(MINIMAL + "loss: cros_entropy\n")
-    assert "run.yaml:4: loss names no loss: 'cros_entropy' is unknown. Did you mean 'cross_entropy'? Available:" in line
+    assert (
+        "run.yaml:4: loss is 'cros_entropy', but no loss has that name. Did you mean 'cross_entropy'? Available:"
+        in line
+    )
 
 
 @pytest.mark.parametrize("written", ["5", "[packed]", "{name: 5}", "{name: [packed]}", "null", "{name: null}"])

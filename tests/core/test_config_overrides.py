@@ -79,7 +79,8 @@ def test_item_of_a_list_is_set_by_index() -> None:
 
 def test_nested_component_in_a_mapping_keeps_its_name() -> None:
     evaluation = {"generate": {"rewards": {"score": "exact_match"}}}
-    got = resolved("evaluation.generate.rewards.score.ignore_case=true", evaluation=evaluation)
+    data = {"train": "a.jsonl", "eval": "b.jsonl"}
+    got = resolved("evaluation.generate.rewards.score.ignore_case=true", evaluation=evaluation, data=data)
     assert got["evaluation"]["generate"]["rewards"]["score"] == {"name": "exact_match", "ignore_case": True}
 
 

@@ -38,10 +38,13 @@ def test_an_unknown_key_names_file_line_key_and_nearest(fails: Any, base_config:
     assert "collator.max_token is not a setting of 'packed'. Did you mean 'max_tokens'?" in text
 
 
-def test_an_unknown_plugin_says_what_is_installed_and_how_to_install(fails: Any, base_config: Any) -> None:
+def test_an_unknown_plugin_says_what_is_installed_and_offers_no_stranger_to_install(
+    fails: Any, base_config: Any
+) -> None:
     text = fails(base_config | {"plugins": ["collation_fats"]})
     assert "Plugin 'collation_fats' is not installed" in text
-    assert "pip install" in text
+    assert "pip install" not in text
+    assert "pip install spurline-async-rl" in fails(base_config | {"plugins": ["async_rl"]})
 
 
 def test_a_missing_config_file_lists_its_neighbours(spurline: Spurline, write_config: WriteConfig) -> None:
@@ -101,21 +104,26 @@ def test_nan_loss_stops_with_the_samples_and_keeps_the_last_checkpoint(
 def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
     fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from spurline.builtin.local.backend import LocalBackend
+    from safetensors import SafetensorError
 
-    real_save, saves = LocalBackend.save, []
+    from spurline.builtin.local import checkpoint
 
-    def save(self: LocalBackend, path: Path) -> None:
-        saves.append(path)
-        if len(saves) == 2:
-            raise OSError(28, "No space left on device")
-        real_save(self, path)
+    real_write, written = checkpoint.save_file, []
 
-    monkeypatch.setattr(LocalBackend, "save", save)
+    def write(tensors: Any, path: Path) -> None:
+        written.append(path)
+        # Three files per checkpoint: the disk fills up in the middle of the second one.
+        if len(written) == 5:
+            path.write_bytes(b"half of a")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        real_write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", write)
     text = fails(base_config, code=1)
     assert "checkpoint of step 4 cannot be written" in text
     assert "No space left on device" in text
     assert "Kept: step-00000002" in text
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step-00000002"]
     monkeypatch.undo()
     assert Run(load_config(base_config)).train().status == "finished"
 
@@ -130,6 +138,39 @@ def test_a_corrupt_checkpoint_offers_the_previous_good_one(
     text = fails(base_config)
     assert "model.safetensors has 1000 bytes" in text
     assert f"--resume {latest.with_name('step-00000004')}" in text
+
+
+def test_evaluation_without_held_out_data_is_refused(fails: Any, base_config: Any) -> None:
+    text = fails(base_config | {"evaluation": {"every_steps": 2}})
+    assert "evaluation needs held-out data, and `data.eval` is empty" in text
+
+
+def test_changed_held_out_data_is_found_when_resuming(
+    fails: Any,
+    spurline: Spurline,
+    write_config: WriteConfig,
+    base_config: Any,
+    tmp_path: Path,
+    spurline_chat_file: Path,
+) -> None:
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text(spurline_chat_file.read_text())
+    base_config["data"]["eval"] = str(held_out)
+    spurline("train", write_config(base_config))
+    held_out.write_text(spurline_chat_file.read_text().replace("say 3", "say x"))
+    assert "held-out data is not what the checkpoint was evaluated on" in fails(base_config, "--set", "steps=9")
+
+
+def test_export_refuses_a_folder_with_something_in_it(
+    spurline: Spurline, write_config: WriteConfig, base_config: Any, tmp_path: Path
+) -> None:
+    spurline("train", write_config(base_config))
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "config.json").write_text("{}")
+    code, _, err = spurline("export", base_config["run_dir"], tmp_path / "precious")
+    assert code == 2
+    assert "exists and is not empty" in err
+    assert (tmp_path / "precious" / "config.json").read_text() == "{}"
 
 
 def test_two_runs_in_one_run_dir_are_refused(fails: Any, base_config: Any) -> None:

@@ -155,6 +155,23 @@ def test_python_api_returns_the_result_and_calls_hooks_in_order(base_config: dic
     assert calls[-3:] == ["checkpoint 6", "step_end 6", "run_end None"]
 
 
+def test_one_loaded_config_can_be_trained_twice(base_config: dict[str, Any]) -> None:
+    loaded = load_config(base_config)
+    assert Run(loaded).train().step == 6
+    assert Run(loaded).train().status == "finished"
+
+
+def test_plan_of_large_data_estimates_steps_from_the_rows_it_read(base_config: dict[str, Any]) -> None:
+    from spurline.planning import make_plan
+
+    base_config |= {"epochs": 2.0, "steps": None}
+    exact, estimated = (make_plan(load_config(base_config), row_limit=limit) for limit in (None, 16))
+    assert exact.sections["steps"][0].startswith("16 steps of 8 samples")
+    assert estimated.sections["steps"][0].startswith("16 steps of 8 samples")
+    assert "estimates" in estimated.sections["data"][-1]
+    assert "estimates" not in exact.sections["data"][-1]
+
+
 def test_plan_describes_the_run_without_training(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
 ) -> None:

@@ -4,11 +4,10 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, size and XXH3 digest of every other file
     backend/            what the backend wrote: model, optimizer, scheduler, RNG states
-    components/         KIND/NAME.json, state of every other component that has some
-    run.json            the run's own state
+    components/         KIND/NAME.json, state of the source, mini-batches, loss, evaluation and trackers that have some
 
 It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
-name it.
+name it, for people and scripts.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class CheckpointStore:
                 sync_file(folder)
             self._replace(temporary, final)
             write_text(self.root / LATEST, final.name + "\n")
-        except OSError as error:
+        except (OSError, CheckpointWriteError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointWriteError(self._write_failure(step, error)) from error
         return final
@@ -88,11 +87,9 @@ class CheckpointStore:
         sync_file(self.root)
 
     def prune(self, keep_last: int) -> None:
-        """Remove all but the newest `keep_last` checkpoints; the latest one always stays."""
-        latest = self._latest_name()
+        """Remove all but the newest `keep_last` checkpoints."""
         for path in self.paths()[:-keep_last]:
-            if path.name != latest:
-                self._remove(path)
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         # Renamed first: a kill during the deletion must not leave half a checkpoint under its name.
@@ -126,24 +123,16 @@ class CheckpointStore:
 
         Raises CheckpointError when it is damaged, naming the newest good one before it.
         """
-        name = self._latest_name()
+        # By step, not by the file `latest`: a kill between the two renames leaves a newer complete checkpoint, and
+        # going back to an older one on purpose sets later ones aside first.
         candidates = self.paths()
-        if name is not None and (self.root / name).is_dir():
-            chosen = self.root / name
-        elif candidates:
-            chosen = candidates[-1]
-        else:
+        if not candidates:
             return None
+        chosen = candidates[-1]
         try:
             return open_checkpoint(chosen)
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self._offer(excluding=chosen)}") from error
-
-    def _latest_name(self) -> str | None:
-        try:
-            return (self.root / LATEST).read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return None
 
     def _offer(self, excluding: Path) -> str:
         for path in reversed(self.paths()):
@@ -156,12 +145,12 @@ class CheckpointStore:
             return f"The newest good checkpoint is of step {good.step}: use `--resume {good.path}`."
         return "There is no other good checkpoint; start again with another run_dir, or with this one emptied."
 
-    def _write_failure(self, step: int, error: OSError) -> str:
+    def _write_failure(self, step: int, error: Exception) -> str:
         free = shutil.disk_usage(self.root if self.root.exists() else self.root.parent).free
         kept = [path.name for path in self.paths()]
         have = f"Kept: {', '.join(kept)}." if kept else "No earlier checkpoint exists."
         return (
-            f"The checkpoint of step {step} cannot be written to {self.root}: {error.strerror or error} "
+            f"The checkpoint of step {step} cannot be written to {self.root}: {error} "
             f"({free / 2**20:.0f} MiB free). {have} "
             "Free some space, or lower checkpoint.keep_last, and run again to resume."
         )

@@ -18,7 +18,6 @@ from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource
 from spurline.protocols.tracker import Tracker
-from spurline.registry import Registry
 from spurline.run_context import SourceContext
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ class Components:
 
     data: DataComponents
     backend: Backend
+    tracker_configs: tuple[ComponentConfig, ...]
     trackers: tuple[Tracker, ...]
 
 
@@ -74,10 +74,11 @@ def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = N
 def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
     """All components; the stack closes them in reverse order."""
     config, registry = loaded.config, loaded.host.registry
-    trackers = tuple(build_trackers(config, registry))
+    tracker_configs = tuple(_tracker_configs(config))
+    trackers: tuple[Tracker, ...] = tuple(registry.create("tracker", tracker) for tracker in tracker_configs)
     data = build_data(loaded, stack)
     backend = build_backend(loaded, stack, data.total_updates)
-    return Components(data, backend, trackers)
+    return Components(data, backend, tracker_configs, trackers)
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:
@@ -89,9 +90,9 @@ def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) ->
     return backend
 
 
-def build_trackers(config: RunConfig, registry: Registry) -> list[Tracker]:
+def _tracker_configs(config: RunConfig) -> list[ComponentConfig]:
     """metrics.jsonl first, then the terminal, then what the config lists."""
     configs: list[ComponentConfig] = list(config.trackers)
     chosen = {tracker.name for tracker in configs}
     always = [tracker for tracker in (JsonlTrackerConfig(), ConsoleTrackerConfig()) if tracker.name not in chosen]
-    return [registry.create("tracker", tracker) for tracker in (*always, *configs)]
+    return [*always, *configs]

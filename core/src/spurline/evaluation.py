@@ -20,7 +20,7 @@ from spurline.data.generation_prompts import GenerationExample, read_examples
 from spurline.data.reading import open_datasets, tokenize
 from spurline.data.summary import summarize
 from spurline.data.tokenizer import pad_token_id
-from spurline.errors import RunFailedError
+from spurline.errors import CheckpointError, RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import Collator
 from spurline.protocols.loss import Loss
@@ -53,6 +53,18 @@ class Evaluation:
     def summary(self) -> Mapping[str, Any]:
         """Facts about the evaluation data, as `spurline.data.summary` gives them."""
         return summarize(self._tokenized)
+
+    def state_dict(self) -> dict[str, object]:
+        """What a resume must find again: the held-out data."""
+        return {"data": self._tokenized.store.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Compare with the data of the checkpoint. Raises CheckpointError when they differ."""
+        if state.get("data") != self._tokenized.store.fingerprint():
+            raise CheckpointError(
+                "The held-out data is not what the checkpoint was evaluated on, so its scores could not be compared. "
+                "Restore it, or start anew with another run_dir."
+            )
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and sample answers.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +16,19 @@ from spurline.checkpoint import CheckpointStore, open_checkpoint
 from spurline.components import build_backend
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
-from spurline.errors import CheckpointError
+from spurline.errors import CheckpointError, RunFailedError, UserError
 from spurline.protocols.backend import Backend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def export_hf(backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+def export_hf(
+    backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, replace: bool = False
+) -> Path:
     """Write the backend's current weights, the model's config and the tokenizer into `out`.
 
+    replace: overwrite what is there; otherwise `out` must be new or empty.
     Weights keep the dtype that the model's config names (fp32 when it names none).
     """
     model = loaded.config.model
@@ -32,11 +37,25 @@ def export_hf(backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedToken
     )
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in backend.named_weights()}
-    out.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(weights, out)
-    config.save_pretrained(out)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty. Choose another folder, or move it away.")
+    # Written beside and renamed: a folder that `from_pretrained` finds is whole.
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        save_torch_state_dict(weights, temporary)
+        config.save_pretrained(temporary)
+        GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(
+            temporary
+        )
+        tokenizer.save_pretrained(temporary)
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+    except OSError as error:
+        raise RunFailedError(f"The model cannot be exported to {out}: {error}. Free some space.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 

@@ -26,7 +26,7 @@ def train(run: Run) -> None:
         run.hooks.on_step_start(step=step)
         with clock("batch"):
             batch = run.batches.next(step)
-        metrics = dict(run.hooks.train_step(step=step, batch=batch))
+        metrics = {"epoch": run.source.epoch(step), **run.hooks.train_step(step=step, batch=batch)}
         with clock("after_update"):
             metrics |= run.source.after_update(step, run.backend)
         with clock("evaluate"):

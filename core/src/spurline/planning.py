@@ -6,10 +6,10 @@ from the model's architecture. Loads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from spurline.components import DataComponents, build_data
 from spurline.config.loading import LoadedConfig
@@ -47,7 +47,7 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT) -> Plan:
             largest = _attempt(plan, lambda: _batches(plan, data))
             _attempt(plan, lambda: _divisibility(loaded, data))
             if largest is not None:
-                _attempt(plan, lambda: _memory(plan, loaded, largest))
+                _attempt(plan, lambda: _memory(plan, loaded, *largest))
     return plan
 
 
@@ -75,20 +75,9 @@ def _data(data: DataComponents, row_limit: int | None) -> list[str]:
     lines = describe("train", dict(data.source.summary()))
     if data.evaluation is not None:
         lines += describe("eval", dict(data.evaluation.summary()))
-    if row_limit is not None and any(_was_cut(facts, row_limit) for facts in _summaries(data)):
-        lines.append(f"looked at the first {row_limit:,} rows of each dataset; counts above are of those")
+    if data.source.summary().get("read_in_part"):
+        lines.append(f"looked at the first {row_limit:,} rows of each dataset; steps and epochs below are estimates")
     return lines
-
-
-def _summaries(data: DataComponents) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = [dict(data.source.summary())]
-    return [*found, dict(data.evaluation.summary())] if data.evaluation is not None else found
-
-
-def _was_cut(summary: Mapping[str, Any], row_limit: int) -> bool:
-    # Left-out samples count too: a dataset was cut when all rows that were read reach the limit.
-    read = sum(summary.get("sources", {}).values()) + sum(summary.get("dropped", {}).values())
-    return read >= row_limit
 
 
 def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
@@ -106,20 +95,20 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     return lines
 
 
-def _batches(plan: Plan, data: DataComponents) -> int:
-    """Lay out the first batches; returns the most tokens of any."""
+def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
+    """Lay out the first batches; returns rows and tokens of the one with most tokens."""
     if not data.source.pure:
         plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
-        return 0
+        return 0, 0
     lines: list[str] = []
-    largest = 0
+    largest = (0, 0)
     for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
         batch = data.source.build(step)
         lines.append(
             f"step {step}: {batch.num_rows} rows x {batch.length} tokens, {batch.num_tokens:,} real "
             f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
         )
-        largest = max(largest, batch.num_tokens)
+        largest = max(largest, (batch.num_rows, batch.num_tokens), key=lambda rows_and_tokens: rows_and_tokens[1])
         batch.release()
     plan.sections["batches"] = lines
     return largest
@@ -136,9 +125,9 @@ def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
         raise ConfigError([problem], loaded.origin)
 
 
-def _memory(plan: Plan, loaded: LoadedConfig, tokens: int) -> None:
+def _memory(plan: Plan, loaded: LoadedConfig, rows: int, tokens: int) -> None:
     backend = cast("BackendConfig", loaded.config.backend)
-    parts = backend.estimate_memory(loaded.config, tokens)
+    parts = backend.estimate_memory(loaded.config, rows, tokens)
     if parts:
         lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items()]
         plan.sections["memory (estimate)"] = [*lines, f"total: {sum(parts.values()) / 2**20:,.0f} MiB"]

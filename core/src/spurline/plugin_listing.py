@@ -14,7 +14,7 @@ def installed_lines() -> list[str]:
     """One line per installed plugin; nothing is imported."""
     found = installed_plugins()
     if not found:
-        return ["No plugins are installed. Official ones: pip install spurline-collation-fast"]
+        return ["No plugins are installed."]
     lines = [f"{name}  {plugin.version}  ({plugin.distribution})" for name, plugin in sorted(found.items())]
     return [*lines, "Enable one with `plugins: [NAME]` in the config."]
 

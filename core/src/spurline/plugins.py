@@ -121,6 +121,10 @@ class PluginHost:
         check_hookimpls(implementations, name, may_replace_train_step=True)
         self._manager.register(implementations, name)
 
+    def detach(self, name: str) -> None:
+        """Take back what was attached under this name."""
+        self._manager.unregister(name=name)
+
     def versions(self) -> dict[str, str]:
         """Distribution name -> version of core and of every enabled plugin."""
         return {plugin.distribution: plugin.version for plugin in self.plugins.values()}
@@ -165,6 +169,16 @@ class PluginHost:
             ) from error
 
 
+OFFICIAL = ("async_rl", "collation_fast", "fsdp_backend", "megatron_backend")
+"""Plugins of this project. A hint to install is given for these alone: any other name may be anybody's package."""
+
+
+def _how_to_install(name: str) -> str:
+    if name in OFFICIAL:
+        return f"Install it with: pip install spurline-{name.replace('_', '-')}."
+    return "`spurline plugins` lists what is installed."
+
+
 def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
     for position, name in enumerate(names):
         if name in names[:position]:
@@ -174,7 +188,7 @@ def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -
         if name not in known:
             raise PluginError(
                 f"Plugin '{name}' is not installed.{suggestion(name, known)} Installed: {listing(known)}. "
-                f"Official ones install with: pip install spurline-{name.replace('_', '-')}."
+                f"{_how_to_install(name)}"
             )
         yield name
 

@@ -63,8 +63,9 @@ def _check_config(checkpoint: Checkpoint, loaded: LoadedConfig) -> list[str]:
         lines = "\n".join(f"  {change}" for change in refused)
         raise CheckpointError(
             f"{loaded.origin}: the config differs from the one of {checkpoint.path} in settings that change the run:\n"
-            f"{lines}\nSet them back to continue this run, or choose another run_dir to start a new one. Only paths, "
-            "logging, and larger `steps` or `epochs` may change."
+            f"{lines}\nSet them back to continue this run, or choose another run_dir to start a new one. "
+            "`run_dir`, dataset paths, trackers, the report, checkpoint rhythm, and larger `steps` or `epochs` may "
+            "change."
         )
     return [f"Changed since the checkpoint: {change}." for change in changed]
 
@@ -111,6 +112,11 @@ def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[st
         ("source", config.source.name, data.source),
         ("minibatches", config.minibatches.name, data.minibatches),
         ("loss", config.loss.name, data.loss),
+        ("evaluation", "data", data.evaluation),
+        *(
+            ("tracker", tracker.name, built)
+            for tracker, built in zip(components.tracker_configs, components.trackers, strict=True)
+        ),
     ]
     for kind, name, component in named:
         if isinstance(component, Stateful):

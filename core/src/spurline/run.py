@@ -94,6 +94,7 @@ class Run:
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.path)
         update = Update(components.backend, components.data.minibatches, components.data.loss)
         self.loaded.host.attach(update, "core/update")
+        stack.callback(self.loaded.host.detach, "core/update")
         self._files = RunRecordFiles(self.directory, self._summary(components))
         self._files.start(self.loaded.resolved(), self.state.step)
         self._start_trackers(stack, (*resume.notes, *self._data_notes()))
@@ -144,7 +145,7 @@ class Run:
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the step as done and send its metrics to every tracker."""
         self.state.step = step
-        self.state.metrics = {"epoch": self.source.epoch(step), **metrics}
+        self.state.metrics = dict(metrics)
         for tracker in self._components.trackers:
             tracker.log(step, self.state.metrics)
 
@@ -164,7 +165,9 @@ class Run:
         status = "finished" if self.state.step >= self.source.total_steps else "stopped"
         self._files.finish(status)
         if status == "finished" and self.config.checkpoint.export_hf:
-            export_hf(self.backend, self.loaded, self._components.data.tokenizer, self.directory.exported_model)
+            export_hf(
+                self.backend, self.loaded, self._components.data.tokenizer, self.directory.exported_model, replace=True
+            )
         report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
         return RunResult(status, self.state.step, self.state.metrics, self.state.checkpoint, report, self._stop.signal)
 

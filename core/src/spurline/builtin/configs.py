@@ -11,6 +11,7 @@ from spurline.config.run_config import DatasetConfig, RunConfig
 from spurline.config.section import ComponentConfig, OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.backend_config import BackendConfig
+from spurline.registry import resolve
 
 
 class HfDatasetConfig(DatasetConfig):
@@ -141,10 +142,12 @@ class LocalBackendConfig(BackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
 
-    def estimate_memory(self, run: RunConfig, tokens: int) -> dict[str, int]:
-        from spurline.builtin.local.memory import estimate_memory  # imports torch, which a config must not
-
-        return estimate_memory(run, self, min(tokens, self.max_tokens_per_microbatch or tokens))
+    def estimate_memory(self, run: RunConfig, rows: int, tokens: int) -> dict[str, int]:
+        if self.rows_per_microbatch is not None:
+            tokens = -(-tokens * min(self.rows_per_microbatch, rows) // max(rows, 1))
+        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        estimate = resolve("spurline.builtin.local.memory:estimate_memory", "memory estimate of backend 'local'")
+        return estimate(run, self, min(tokens, self.max_tokens_per_microbatch or tokens))
 
 
 class JsonlTrackerConfig(ComponentConfig):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from spurline.builtin.configs import SftSourceConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.order import DataOrder
-from spurline.data.reading import open_datasets, tokenize
+from spurline.data.reading import open_datasets, share_read, tokenize
 from spurline.data.summary import summarize
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import CheckpointError
@@ -31,10 +31,16 @@ class SftSource:
         self._collator: Collator = registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
         )
-        self.total_steps = run.total_steps(self._order.samples_per_epoch)
+        shares = share_read(self._datasets)
+        # Of data that was read in part, the rest is taken to be as usable as what was read.
+        sizes = [round(size / share) for size, share in zip(self._tokenized.store.sizes(), shares, strict=True)]
+        self._samples_per_epoch = DataOrder(sizes, weights, run.seed).samples_per_epoch
+        self._read_in_part = min(shares) < 1
+        self.total_steps = run.total_steps(self._samples_per_epoch)
 
     def summary(self) -> Mapping[str, object]:
-        return {**summarize(self._tokenized), "samples_per_epoch": self._order.samples_per_epoch}
+        facts = {"samples_per_epoch": self._samples_per_epoch, "read_in_part": self._read_in_part}
+        return {**summarize(self._tokenized), **facts}
 
     def start(self, step: int, backend: Backend) -> None:
         """Nothing to start."""
@@ -44,7 +50,7 @@ class SftSource:
         return self._collator.collate(self._tokenized.store.view(indices), training=True)
 
     def epoch(self, step: int) -> float:
-        return step * self._batch_size / self._order.samples_per_epoch
+        return step * self._batch_size / self._samples_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
         return {}

@@ -85,7 +85,7 @@ def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
     if not isinstance(name, str):
         return f"must be a {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
     return (
-        f"names no {kind}: '{name}' is unknown.{suggestion(str(name), names)} Available: {listing(names)}. "
+        f"is '{name}', but no {kind} has that name.{suggestion(str(name), names)} Available: {listing(names)}. "
         "A component of a plugin needs that plugin in `plugins`."
     )
 

@@ -142,6 +142,10 @@ class EvaluationConfig(Section):
     generate: GenerationEvalConfig | None = None
     """Score generated answers; null computes the loss only."""
 
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if not run.data.eval and (self.generate is not None or self.every_steps is not None):
+            yield Problem("", "needs held-out data, and `data.eval` is empty. Set data.eval, or remove this section.")
+
 
 class ReportConfig(Section):
     """The HTML page written to RUN_DIR/report.html."""

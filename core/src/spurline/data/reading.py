@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class FirstRows:
-    """A dataset cut to its first rows."""
+    """A dataset cut to its first rows. whole: rows it has without the cut."""
 
     def __init__(self, dataset: Dataset, limit: int) -> None:
+        self.whole = len(dataset)
         self.label = dataset.label
         self._dataset = dataset
         self._limit = limit
@@ -48,6 +49,14 @@ def open_datasets(
         dataset: Dataset = registry.create("dataset", config)
         opened.append(DatasetToTokenize(dataset if row_limit is None else FirstRows(dataset, row_limit), config))
     return opened
+
+
+def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
+    """For each dataset the share of its rows that `row_limit` let through, 1.0 for all."""
+    return [
+        len(item.dataset) / max(1, item.dataset.whole) if isinstance(item.dataset, FirstRows) else 1.0
+        for item in datasets
+    ]
 
 
 def tokenize(

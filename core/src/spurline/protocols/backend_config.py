@@ -18,6 +18,6 @@ class BackendConfig(ComponentConfig):
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
 
-    def estimate_memory(self, run: RunConfig, tokens: int) -> dict[str, int]:
-        """Bytes on the fullest device by part, for a step of so many tokens; empty when nothing is known."""
+    def estimate_memory(self, run: RunConfig, rows: int, tokens: int) -> dict[str, int]:
+        """Bytes on the fullest device by part, for a step of so many rows and tokens; empty if unknown."""
         return {}

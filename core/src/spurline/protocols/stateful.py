@@ -8,7 +8,11 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A component with state; the run saves it under `components/KIND/NAME.json`."""
+    """A component with state, which the run saves under `components/KIND/NAME.json`.
+
+    Asked are the source, the mini-batches, the loss and the trackers. What a source builds for itself (advantages,
+    environments, engines) is part of the source's own state; collators and prefetches keep none.
+    """
 
     def state_dict(self) -> dict[str, object]:
         """JSON-able state."""

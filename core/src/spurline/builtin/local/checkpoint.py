@@ -46,10 +46,7 @@ def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
         content = {"format": _FORMAT, "updates": updates, "generators": rng_state.generator_values()}
         (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise CheckpointWriteError(
-            f"{path}: the checkpoint cannot be written: {error}. Free disk space or check permissions; "
-            "the last complete checkpoint is intact."
-        ) from error
+        raise CheckpointWriteError(str(error)) from error
 
 
 def load_training_state(path: Path, state: TrainingState) -> int:
