@@ -50,8 +50,12 @@ class Components:
 
     data: DataComponents
     backend: Backend
-    tracker_configs: tuple[ComponentConfig, ...]
+    tracker_names: tuple[str, ...]
     trackers: tuple[Tracker, ...]
+
+    def named_trackers(self) -> list[tuple[str, Tracker]]:
+        """Trackers with the names the config gives them, in the order they are called."""
+        return list(zip(self.tracker_names, self.trackers, strict=True))
 
 
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
@@ -74,11 +78,11 @@ def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = N
 def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
     """All components; the stack closes them in reverse order."""
     config, registry = loaded.config, loaded.host.registry
-    tracker_configs = tuple(_tracker_configs(config))
+    tracker_configs = _tracker_configs(config)
     trackers: tuple[Tracker, ...] = tuple(registry.create("tracker", tracker) for tracker in tracker_configs)
     data = build_data(loaded, stack)
     backend = build_backend(loaded, stack, data.total_updates)
-    return Components(data, backend, tracker_configs, trackers)
+    return Components(data, backend, tuple(tracker.name for tracker in tracker_configs), trackers)
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:

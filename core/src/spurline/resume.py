@@ -113,10 +113,7 @@ def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[st
         ("minibatches", config.minibatches.name, data.minibatches),
         ("loss", config.loss.name, data.loss),
         ("evaluation", "data", data.evaluation),
-        *(
-            ("tracker", tracker.name, built)
-            for tracker, built in zip(components.tracker_configs, components.trackers, strict=True)
-        ),
+        *(("tracker", name, tracker) for name, tracker in components.named_trackers()),
     ]
     for kind, name, component in named:
         if isinstance(component, Stateful):
