@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from spurline import load_config
 from spurline.builtin.configs import (
     ConsoleTrackerConfig,
     CrossEntropyConfig,
@@ -44,6 +45,8 @@ from spurline.testing import (
     TokenizationContract,
     TrackerContract,
 )
+
+MINIMAL_RUN = load_config({"model": {"path": "unused"}, "data": {"train": "unused.jsonl"}, "steps": 1}).config
 
 
 class TestCorePlugin(PluginContract):
@@ -98,7 +101,7 @@ class TestSerial(PrefetchContract):
 
 class TestWholeBatch(MiniBatchesContract):
     def make_minibatches(self, layout: Any) -> WholeBatch:
-        return WholeBatch(WholeBatchConfig(), layout)
+        return WholeBatch(WholeBatchConfig(), MINIMAL_RUN, layout)
 
 
 class TestSequential(TokenizationContract):

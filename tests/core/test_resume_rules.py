@@ -75,3 +75,23 @@ def test_config_survives_json_and_still_equals_itself(tmp_path: Path) -> None:
     loaded = load_config({**BASE, "run_dir": str(tmp_path)})
     stored = json.loads(json.dumps(loaded.resolved()))
     assert differences(stored, loaded.config) == []
+
+
+def test_component_state_keeps_arrays_and_structure(tmp_path: Path) -> None:
+    import numpy as np
+
+    from spurline.component_state import read_state, write_state
+
+    state: dict[str, Any] = {
+        "groups": [{"tokens": np.arange(5, dtype=np.int32), "uid": "a"}, {"tokens": np.zeros((2, 0), np.float32)}],
+        "cursor": 7,
+        "nothing": None,
+    }
+    write_state(tmp_path / "source" / "mine.v1", state)
+    got: Any = read_state(tmp_path / "source" / "mine.v1")
+    assert got["cursor"] == 7
+    assert got["nothing"] is None
+    assert got["groups"][0]["uid"] == "a"
+    for read, written in zip(got["groups"], state["groups"], strict=True):
+        assert read["tokens"].dtype == written["tokens"].dtype
+        assert np.array_equal(read["tokens"], written["tokens"])

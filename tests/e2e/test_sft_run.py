@@ -104,6 +104,88 @@ def test_resuming_an_older_checkpoint_sets_later_ones_aside(
     assert deterministic(read_metrics(base_config["run_dir"])) == before
 
 
+def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    other = base_config | {"run_dir": str(tmp_path / "other")}
+    spurline("train", write_config(other))
+    path = write_config(base_config)
+    spurline("train", path)
+    foreign = tmp_path / "other" / "checkpoints" / "step-00000004"
+    code, _, err = spurline("train", path, "--resume", foreign)
+    assert code == 2
+    assert "belongs to another run" in err
+    fresh = base_config | {"run_dir": str(tmp_path / "fresh")}
+    code, _, _ = spurline("train", write_config(fresh), "--resume", foreign)
+    assert code == 0
+    assert [line["step"] for line in read_metrics(tmp_path / "fresh")] == [5, 6]
+
+
+def test_a_resume_that_fails_to_load_sets_nothing_aside(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.builtin.local.backend import LocalBackend
+
+    path = write_config(base_config)
+    spurline("train", path)
+    monkeypatch.setattr(LocalBackend, "load", lambda self, path: (_ for _ in ()).throw(MemoryError("too large")))
+    checkpoints = Path(base_config["run_dir"]) / "checkpoints"
+    with pytest.raises(MemoryError):
+        Run(load_config(path), resume=str(checkpoints / "step-00000004")).train()
+    assert sorted(entry.name for entry in checkpoints.glob("*step-*")) == ["step-00000004", "step-00000006"]
+
+
+def test_a_stop_asked_for_at_the_very_end_of_a_step_still_saves(base_config: dict[str, Any]) -> None:
+    loaded = load_config(base_config)
+    loaded.host.attach(StopAtStepEnd(3), "stop")
+    result = Run(loaded).train()
+    assert (result.status, result.step, result.signal) == ("stopped", 3, signal.SIGTERM)
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == "step-00000003"
+
+
+def test_generated_text_with_other_line_separators_does_not_spoil_a_resume(base_config: dict[str, Any]) -> None:
+    from spurline.run_directory import RunDirectory
+    from spurline.run_record import RunRecordFiles
+
+    directory = RunDirectory(Path(base_config["run_dir"]))
+    directory.path.mkdir()
+    files = RunRecordFiles(directory, {})
+    files.add_samples(1, [{"response": "a\u2028b\x85c"}])
+    files.add_samples(9, [{"response": "later"}])
+    files.start({}, resume_step=4)
+    (line,) = directory.eval_samples.read_bytes().splitlines()
+    assert json.loads(line)["response"] == "a\u2028b\x85c"
+
+
+def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config: dict[str, Any]) -> None:
+    loaded = load_config(base_config)
+    loaded.host.attach(BrokenRunEnd(), "broken")
+    with pytest.raises(ValueError, match="broken hook"):
+        Run(loaded).train()
+    summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "broken hook")
+
+
+def test_an_unwritable_summary_does_not_hide_what_ended_the_run(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline import run_record
+
+    loaded = load_config(base_config)
+    loaded.host.attach(FailAt(3, monkeypatch, run_record), "fail")
+    with pytest.raises(ZeroDivisionError) as raised:
+        Run(loaded).train()
+    assert any("summary.json could not be written" in note for note in raised.value.__notes__)
+
+
+def test_metrics_that_hooks_see_are_read_only(base_config: dict[str, Any]) -> None:
+    loaded = load_config(base_config)
+    loaded.host.attach(Meddler(), "meddler")
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        Run(loaded).train()
+
+
 def test_exported_model_loads_and_gives_the_trained_logprobs(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -201,6 +283,46 @@ class StopAfter:
     def on_step_start(self, step: int) -> None:
         if step == self._step:
             signal.raise_signal(signal.SIGTERM)
+
+
+class StopAtStepEnd(StopAfter):
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        """Nothing yet."""
+
+    @hookimpl
+    def on_step_end(self, step: int) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class BrokenRunEnd:
+    @hookimpl
+    def on_run_end(self) -> None:
+        raise ValueError("broken hook")
+
+
+class FailAt:
+    """End the run with an error, on a disk that refuses the summary as well."""
+
+    def __init__(self, step: int, monkeypatch: pytest.MonkeyPatch, run_record: Any) -> None:
+        self._step, self._monkeypatch, self._run_record = step, monkeypatch, run_record
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            self._monkeypatch.setattr(self._run_record, "write_json", self._refuse)
+            raise ZeroDivisionError
+
+    @staticmethod
+    def _refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class Meddler:
+    @hookimpl
+    def on_step_end(self, metrics: Any) -> None:
+        metrics["loss"] = 0.0
 
 
 class Recorder:

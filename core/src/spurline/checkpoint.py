@@ -4,7 +4,7 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, size and XXH3 digest of every other file
     backend/            what the backend wrote: model, optimizer, scheduler, RNG states
-    components/         KIND/NAME.json, state of the source, mini-batches, loss, evaluation and trackers that have some
+    components/         state of the source, mini-batches, loss, evaluation and trackers that keep some
 
 It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
 name it, for people and scripts.
@@ -87,9 +87,13 @@ class CheckpointStore:
         sync_file(self.root)
 
     def prune(self, keep_last: int) -> None:
-        """Remove all but the newest `keep_last` checkpoints."""
-        for path in self.paths()[:-keep_last]:
+        """Remove all but the newest `keep_last` checkpoints, and superseded ones whose steps are trained again."""
+        paths = self.paths()
+        for path in paths[:-keep_last]:
             self._remove(path)
+        for path in self.root.glob("superseded-step-*"):
+            if paths and path.name.removeprefix("superseded-") <= paths[-1].name:
+                self._remove(path)
 
     def _remove(self, path: Path) -> None:
         # Renamed first: a kill during the deletion must not leave half a checkpoint under its name.

@@ -69,7 +69,7 @@ def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = N
     return DataComponents(
         context=context,
         source=source,
-        minibatches=registry.create("minibatches", config.minibatches, layout=layout),
+        minibatches=registry.create("minibatches", config.minibatches, run=config, layout=layout),
         loss=loss,
         evaluation=Evaluation(context, loss) if config.data.eval else None,
     )

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from spurline.protocols.reward import Answer, Reward
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.run_context import SourceContext
 from spurline.update import token_mean
-
-if TYPE_CHECKING:
-    pass
 
 
 class Evaluation:
@@ -56,11 +53,11 @@ class Evaluation:
 
     def state_dict(self) -> dict[str, object]:
         """What a resume must find again: the held-out data."""
-        return {"data": self._tokenized.store.fingerprint()}
+        return {"data": self._tokenized.store.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Compare with the data of the checkpoint. Raises CheckpointError when they differ."""
-        if state.get("data") != self._tokenized.store.fingerprint():
+        if state.get("data") != self._tokenized.store.fingerprint:
             raise CheckpointError(
                 "The held-out data is not what the checkpoint was evaluated on, so its scores could not be compared. "
                 "Restore it, or start anew with another run_dir."

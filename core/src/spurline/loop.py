@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def train(run: Run) -> None:
         metrics |= run.batches.metrics() | clock.metrics()
         run.record(step, metrics)
         run.maybe_checkpoint(step)
-        run.hooks.on_step_end(step=step, metrics=metrics)
+        run.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
         batch.release()
 
 

@@ -75,6 +75,8 @@ def _data(data: DataComponents, row_limit: int | None) -> list[str]:
     lines = describe("train", dict(data.source.summary()))
     if data.evaluation is not None:
         lines += describe("eval", dict(data.evaluation.summary()))
+    rounded = data.source.summary().get("rounded")
+    lines += rounded if isinstance(rounded, list) else []
     if data.source.summary().get("read_in_part"):
         lines.append(f"looked at the first {row_limit:,} rows of each dataset; steps and epochs below are estimates")
     return lines

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spurline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from spurline.component_state import read_state, write_state
 from spurline.components import Components
 from spurline.config.compare import differences
 from spurline.config.loading import LoadedConfig
-from spurline.durable import write_json
 from spurline.errors import CheckpointError, RunDirectoryError
 from spurline.protocols.stateful import Stateful
 from spurline.run_directory import RunDirectory
@@ -46,14 +44,21 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, choice: str) -> R
     checkpoint = store.latest() if choice == "auto" else open_checkpoint(Path(choice))
     if checkpoint is None:
         return Resume(None)
+    _check_lineage(checkpoint, directory)
     notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
     notes += _check_config(checkpoint, loaded)
     notes += _check_versions(checkpoint, loaded)
-    if checkpoint.path.parent.resolve() == directory.checkpoints.resolve():
-        notes += [
-            f"Set aside, since its steps are trained again: {path}." for path in store.set_aside_after(checkpoint.step)
-        ]
     return Resume(checkpoint, tuple(notes))
+
+
+def _check_lineage(checkpoint: Checkpoint, directory: RunDirectory) -> None:
+    """Refuse to continue another run's checkpoint in a directory that has a history of its own."""
+    own = checkpoint.path.parent.resolve() == directory.checkpoints.resolve()
+    if not own and (directory.metrics.exists() or CheckpointStore(directory.checkpoints).paths()):
+        raise RunDirectoryError(
+            f"{checkpoint.path} belongs to another run, and run_dir {directory.path} has metrics or checkpoints of its "
+            "own, which would be mixed with it. Choose a new run_dir."
+        )
 
 
 def _check_config(checkpoint: Checkpoint, loaded: LoadedConfig) -> list[str]:
@@ -84,9 +89,7 @@ def save_state(step: int, components: Components, loaded: LoadedConfig, director
         (folder / "backend").mkdir()
         components.backend.save(folder / "backend")
         for name, component in _stateful(components, loaded):
-            path = folder / "components" / f"{name}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, component.state_dict())
+            write_state(folder / "components" / name, component.state_dict())
 
     store = CheckpointStore(directory.checkpoints)
     path = store.save(step, write, {"config": loaded.resolved(), "versions": loaded.host.versions()})
@@ -94,15 +97,22 @@ def save_state(step: int, components: Components, loaded: LoadedConfig, director
     return path
 
 
-def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
-    """Put every component back into the state of the checkpoint. Raises CheckpointError when one does not fit."""
+def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> list[str]:
+    """Put every component back into the state of the checkpoint. Raises CheckpointError when one does not fit.
+
+    Only then are later checkpoints of the same run set aside, whose steps will be trained again; returns notes on them.
+    """
     for name, component in _stateful(components, loaded):
-        path = checkpoint.path / "components" / f"{name}.json"
-        if not path.is_file():
-            raise CheckpointError(f"Checkpoint {checkpoint.path} has no state of {name}: it was made by another setup.")
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            state = read_state(checkpoint.path / "components" / name)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"Checkpoint {checkpoint.path} has no state of {name}: it was made by another setup."
+            ) from None
         component.load_state_dict(state)
     components.backend.load(checkpoint.path / "backend")
+    moved = CheckpointStore(loaded.config.run_dir / "checkpoints").set_aside_after(checkpoint.step)
+    return [f"Set aside, since its steps are trained again: {path}." for path in moved]
 
 
 def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:

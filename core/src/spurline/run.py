@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from spurline import loop
+from spurline.builtin.configs import SerialPrefetchConfig
 from spurline.components import Components, build_components
 from spurline.config.loading import LoadedConfig
 from spurline.data.summary import describe
-from spurline.errors import NonFiniteLossError
+from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.export import export_hf
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
@@ -32,9 +34,10 @@ from spurline.update import Update
 
 @dataclass
 class RunState:
-    """Where a run is. step: last finished step. checkpoint: newest one of this run, if any."""
+    """Where a run is. step: last finished step. checkpoint: newest one of this run, if any, which covers saved_step."""
 
     step: int = 0
+    saved_step: int = 0
     checkpoint: Path | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -76,28 +79,47 @@ class Run:
         self._stop = StopRequest()
 
     def train(self) -> RunResult:
-        """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact."""
-        with ExitStack() as stack, self._stop:
+        """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact.
+
+        Signals are caught once training begins; before that there is nothing to save, and they act as usual.
+        """
+        with ExitStack() as stack:
             self.directory.open()
             stack.callback(self.directory.close)
             self._build(stack)
-            self._train_to_the_end(stack)
-            return self._finish()
+            stack.enter_context(self._stop)
+            error: BaseException | None = None
+            try:
+                self.hooks.on_run_start(run=self)
+                self._start_batches(stack)
+                loop.train(self)
+                self._save_if_behind()
+                self._export_if_finished()
+            except BaseException as raised:  # noqa: BLE001 - re-raised; every end of a run is recorded
+                error = self._with_last_checkpoint(raised)
+                raise error from error.__cause__
+            finally:
+                self._end(error)
+            report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
+            return RunResult(
+                self._status(), self.state.step, self.state.metrics, self.state.checkpoint, report, self._stop.signal
+            )
 
     def _build(self, stack: ExitStack) -> None:
         resume = find_resume(self.directory, self.loaded, self._resume)
         components = build_components(self.loaded, stack)
         self._components = components
         self.source, self.backend = components.data.source, components.backend
+        notes = [*resume.notes]
         if resume.checkpoint is not None:
-            restore(resume.checkpoint, components, self.loaded)
-            self.state = RunState(resume.checkpoint.step, resume.checkpoint.path)
+            notes += restore(resume.checkpoint, components, self.loaded)
+            self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
         update = Update(components.backend, components.data.minibatches, components.data.loss)
         self.loaded.host.attach(update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
         self._files = RunRecordFiles(self.directory, self._summary(components))
         self._files.start(self.loaded.resolved(), self.state.step)
-        self._start_trackers(stack, (*resume.notes, *self._data_notes()))
+        self._start_trackers(stack, (*notes, *self._data_notes()))
 
     def _start_trackers(self, stack: ExitStack, notes: tuple[str, ...]) -> None:
         info = RunInfo(self.directory.path, self.state.step, self.source.total_steps, self.loaded.resolved(), notes)
@@ -105,24 +127,13 @@ class Run:
             tracker.start(info)
             stack.callback(tracker.close)
 
-    def _train_to_the_end(self, stack: ExitStack) -> None:
-        error: BaseException | None = None
-        try:
-            self.hooks.on_run_start(run=self)
-            self._start_batches(stack)
-            loop.train(self)
-        except BaseException as raised:  # noqa: BLE001 - re-raised; every end of a run is recorded
-            error = self._with_last_checkpoint(raised)
-            self._files.finish("failed", str(error))
-            raise error from error.__cause__
-        finally:
-            self._call_run_end(error)
-
     def _start_batches(self, stack: ExitStack) -> None:
         first = self.state.step + 1
         self.source.start(first, self.backend)
+        # A batch that depends on the weights cannot be built ahead of the update before it.
+        prefetch = self.config.prefetch if self.source.pure else SerialPrefetchConfig(name="core/serial")
         self.batches = self.loaded.host.registry.create(
-            "prefetch", self.config.prefetch, build=self.source.build, last_step=self.source.total_steps
+            "prefetch", prefetch, build=self.source.build, last_step=self.source.total_steps
         )
         stack.callback(self.batches.close)
         self.batches.start(first)
@@ -139,7 +150,7 @@ class Run:
             return {}
         metrics, samples = evaluation.evaluate(self.backend)
         self._files.add_samples(step, samples)
-        self.hooks.on_eval_end(step=step, metrics=metrics)
+        self.hooks.on_eval_end(step=step, metrics=MappingProxyType(metrics))
         return metrics
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -151,25 +162,47 @@ class Run:
 
     def maybe_checkpoint(self, step: int) -> None:
         """Save when this step is due for it, is the last one, or a stop was asked for."""
-        if not (self._stop or self._is_due(step, self.config.checkpoint.every_steps)):
-            return
+        if self._stop or self._is_due(step, self.config.checkpoint.every_steps):
+            self._save(step)
+
+    def _save(self, step: int) -> None:
         for tracker in self._components.trackers:
             tracker.flush()
         self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory)
+        self.state.saved_step = step
         self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
+
+    def _save_if_behind(self) -> None:
+        """A stop that was asked for after the step had its chance to save still ends with a checkpoint."""
+        if self.state.step > self.state.saved_step:
+            self._save(self.state.step)
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self.source.total_steps or (every is not None and step % every == 0)
 
-    def _finish(self) -> RunResult:
-        status = "finished" if self.state.step >= self.source.total_steps else "stopped"
-        self._files.finish(status)
-        if status == "finished" and self.config.checkpoint.export_hf:
-            export_hf(
-                self.backend, self.loaded, self._components.data.tokenizer, self.directory.exported_model, replace=True
-            )
-        report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
-        return RunResult(status, self.state.step, self.state.metrics, self.state.checkpoint, report, self._stop.signal)
+    def _status(self) -> Literal["finished", "stopped"]:
+        return "finished" if self.state.step >= self.source.total_steps else "stopped"
+
+    def _export_if_finished(self) -> None:
+        if self.config.checkpoint.export_hf and self._status() == "finished":
+            tokenizer = self._components.data.tokenizer
+            export_hf(self.backend, self.loaded, tokenizer, self.directory.exported_model, replace=True)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Tell the hooks and write the status; a failure here never hides the error that ended the run."""
+        try:
+            self.hooks.on_run_end(run=self, error=error)
+        except Exception as failure:
+            if error is None:
+                self._files.finish("failed", str(failure))
+                raise
+            error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
+        try:
+            self._files.finish(self._status() if error is None else "failed", None if error is None else str(error))
+        except OSError as failure:
+            if error is None:
+                raise RunFailedError(f"{self.directory.summary} cannot be written: {failure}.") from failure
+            error.add_note(f"{self.directory.summary} could not be written either: {failure}")
 
     def _with_last_checkpoint(self, error: BaseException) -> BaseException:
         """A numerical failure also says what to resume from."""
@@ -180,14 +213,6 @@ class Run:
         explained = NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")
         explained.__cause__ = error
         return explained
-
-    def _call_run_end(self, error: BaseException | None) -> None:
-        try:
-            self.hooks.on_run_end(run=self, error=error)
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
 
     def _summary(self, components: Components) -> dict[str, Any]:
         data: dict[str, Any] = {"train": dict(components.data.source.summary())}

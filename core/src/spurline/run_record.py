@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.durable import write_json, write_text
+from spurline.durable import write_bytes, write_json
 from spurline.run_directory import RunDirectory
 
 
@@ -25,9 +25,10 @@ class RunRecordFiles:
         write_json(self._directory.config, config)
         self._write_status("running")
         if self._directory.eval_samples.exists():
-            lines = self._directory.eval_samples.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and int(json.loads(line)["step"]) <= resume_step]
-            write_text(self._directory.eval_samples, "".join(kept))
+            # Not str.splitlines: generated text may hold other line separators, such as U+2028.
+            lines = self._directory.eval_samples.read_bytes().split(b"\n")[:-1]
+            kept = [line for line in lines if int(json.loads(line)["step"]) <= resume_step]
+            write_bytes(self._directory.eval_samples, b"".join(line + b"\n" for line in kept))
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Append the generated answers of one evaluation."""

@@ -49,7 +49,9 @@ def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of several optimizer steps as one: counts and times add up, `lr` is the last, all else is the mean."""
     if len(parts) == 1:
         return dict(parts[0])
-    joined = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-    joined.update({name: sum(part[name] for part in parts) for name in _SUMMED if name in joined})
+    names = dict.fromkeys(name for part in parts for name in part)
+    # A mini-batch without loss tokens has no value for the loss's own metrics.
+    values = {name: [part[name] for part in parts if name in part] for name in names}
+    joined = {name: sum(found) if name in _SUMMED else sum(found) / len(found) for name, found in values.items()}
     joined["lr"] = parts[-1]["lr"]
     return joined

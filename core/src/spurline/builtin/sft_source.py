@@ -34,12 +34,24 @@ class SftSource:
         shares = share_read(self._datasets)
         # Of data that was read in part, the rest is taken to be as usable as what was read.
         sizes = [round(size / share) for size, share in zip(self._tokenized.store.sizes(), shares, strict=True)]
-        self._samples_per_epoch = DataOrder(sizes, weights, run.seed).samples_per_epoch
+        whole_order = DataOrder(sizes, weights, run.seed)
+        self._samples_per_epoch = whole_order.samples_per_epoch
+        self._rounded = [
+            f"{label}: weight {weight:g} of {size} samples is rounded to {share} per epoch"
+            for label, weight, size, share in zip(
+                self._tokenized.store.labels, weights, sizes, whole_order.shares, strict=True
+            )
+            if abs(share - weight * size) > 0.05 * weight * size
+        ]
         self._read_in_part = min(shares) < 1
         self.total_steps = run.total_steps(self._samples_per_epoch)
 
     def summary(self) -> Mapping[str, object]:
-        facts = {"samples_per_epoch": self._samples_per_epoch, "read_in_part": self._read_in_part}
+        facts = {
+            "samples_per_epoch": self._samples_per_epoch,
+            "read_in_part": self._read_in_part,
+            "rounded": self._rounded,
+        }
         return {**summarize(self._tokenized), **facts}
 
     def start(self, step: int, backend: Backend) -> None:
@@ -56,10 +68,10 @@ class SftSource:
         return {}
 
     def state_dict(self) -> dict[str, object]:
-        return {"data": self._tokenized.store.fingerprint()}
+        return {"data": self._tokenized.store.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        if state.get("data") != self._tokenized.store.fingerprint():
+        if state.get("data") != self._tokenized.store.fingerprint:
             raise CheckpointError(
                 "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed "
                 "file, tokenizer or chat template). Restore them, or start anew with another run_dir."

@@ -49,6 +49,11 @@ class DataOrder:
         self._epoch = functools.lru_cache(maxsize=3)(self._build_epoch)
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each dataset in one epoch: size x weight, rounded, at least one."""
+        return self._per_epoch
+
+    @property
     def samples_per_epoch(self) -> int:
         """Samples in one pass over the weighted mixture."""
         return sum(self._per_epoch)

@@ -6,6 +6,7 @@ back the same arrays by memory-mapped files, since nothing but numpy indexing is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class TokenStore:
         """Number of samples from each dataset, in the order of `labels`."""
         return tuple(np.bincount(self.source, minlength=len(self.labels)).tolist())
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hex digest of everything training can see: tokens, masks, offsets. A mapped store may know it already."""
         digest = xxhash.xxh3_128()

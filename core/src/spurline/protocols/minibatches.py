@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class MiniBatches(Protocol):
     """Cut a batch into the mini-batches of its optimizer steps.
 
-    Factory: `Class(config, layout=ParallelLayout)`. Rows with one unit id stay together.
+    Factory: `Class(config, run=RunConfig, layout=ParallelLayout)`. Rows with one unit id stay together.
     """
 
     def steps_per_batch(self) -> int:

@@ -23,7 +23,7 @@ class Turn:
     prompt_ids: int32 [P], the whole context. response_ids: int32 [A], what the model produced, stop token included.
     logprobs: float32 [A], of the distribution sampled from, or None.
     versions: int32 [A], weight version per token, or None.
-    loss_mask: uint8 [A], 0 where a response token is not trained. advantages, rewards: float32 [A] or None.
+    loss_mask: uint8 [A], 0 where a response token is not trained. advantages, rewards, values: float32 [A] or None.
     routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
     """
 
@@ -34,6 +34,7 @@ class Turn:
     versions: NDArray[np.int32] | None = None
     rewards: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     finish_reason: FinishReason = "stop"
 

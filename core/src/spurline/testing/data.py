@@ -47,7 +47,7 @@ def make_trajectories(
 
 
 def _turn(random: np.random.Generator, prompt: int, response: int, optional_columns: bool) -> Turn:
-    floats = random.standard_normal((3, response)).astype(np.float32)
+    floats = random.standard_normal((4, response)).astype(np.float32)
     return Turn(
         prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),
         response_ids=random.integers(1, VOCABULARY, response).astype(np.int32),
@@ -55,5 +55,6 @@ def _turn(random: np.random.Generator, prompt: int, response: int, optional_colu
         logprobs=floats[0] if optional_columns else None,
         rewards=floats[1] if optional_columns else None,
         advantages=floats[2] if optional_columns else None,
+        values=floats[3] if optional_columns else None,
         versions=random.integers(0, 4, response).astype(np.int32) if optional_columns else None,
     )

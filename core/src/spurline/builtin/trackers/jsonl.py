@@ -17,7 +17,7 @@ from typing import Any
 
 from spurline.builtin.configs import JsonlTrackerConfig
 from spurline.builtin.trackers.disk import replace_file, write_failure
-from spurline.errors import RunDirectoryError
+from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.protocols.tracker import RunInfo
 
 METRICS_FILE = "metrics.jsonl"
@@ -78,7 +78,7 @@ class JsonlTracker:
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
     """One line with its newline: `step` first, the usual keys next, all others by name.
 
-    Metrics are finite by contract; an AssertionError names the one that is not.
+    Metrics are finite by contract; a RunFailedError names the one that is not.
     """
     leading = [key for key in _LEADING_KEYS if key in metrics]
     others = sorted(key for key in metrics if key not in _LEADING_KEYS and key != "step")
@@ -91,7 +91,10 @@ def _plain_number(step: int, key: str, value: Any) -> int | float:
         return int(value)
     number = float(value)
     if not math.isfinite(number):
-        raise AssertionError(f"metric '{key}' of step {step} is {number}; metrics must be finite")
+        raise RunFailedError(
+            f"Metric '{key}' of step {step} is {number}; metrics must be finite. Look at what computes it: a loss, a "
+            "reward or a plugin."
+        )
     return number
 
 
