@@ -93,6 +93,15 @@ def test_check_finds_loss_on_padding() -> None:
         batch.with_tokens(loss_weights=weights).check()
 
 
+def test_check_finds_segments_that_are_numbered_against_their_place_in_the_row() -> None:
+    batch = packed([3, 3])
+    ids = batch.tokens["segment_ids"]
+    assert sorted(set(ids[0].tolist())) == [1, 2]
+    swapped = torch.where(ids == 1, 2, torch.where(ids == 2, 1, ids)).to(ids.dtype)
+    with pytest.raises(AssertionError, match="row 0: segment 2 lies before segment 1"):
+        batch.with_tokens(segment_ids=swapped).check()
+
+
 def test_optional_columns_are_there_only_when_every_turn_has_them() -> None:
     collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
     both = make_trajectories([[(3, 4)], [(2, 5)]], optional_columns=True)

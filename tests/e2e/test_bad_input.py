@@ -216,13 +216,37 @@ def test_plan_reports_problems_with_exit_code_two(
     assert "nothing.jsonl" in err
 
 
-def test_debug_shows_the_traceback(write_config: WriteConfig, base_config: Any) -> None:
-    from spurline.cli import main
-    from spurline.errors import ConfigError
-
+def test_debug_adds_the_traceback_and_keeps_the_exit_code(
+    spurline: Spurline, write_config: WriteConfig, base_config: Any
+) -> None:
     base_config["sead"] = 1
-    with pytest.raises(ConfigError):
-        main(["train", str(write_config(base_config)), "--debug"])
+    code, _, err = spurline("train", write_config(base_config), "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert "Did you mean 'seed'?" in err
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "hint"),
+    [
+        ("optimizer", "lr", "Did you mean 'learning_rate'?"),
+        ("model", "lora", "There is backend.lora."),
+        ("model", "dtype", "There is backend.precision."),
+        ("data", "on_bad_row", "There is data.train.on_bad_row and data.eval.on_bad_row."),
+    ],
+)
+def test_a_setting_known_elsewhere_is_pointed_to(
+    fails: Any, base_config: Any, section: str, key: str, hint: str
+) -> None:
+    base_config[section][key] = 1
+    assert hint in fails(base_config)
+
+
+def test_a_plugin_that_is_missing_does_not_hide_the_other_problems(fails: Any, base_config: Any) -> None:
+    text = fails(base_config | {"plugins": ["nowhere"], "batch_size": 0, "nowhere": {"a": 1}})
+    assert "Plugin 'nowhere' is not installed" in text
+    assert "batch_size" in text
+    assert "'a'" not in text
 
 
 def test_a_mistyped_command_gets_the_nearest(spurline: Spurline) -> None:

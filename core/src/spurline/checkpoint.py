@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from spurline.durable import sync_file, write_json, write_text
+from spurline.durable import share, sync_file, write_json, write_text
 from spurline.errors import CheckpointError, CheckpointWriteError
 
 FORMAT = "spurline-checkpoint"
@@ -67,6 +67,8 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             write(temporary)
+            for name in _files(temporary):
+                share(temporary / name)
             files = {name: _digest(temporary / name, sync=True) for name in _files(temporary)}
             write_json(
                 temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}

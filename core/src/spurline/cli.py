@@ -6,7 +6,9 @@ Heavy libraries are imported inside the commands that need them, so that `--help
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,8 +59,19 @@ plugins_app = typer.Typer(cls=typer.core.TyperGroup, invoke_without_command=True
 app.add_typer(plugins_app, name="plugins", help="List plugins, and check that they work together.")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from spurline import __version__
+
+        typer.echo(f"spurline {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
 ) -> None:
     """Spurline: LLM post-training with one loop, strict config and exact resume."""
@@ -95,7 +108,8 @@ def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
         typer.echo(f"Error: {problem}", err=True)
     if made.problems:
         raise typer.Exit(2)
-    typer.echo(f"No problems found. Train with: spurline train {config}")
+    sets = "".join(f" --set {shlex.quote(override)}" for override in overrides or ())
+    typer.echo(f"No problems found. Train with: spurline train {shlex.quote(str(config))}{sets}")
 
 
 @plugins_app.callback()
@@ -179,8 +193,11 @@ def _load_run(run_dir: Path) -> LoadedConfig:
 
 
 def _print_result(result: RunResult) -> None:
-    verb = "Finished" if result.status == "finished" else "Stopped on request"
-    typer.echo(f"{verb} at step {result.step:,}.")
+    if result.status == "finished" and not result.metrics:
+        typer.echo(f"Nothing to do: the run already finished at step {result.step:,}. Raise steps or epochs to go on.")
+    else:
+        verb = "Finished" if result.status == "finished" else "Stopped on request"
+        typer.echo(f"{verb} at step {result.step:,}.")
     scores = {name: value for name, value in result.metrics.items() if name.startswith("eval/") and name != "eval/time"}
     if scores:
         typer.echo(
@@ -201,13 +218,13 @@ def main(arguments: list[str] | None = None) -> None:
         app(words, standalone_mode=True)
     except SpurlineError as error:
         if debug:
-            raise
+            traceback.print_exc()
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         typer.echo(f"Error: {error}{notes}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if debug:
-            raise
+            traceback.print_exc()
         typer.echo("Interrupted; the last checkpoint stands.", err=True)
         sys.exit(130)
 

@@ -77,12 +77,10 @@ def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = N
 
 def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
     """All components; the stack closes them in reverse order."""
-    config, registry = loaded.config, loaded.host.registry
-    tracker_configs = _tracker_configs(config)
-    trackers: tuple[Tracker, ...] = tuple(registry.create("tracker", tracker) for tracker in tracker_configs)
+    names, trackers = build_trackers(loaded)
     data = build_data(loaded, stack)
     backend = build_backend(loaded, stack, data.total_updates)
-    return Components(data, backend, tuple(tracker.name for tracker in tracker_configs), trackers)
+    return Components(data, backend, names, trackers)
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:
@@ -92,6 +90,13 @@ def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) ->
     )
     stack.callback(backend.close)
     return backend
+
+
+def build_trackers(loaded: LoadedConfig) -> tuple[tuple[str, ...], tuple[Tracker, ...]]:
+    """Names and trackers, not started; raises ConfigError when the library of one is missing."""
+    configs = _tracker_configs(loaded.config)
+    trackers: list[Tracker] = [loaded.host.registry.create("tracker", config) for config in configs]
+    return tuple(config.name for config in configs), tuple(trackers)
 
 
 def _tracker_configs(config: RunConfig) -> list[ComponentConfig]:

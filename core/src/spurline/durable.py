@@ -37,6 +37,13 @@ def write_bytes(path: Path, content: bytes) -> None:
     sync_file(path.parent)
 
 
+def share(path: Path) -> None:
+    """Give a file the permissions that the umask leaves; some libraries create theirs readable by the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace a JSON file atomically and durably."""
     write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")

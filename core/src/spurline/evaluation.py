@@ -20,7 +20,7 @@ from spurline.data.generation_prompts import GenerationExample, read_examples
 from spurline.data.reading import open_datasets, tokenize
 from spurline.data.summary import summarize
 from spurline.data.tokenizer import pad_token_id
-from spurline.errors import CheckpointError, RunFailedError
+from spurline.errors import CheckpointError, RunFailedError, SpurlineError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import Collator
 from spurline.protocols.loss import Loss
@@ -135,10 +135,22 @@ class GeneratedAnswers:
     def _score_one(self, example: GenerationExample, row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
         response = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         answer = Answer(example.prompt_text, str(response), example.reference_text, row)
-        scores = {name: float(reward.score(answer)) for name, reward in self._rewards.items()}
+        scores = {name: _scored(name, reward, answer) for name, reward in self._rewards.items()}
         for name, value in scores.items():
             if not math.isfinite(value):
                 raise RunFailedError(
                     f"Reward '{name}' returned {value} for the response {response!r}; it must be finite."
                 )
         return {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": scores}
+
+
+def _scored(name: str, reward: Reward, answer: Answer) -> float:
+    try:
+        return float(reward.score(answer))
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise RunFailedError(
+            f"Reward '{name}' failed on the response {answer.response!r}: {type(error).__name__}: {error}. "
+            "`--debug` shows where."
+        ) from error

@@ -16,6 +16,7 @@ from spurline.checkpoint import CheckpointStore, open_checkpoint
 from spurline.components import build_backend
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
+from spurline.durable import share
 from spurline.errors import CheckpointError, RunFailedError, UserError
 from spurline.protocols.backend import Backend
 
@@ -49,6 +50,8 @@ def export_hf(
             temporary
         )
         tokenizer.save_pretrained(temporary)
+        for file in temporary.iterdir():
+            share(file)
         if out.exists():
             shutil.rmtree(out)
         temporary.rename(out)

@@ -31,7 +31,7 @@ def train(run: Run) -> None:
         with clock("after_update"):
             metrics |= run.source.after_update(step, run.backend)
         with clock("evaluate"):
-            metrics |= run.maybe_evaluate(step)
+            metrics |= run.maybe_evaluate(step, metrics)
         metrics |= run.batches.metrics() | clock.metrics()
         run.record(step, metrics)
         run.maybe_checkpoint(step)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from spurline.components import DataComponents, build_data
+from spurline.components import DataComponents, build_data, build_trackers
 from spurline.config.loading import LoadedConfig
 from spurline.data.summary import describe
 from spurline.errors import ConfigError, Problem, UserError
@@ -38,6 +38,10 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT) -> Plan:
     """Look at everything that can be known before training. Problems are collected, not raised."""
     plan = Plan()
     plan.sections["plugins"] = _plugins(loaded)
+    _attempt(plan, lambda: build_trackers(loaded))
+    warning = _attempt(plan, cast("BackendConfig", loaded.config.backend).missing_here)
+    if warning:
+        plan.sections["on this machine"] = [warning]
     with ExitStack() as stack:
         data = _attempt(plan, lambda: build_data(loaded, stack, row_limit))
         if data is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.errors import SpurlineError
 from spurline.plugins import PluginHost, installed_commands, installed_plugins
-from spurline.registry import CORE, group_by_kind
+from spurline.registry import CORE, group_by_kind, resolve
 
 
 def installed_lines() -> list[str]:
@@ -47,6 +47,8 @@ def diagnose() -> tuple[list[str], bool]:
         try:
             host = PluginHost.load([*needed, name])
             config_model(host)
+            for entry in host.registry.entries(name):
+                resolve(entry.factory, f"{entry.kind} '{entry.name}'")
         except SpurlineError as error:
             healthy = False
             lines.append(f"{name}: BROKEN. {error}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spurline.config.section import ComponentConfig
-from spurline.errors import PluginError, listing, suggestion
+from spurline.errors import PluginError, SpurlineError, listing, suggestion
 
 KINDS: dict[str, str] = {
     "dataset": "spurline.protocols.dataset:Dataset",
@@ -189,10 +189,14 @@ def resolve(reference: str, what: str) -> Callable[..., Any]:
     module_name, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise PluginError(f"The {what} cannot be imported from '{reference}': {error}.") from error
+    except SpurlineError:
+        raise
     except AttributeError as error:
         raise PluginError(f"The {what} names '{reference}', but {module_name} has no '{attribute}'.") from error
+    except Exception as error:
+        raise PluginError(
+            f"The {what} cannot be imported from '{reference}': {type(error).__name__}: {error}."
+        ) from error
 
 
 def group_by_kind(entries: Iterable[Registration]) -> dict[str, list[str]]:

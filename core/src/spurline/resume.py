@@ -41,7 +41,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, choice: str) -> R
                 "starts anew. Choose another run_dir, or move this one away."
             )
         return Resume(None)
-    checkpoint = store.latest() if choice == "auto" else open_checkpoint(Path(choice))
+    checkpoint = store.latest() if choice == "auto" else _chosen(Path(choice))
     if checkpoint is None:
         return Resume(None)
     _check_lineage(checkpoint, directory)
@@ -49,6 +49,12 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, choice: str) -> R
     notes += _check_config(checkpoint, loaded)
     notes += _check_versions(checkpoint, loaded)
     return Resume(checkpoint, tuple(notes))
+
+
+def _chosen(path: Path) -> Checkpoint:
+    """The checkpoint at this path; for a run directory its latest."""
+    inside = CheckpointStore(path / "checkpoints").latest() if (path / "checkpoints").is_dir() else None
+    return inside if inside is not None else open_checkpoint(path)
 
 
 def _check_lineage(checkpoint: Checkpoint, directory: RunDirectory) -> None:

@@ -143,15 +143,25 @@ class Run:
         while self.state.step < self.source.total_steps and not self._stop:
             yield self.state.step + 1
 
-    def maybe_evaluate(self, step: int) -> dict[str, float]:
-        """Evaluation metrics when this step is due for one, else nothing."""
+    def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Evaluation metrics when this step is due for one, else nothing.
+
+        metrics: of the update just done. When the evaluation fails they are recorded and the weights saved before the
+        error goes on: a mistake in a reward must not cost the training before it.
+        """
         evaluation = self._components.data.evaluation
         if evaluation is None or not self._is_due(step, self.config.evaluation.every_steps):
             return {}
-        metrics, samples = evaluation.evaluate(self.backend)
+        try:
+            scores, samples = evaluation.evaluate(self.backend)
+        except Exception as error:
+            self.record(step, metrics)
+            self._save(step)
+            error.add_note(f"Step {step} itself was trained and saved: {self.state.checkpoint}.")
+            raise
         self._files.add_samples(step, samples)
-        self.hooks.on_eval_end(step=step, metrics=MappingProxyType(metrics))
-        return metrics
+        self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
+        return scores
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the step as done and send its metrics to every tracker."""

@@ -70,6 +70,17 @@ class RunDirectory:
         lock.flush()
         self._lock = lock
 
+    def is_in_use(self) -> bool:
+        """Whether a run, in this or another process, holds the lock now."""
+        try:
+            with (self.path / "run.lock").open("r", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
     def close(self) -> None:
         """Release the lock."""
         if self._lock is not None:

@@ -42,6 +42,21 @@ def test_rows_of_one_unit_stay_together_wherever_they_stand() -> None:
     assert [rows.tolist() for rows in groups] == [[0, 2], [1, 3, 4]]
 
 
+def test_a_microbatch_keeps_the_row_order_when_units_alternate() -> None:
+    batch = lay_out(make_samples([4, 4, 4, 4]), unit_ids=[0, 1, 0, 1])
+    groups = cut_rows(batch, LocalBackendConfig(max_tokens_per_microbatch=100))
+    assert [rows.tolist() for rows in groups] == [[0, 1, 2, 3]]
+
+
+def test_a_stream_of_all_rows_in_another_order_keeps_each_token_in_its_own_segment() -> None:
+    samples = make_samples([5, 9, 7, 12])
+    stream = token_stream(lay_out(samples), np.array([0, 2, 1, 3]), [], PROFILE)
+    assert stream is not None
+    by_length = sorted(samples, key=lambda sample: len(sample.tokens))
+    assert stream.input_ids[0].tolist() == [token for sample in by_length for token in sample.tokens]
+    assert stream.position_ids[0].tolist() == [position for length in (5, 7, 9, 12) for position in range(length)]
+
+
 def test_tokens_per_row_does_not_count_padding() -> None:
     batch = lay_out(make_samples([4, 6, 9]), [[0, 2], [1]], gap=2, length=40, padding_rows=1)
     assert tokens_per_row(batch).tolist() == [13, 6, 0]

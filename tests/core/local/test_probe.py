@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import local_backend, write_model_folder
+from backend_batches import lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.errors import ModelError
+from spurline.builtin import configs
+from spurline.builtin.configs import CrossEntropyConfig
+from spurline.config.run_config import DataConfig, ModelConfig
+from spurline.errors import DataError, ModelError
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.protocols.loss import Objective
 
 EXACT = {
     "qwen3": {},
@@ -85,6 +90,76 @@ def test_a_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monke
     # Longer than the probe's sequences, so that no number differs.
     with pytest.raises(ModelError, match=r"2 with a window.* but 2 of them .* 0 with a window"):
         local_backend(folder(tmp_path, model_type="mistral", sliding_window=64), probe=True)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+SWITCHING = {
+    "longrope": {"rope_parameters": LONGROPE},
+    "dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
+    "old-spelling": {
+        "model_type": "llama",
+        "rope_parameters": None,
+        "rope_scaling": {"type": "dynamic", "factor": 4.0},
+        "max_position_embeddings": 16,
+    },
+    "per-layer-type": {
+        "model_type": "gemma3_text",
+        "max_position_embeddings": 16,
+        "rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": PLAIN},
+    },
+}
+
+
+def up_to(max_length: int) -> dict[str, Any]:
+    return {"data": DataConfig(train=(configs.HfDatasetConfig(path="unused.jsonl"),), max_length=max_length)}
+
+
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("name", sorted(SWITCHING))
+def test_rope_that_switches_with_the_longest_sample_is_refused(tmp_path: Path, name: str, probe: bool) -> None:
+    kind = "longrope" if name == "longrope" else "dynamic"
+    with pytest.raises(ModelError, match=rf"'{kind}'.*longest.*data\.max_length: 16"):
+        local_backend(folder(tmp_path, **SWITCHING[name]), probe=probe, run=up_to(17))
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHING))
+def test_rope_that_cannot_switch_within_the_allowed_lengths_is_exact(tmp_path: Path, name: str) -> None:
+    backend = local_backend(folder(tmp_path, **SWITCHING[name]), probe=True, run=up_to(16))
+    objective = Objective(CrossEntropy(CrossEntropyConfig()), 1.0)
+    samples = make_samples([16, 5, 7])
+    together = backend.evaluate(lay_out(samples), objective).loss
+    alone = sum(backend.evaluate(lay_out([sample]), objective).loss for sample in samples)
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_batch_beyond_the_length_at_which_rope_switches_is_refused(tmp_path: Path) -> None:
+    backend = local_backend(folder(tmp_path, **SWITCHING["dynamic"]), run=up_to(16))
+    with pytest.raises(DataError, match=r"17 tokens.*'dynamic'.*16"):
+        backend.update(lay_out(make_samples([5, 17])), Objective(CrossEntropy(CrossEntropyConfig()), 1.0))
+
+
+MIXTURES = {
+    "qwen3_moe": EXACT["mixture"],
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("name", sorted(MIXTURES))
+def test_a_mixture_whose_router_loss_would_be_dropped_is_refused(tmp_path: Path, name: str) -> None:
+    model = folder(tmp_path, output_router_logits=True, **MIXTURES[name])
+    with pytest.raises(ModelError, match=r"auxiliary.*model\.config_overrides: \{output_router_logits: false\}"):
+        local_backend(model)
+    fixed = ModelConfig(path=str(model), init="random", config_overrides={"output_router_logits": False})
+    local_backend(model, run={"model": fixed})
 
 
 def test_the_probe_leaves_no_trace(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from spurline.builtin.local.frozen_digest import frozen_digest
+from torch import nn
 
 from spurline.builtin.configs import CrossEntropyConfig, LoraConfig
 from spurline.builtin.local.backend import LocalBackend
@@ -92,6 +95,56 @@ def test_a_checkpoint_of_adapters_is_refused_by_a_run_without_them(tmp_path: Pat
     local_backend(model, lora=LoraConfig(rank=2)).save(tmp_path / "adapters")
     with pytest.raises(CheckpointError, match=r"missing .*backend\.lora"):
         local_backend(model).load(tmp_path / "adapters")
+
+
+def test_adapters_are_refused_on_another_base_model(tmp_path: Path) -> None:
+    saved = local_backend(dropout_model(tmp_path), lora=LoraConfig(rank=2))
+    train(saved, range(1))
+    saved.save(tmp_path / "saved")
+    other = local_backend(tmp_path / "model", lora=LoraConfig(rank=2), run={"seed": 5})
+    before = {name: tensor.clone() for name, tensor in other.named_weights()}
+    with pytest.raises(CheckpointError, match=r"other frozen weights.*model\.path"):
+        other.load(tmp_path / "saved")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.named_weights())
+
+
+@pytest.mark.parametrize("place", [0, 1, 700, -1])
+def test_the_digest_of_small_frozen_weights_sees_every_value(place: int) -> None:
+    def digest(module: nn.Module) -> str:
+        return frozen_digest(module.requires_grad_(False))
+
+    module = nn.Linear(40, 30)
+    expected = digest(module)
+    assert digest(module) == expected
+    with torch.no_grad():
+        module.weight.view(-1)[place] += 1
+    assert digest(module) != expected
+
+
+def test_the_digest_tells_names_shapes_and_dtypes_apart_and_ignores_trainable_weights() -> None:
+    modules = [
+        nn.ModuleDict({name: nn.Linear(*shape, bias=False)})
+        for name, shape in (("one", (2, 3)), ("two", (2, 3)), ("one", (3, 2)))
+    ]
+    with torch.no_grad():
+        for module in modules:
+            for parameter in module.parameters():
+                parameter.zero_()
+    trainable = frozen_digest(modules[0])
+    modules.append(copy.deepcopy(modules[0]).to(torch.bfloat16))
+    digests = {frozen_digest(module.requires_grad_(False)) for module in modules}
+    assert len(digests | {trainable}) == 5
+
+
+def test_the_digest_of_large_weights_reads_a_small_part_from_all_over() -> None:
+    weight = nn.Parameter(torch.zeros(3000, 1000), requires_grad=False)
+    module = nn.Module()
+    module.register_parameter("weight", weight)
+    expected = frozen_digest(module)
+    for part in weight.data.view(-1).tensor_split(4):
+        part += 1
+        assert frozen_digest(module) != expected
+        part -= 1
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"])

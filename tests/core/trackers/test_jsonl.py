@@ -71,7 +71,7 @@ def test_floats_survive_the_file_exactly() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_not_finite_is_refused_by_name(value: float) -> None:
-    with pytest.raises(RunFailedError, match="metric 'grad_norm' of step 7"):
+    with pytest.raises(RunFailedError, match="Metric 'grad_norm' of step 7"):
         encode_line(7, {"loss": 1.0, "grad_norm": value})
 
 

@@ -142,6 +142,13 @@ class LocalBackendConfig(BackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
 
+    def missing_here(self) -> str | None:
+        # By name, as factories are: only torch knows about GPUs, and a config must not import it.
+        has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
+        if self.device == "cuda" and not has_gpu:
+            return "backend.device is cuda, but torch sees no GPU here: this config trains elsewhere only"
+        return None
+
     def estimate_memory(self, run: RunConfig, rows: int, tokens: int) -> dict[str, int]:
         if self.rows_per_microbatch is not None:
             tokens = -(-tokens * min(self.rows_per_microbatch, rows) // max(rows, 1))

@@ -7,7 +7,7 @@ user wrote it (union tags removed) and the nearest fix.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
@@ -17,15 +17,23 @@ from spurline.errors import Problem, listing, suggestion
 from spurline.registry import Registry
 
 
-def explain(error: ValidationError, model: type[BaseModel], registry: Registry) -> list[Problem]:
-    """One Problem per key path; a value that fits none of several types says so in one message."""
+def explain(
+    error: ValidationError,
+    model: type[BaseModel],
+    registry: Registry,
+    skip: Callable[[ErrorDetails], bool] = lambda details: False,
+) -> list[Problem]:
+    """One Problem per key path; a value that fits none of several types says so in one message.
+
+    skip: errors to leave out.
+    """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
     for details in all_details:
-        if _follows_from_another(details, all_details):
+        if _follows_from_another(details, all_details) or skip(details):
             continue
         path, owner = _locate(model, details["loc"])
-        message = _message(details, path, owner, registry)
+        message = _message(details, path, owner, registry, model)
         known = messages.setdefault(".".join(path), [])
         if message not in known:
             known.append(message)
@@ -40,12 +48,18 @@ def _follows_from_another(details: ErrorDetails, all_details: list[ErrorDetails]
     )
 
 
-def _message(details: ErrorDetails, path: list[str], owner: type[BaseModel] | None, registry: Registry) -> str:
+def _message(
+    details: ErrorDetails,
+    path: list[str],
+    owner: type[BaseModel] | None,
+    registry: Registry,
+    model: type[BaseModel],
+) -> str:
     kind = details["type"]
     context = details.get("ctx", {})
     if kind == "extra_forbidden" and owner is not None:
         elsewhere = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
-        return _unknown_key(path[-1], owner) + elsewhere
+        return _unknown_key(path, owner, model) + elsewhere
     if kind == "unknown_component":
         return _unknown_component(details, registry)
     if kind == "missing":
@@ -57,6 +71,8 @@ def _message(details: ErrorDetails, path: list[str], owner: type[BaseModel] | No
         return f"is {details['input']!r}; it must be {expected}.{close}"
     if kind in ("model_type", "dict_type"):
         return f"is {details['input']!r}; it must be a mapping, written `key: value`."
+    if kind == "too_short":
+        return "is empty; give at least one."
     if kind == "tuple_type":
         return f"is {details['input']!r}; it must be a list."
     shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {details['input']!r}: "
@@ -64,12 +80,56 @@ def _message(details: ErrorDetails, path: list[str], owner: type[BaseModel] | No
     return f"{shown}{text}."
 
 
-def _unknown_key(key: str, owner: type[BaseModel]) -> str:
+_OTHER_NAMES = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "clip_grad": "max_grad_norm",
+    "max_steps": "steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "output_dir": "run_dir",
+    "per_device_train_batch_size": "batch_size",
+    "max_seq_length": "max_length",
+    "sequence_len": "max_length",
+    "gradient_checkpointing": "activation_checkpointing",
+    "torch_dtype": "precision",
+    "dtype": "precision",
+    "peft": "lora",
+    "save_steps": "every_steps",
+    "lora_r": "rank",
+}
+"""What other trainers call a setting -> its name here."""
+
+
+def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]) -> str:
+    key = path[-1]
     names = list(owner.model_fields)
+    wanted = _OTHER_NAMES.get(key, key)
+    hint = f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names)
+    if not hint:
+        homes = [place for place in _places_of(wanted, model, "") if place != ".".join(path)]
+        hint = f" There is {' and '.join(homes[:3])}." if homes else ""
     chosen = _component_name(owner)
     place = f" of '{chosen}'" if chosen else ""
     settings = [name for name in names if name != "name"] if chosen else names
-    return f"is not a setting{place}.{suggestion(key, names)} Settings: {listing(settings)}."
+    return f"is not a setting{place}.{hint} Settings: {listing(settings)}."
+
+
+def _places_of(key: str, section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Key paths at which a setting of this name exists, each once."""
+    found: dict[str, None] = {}
+    for name, field in section.model_fields.items():
+        if name == key:
+            found[f"{prefix}{name}"] = None
+        annotation = _field_type(field)
+        if _as_model(annotation) is None:
+            annotation = _item_type(annotation)
+        members = [member for _, member in _tagged_members(annotation)] or [annotation]
+        for member in members:
+            inner = _as_model(member)
+            if inner is not None:
+                found.update(dict.fromkeys(_places_of(key, inner, f"{prefix}{name}.")))
+    yield from found
 
 
 def _component_name(owner: type[BaseModel]) -> str | None:

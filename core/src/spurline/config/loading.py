@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from spurline.config.assembly import assemble
 from spurline.config.document import Document, plain, read_document
@@ -20,7 +21,7 @@ from spurline.config.overrides import apply_overrides
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Section
 from spurline.errors import ConfigError, PluginError, Problem, line_of
-from spurline.plugins import InstalledPlugin, PluginHost
+from spurline.plugins import InstalledPlugin, PluginHost, installed_plugins
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,33 @@ def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin]
     except PluginError as error:
         line = document.lines.get("plugins")
         place = f"{document.origin}:{line}" if line else document.origin
-        raise PluginError(f"{place}: plugins: {error}") from error.__cause__
+        others = _problems_without(document, names, available)
+        raise PluginError("\n".join([f"{place}: plugins: {error}", *others])) from error.__cause__
+
+
+def _problems_without(
+    document: Document, names: Sequence[str], available: Mapping[str, InstalledPlugin] | None
+) -> list[str]:
+    """What is wrong in the rest of the file when a plugin cannot be loaded, as far as that can be told without it."""
+    known = installed_plugins() if available is None else available
+    usable = [name for name in dict.fromkeys(names) if name in known]
+    try:
+        host = PluginHost.load(usable, available)
+        model = config_model(host)
+    except PluginError:
+        return []
+    try:
+        model.model_validate({**document.values, "plugins": usable})
+    except ValidationError as error:
+        # Unknown names may be those of the missing plugin.
+        problems = explain(error, model, host.registry, skip=_may_belong_to_a_plugin)
+        return [str(_config_error([problem], document)) for problem in problems]
+    return []
+
+
+def _may_belong_to_a_plugin(details: ErrorDetails) -> bool:
+    top_level = details["type"] == "extra_forbidden" and len(details["loc"]) == 1
+    return top_level or details["type"] == "unknown_component"
 
 
 def config_model(host: PluginHost) -> type[RunConfig]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from spurline.config.schema import SchemaOfOneOrMany
 from spurline.config.section import Component, ComponentConfig, OnResume, Section
@@ -96,7 +96,12 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate as a function of the optimizer step."""
+    """Learning rate as a function of the optimizer step; a bare string is short for its `name`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     name: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape after warm-up."""

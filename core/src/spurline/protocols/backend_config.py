@@ -18,6 +18,10 @@ class BackendConfig(ComponentConfig):
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
 
+    def missing_here(self) -> str | None:
+        """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
+        return None
+
     def estimate_memory(self, run: RunConfig, rows: int, tokens: int) -> dict[str, int]:
         """Bytes on the fullest device by part, for a step of so many rows and tokens; empty if unknown."""
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from spurline.config.loading import LoadedConfig
@@ -20,7 +21,11 @@ def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
     panels: list[ReportPanel] = [
         registry.create("report_panel", config) for config in (configs if configs is not None else _all(registry))
     ]
-    return write_report(read_record(directory.path), panels, directory.report)
+    record = read_record(directory.path)
+    if record.summary.get("status") == "running" and not directory.is_in_use():
+        # Its process died without a word: killed, or the machine went down.
+        record = replace(record, summary={**record.summary, "status": "interrupted"})
+    return write_report(record, panels, directory.report)
 
 
 def _all(registry: Registry) -> list[ComponentConfig]:
