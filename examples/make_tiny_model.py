@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY_SIZE = 320
@@ -98,6 +99,7 @@ def make_tiny_model(folder: Path, data: Path, seed: int = 0) -> int:
     """Write tokenizer, config and weights to `folder`; returns the number of parameters."""
     tokenizer = train_tokenizer(data)
     model = draw_model(tokenizer, seed)
+    logging.disable_progress_bar()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return model.num_parameters()

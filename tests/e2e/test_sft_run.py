@@ -15,6 +15,7 @@ import torch
 from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
 
 from spurline import Run, load_config
+from spurline.errors import RunFailedError
 from spurline.hookspecs import hookimpl
 
 Spurline = Callable[..., tuple[int, str, str]]
@@ -184,6 +185,75 @@ def test_metrics_that_hooks_see_are_read_only(base_config: dict[str, Any]) -> No
     loaded.host.attach(Meddler(), "meddler")
     with pytest.raises(TypeError, match="does not support item assignment"):
         Run(loaded).train()
+
+
+def test_a_failing_evaluation_does_not_cost_the_training_before_it(
+    base_config: dict[str, Any], spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.builtin.exact_match import ExactMatch
+
+    def broken(self: ExactMatch, answer: Any) -> float:
+        raise KeyError("answer")
+
+    base_config["data"]["eval"] = str(spurline_chat_file)
+    base_config["evaluation"] = {"every_steps": 3, "generate": {"rewards": {"exact": "exact_match"}, "max_samples": 2}}
+    with monkeypatch.context() as patch:
+        patch.setattr(ExactMatch, "score", broken)
+        with pytest.raises(RunFailedError, match=r"Reward 'exact' failed on the response.*KeyError") as raised:
+            Run(load_config(base_config)).train()
+    assert "Step 3 itself was trained and saved" in raised.value.__notes__[0]
+    assert Run(load_config(base_config)).train().status == "finished"
+    metrics = read_metrics(base_config["run_dir"])
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics if "eval/exact" in line] == [6]
+
+
+def test_the_report_of_a_killed_run_says_so(base_config: dict[str, Any]) -> None:
+    from spurline.report.writing import write_run_report
+    from spurline.run_directory import RunDirectory
+
+    Run(load_config(base_config)).train()
+    run_dir = Path(base_config["run_dir"])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps({**summary, "status": "running"}))
+    directory = RunDirectory(run_dir)
+    assert ">Interrupted<" in write_run_report(load_config(base_config), directory).read_text()
+    directory.open()
+    try:
+        assert ">Running<" in write_run_report(load_config(base_config), RunDirectory(run_dir)).read_text()
+    finally:
+        directory.close()
+
+
+def test_a_finished_run_says_that_nothing_is_left_to_do(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    path = write_config(base_config)
+    spurline("train", path)
+    code, out, _ = spurline("train", path)
+    assert code == 0
+    assert "already finished at step 6" in out
+
+
+def test_a_run_directory_can_be_resumed_into_a_new_one(base_config: dict[str, Any], tmp_path: Path) -> None:
+    Run(load_config(base_config)).train()
+    longer = base_config | {"run_dir": str(tmp_path / "longer"), "steps": 7}
+    assert Run(load_config(longer), resume=base_config["run_dir"]).train().step == 7
+    assert [line["step"] for line in read_metrics(longer["run_dir"])] == [7]
+
+
+def test_plan_tells_what_this_machine_lacks_and_repeats_the_overrides(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    path = write_config(base_config)
+    code, out, _ = spurline("plan", path, "--set", "backend.device=cuda", "--set", "batch_size=4")
+    assert code == 0
+    if not torch.cuda.is_available():
+        assert "torch sees no GPU here" in out
+    assert f"spurline train {path} --set backend.device=cuda --set batch_size=4" in out
+    code, _, err = spurline("plan", path, "--set", "trackers=[wandb]")
+    assert code == 2
+    assert "pip install" in err
 
 
 def test_exported_model_loads_and_gives_the_trained_logprobs(

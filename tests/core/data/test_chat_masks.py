@@ -288,3 +288,75 @@ def test_a_template_that_drops_old_messages_is_never_masked_wrongly(make_tokeniz
     conversation = Conversation(dialogue([("q", "one"), ("r", "two")]))
     with pytest.raises(TemplateRewritesHistory):
         ChatRenderer(tokenizer).render_for_training(conversation, "all_assistants")
+
+
+MARKED_IN_BLOCKS = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' %}"
+    "{%- if m.reasoning_content %}"
+    "{%- generation %}{{- '<think>' + m.reasoning_content + '</think>' }}{%- endgeneration %}{{- '\n' }}"
+    "{%- endif %}"
+    "{%- if m.content %}{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration %}"
+    "{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}"
+    "{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
+)
+"""Thinking and content are marked apart; a turn without content has no marked block."""
+
+
+def marked_in_blocks(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = MARKED_IN_BLOCKS
+    return tokenizer
+
+
+def reasoned(turns) -> list[dict[str, str]]:
+    messages = []
+    for question, reasoning, answer in turns:
+        thinking = {"reasoning_content": reasoning} if reasoning else {}
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **thinking}]
+    return messages
+
+
+def test_last_assistant_keeps_every_marked_block_of_the_last_turn(make_tokenizer):
+    tokenizer = marked_in_blocks(make_tokenizer)
+    last = ["<think>new</think>", "good<|im_end|>"]
+    assert trained_runs(tokenizer, sample(tokenizer, reasoned([("how", "new", "good")]))) == last
+    several = reasoned([("hello", "old", "fine"), ("how", "new", "good")])
+    assert trained_runs(tokenizer, sample(tokenizer, several)) == last
+    assert trained_runs(tokenizer, sample(tokenizer, several, "all_assistants")) == [
+        "<think>old</think>",
+        "fine<|im_end|>",
+        *last,
+    ]
+
+
+def test_last_assistant_counts_turns_and_not_marked_blocks(make_tokenizer):
+    tokenizer = marked_in_blocks(make_tokenizer)
+    # As many blocks as turns, but both belong to the last one.
+    messages = reasoned([("hello", "", ""), ("how", "new", "good")])
+    assert trained_runs(tokenizer, sample(tokenizer, messages)) == ["<think>new</think>", "good<|im_end|>"]
+
+
+def test_last_assistant_never_trains_an_earlier_turn_when_the_last_has_no_marked_block(make_tokenizer):
+    tokenizer = marked_in_blocks(make_tokenizer)
+    messages = reasoned([("hello", "old", "fine"), ("how", "", "")])
+    rendered = ChatRenderer(tokenizer).render_for_training(Conversation(messages), "last_assistant")
+    assert rendered.spans == ()
+
+
+def test_marked_blocks_of_a_template_that_rewrites_history_are_refused(make_tokenizer):
+    tokenizer = marked_in_blocks(make_tokenizer)
+    tokenizer.chat_template = "{{- messages | length }}" + MARKED_IN_BLOCKS
+    conversation = Conversation(reasoned([("hello", "", "fine"), ("how", "new", "good")]))
+    with pytest.raises(TemplateRewritesHistory):
+        ChatRenderer(tokenizer).render_for_training(conversation, "last_assistant")
+    assert len(ChatRenderer(tokenizer).render_for_training(conversation, "all_assistants").spans) == 3
+
+
+def test_marked_conversations_with_one_assistant_turn_are_rendered_once(make_tokenizer, monkeypatch):
+    renderer = ChatRenderer(marked_in_blocks(make_tokenizer))
+    calls = []
+    original = ChatRenderer._render
+    monkeypatch.setattr(ChatRenderer, "_render", lambda self, *a, **k: calls.append(1) or original(self, *a, **k))
+    renderer.render_for_training(Conversation(reasoned([("how", "new", "good")])), "last_assistant")
+    assert len(calls) == 1

@@ -6,11 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.builtin.configs import CrossEntropyConfig
+from spurline.builtin.configs import CrossEntropyConfig, HfDatasetConfig
 from spurline.builtin.local import generation
+from spurline.config.run_config import DataConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.loss import Objective
 
@@ -62,6 +64,22 @@ def test_generation_leaves_training_as_it_was(tmp_path: Path) -> None:
     backend.generate(PROMPTS, max_new_tokens=3)
     assert backend._model.causal.training
     assert backend._model.causal.config._attn_implementation == "spurline_segments"
+    assert backend.update(batch, objective)["loss"] == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "gemma3_text", "architectures": None}])
+def test_generation_beyond_the_trained_length_leaves_rotary_tables_as_they_were(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    rope = {"full_attention": dynamic, "sliding_attention": dynamic} if changes else dynamic
+    folder = write_model_folder(tmp_path / "model", max_position_embeddings=16, rope_parameters=rope, **changes)
+    data = DataConfig(train=(HfDatasetConfig(path="unused.jsonl"),), max_length=16)
+    # As long as allowed: transformers by itself resets the tables only for samples that are shorter.
+    batch, objective = lay_out(make_samples([9, 16])), Objective(CrossEntropy(CrossEntropyConfig()), 5.0)
+    expected = local_backend(folder, run={"data": data}).update(batch, objective)["loss"]
+    backend = local_backend(folder, run={"data": data})
+    backend.generate(PROMPTS, max_new_tokens=40)
     assert backend.update(batch, objective)["loss"] == expected
 
 

@@ -22,6 +22,7 @@ from spurline.config.run_config import OptimizerConfig
 from spurline.errors import DataError, ModelError, NonFiniteLossError
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.dft import DynamicFineTuning
+from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective, TokenLossInputs
 
 CROSS_ENTROPY = CrossEntropy(CrossEntropyConfig())
@@ -244,3 +245,18 @@ def test_a_compiled_decoder_gives_the_same_gradients_for_any_lengths(model: Path
         expected = dict(plain.gradients(batch, Objective(CROSS_ENTROPY, 9.0)))
         for name, gradient in compiled.gradients(batch, Objective(CROSS_ENTROPY, 9.0)):
             assert float((gradient - expected[name]).norm() / expected[name].norm()) <= 1e-5, name
+
+
+@pytest.mark.parametrize("role", ["critic", "reference"])
+def test_only_the_policy_can_be_updated(model: Path, role: Role) -> None:
+    backend = local_backend(model)
+    batch, objective = lay_out(make_samples([9])), Objective(CROSS_ENTROPY, 5.0)
+    before = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    with pytest.raises(ModelError, match=f"trains the policy only.*{role}"):
+        backend.update(batch, objective, role=role)
+    with pytest.raises(ModelError, match=f"trains the policy only.*{role}"):
+        backend.gradients(batch, objective, role=role)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.named_weights())
+    gradients = dict(backend.gradients(batch, objective))
+    for name, gradient in backend.gradients(batch, objective, role="policy"):
+        assert torch.equal(gradient, gradients[name])

@@ -24,5 +24,7 @@ def expand_shorthand(value: Any, setting: str) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """A single string or mapping as a list of one; anything else unchanged."""
+    """A single string or mapping as a list of one, null as an empty list; anything else unchanged."""
+    if value is None:
+        return []
     return [value] if isinstance(value, (str, dict)) else value

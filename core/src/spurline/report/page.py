@@ -23,7 +23,13 @@ _POLICY = (
 )
 # For plugins' own figures too: plotly.js offers by default to upload the data of a chart to a server.
 _PLOTLY_DEFAULTS = 'Plotly.setPlotConfig({showSendToCloud: false, plotlyServerURL: "", displaylogo: false});'
-_STATUS_TEXT = {"finished": "Finished", "failed": "Failed", "stopped": "Stopped", "running": "Running"}
+_STATUS_TEXT = {
+    "finished": "Finished",
+    "failed": "Failed",
+    "stopped": "Stopped",
+    "running": "Running",
+    "interrupted": "Interrupted",
+}
 
 
 def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from spurline.protocols.backend import Backend
 from spurline.protocols.backend_config import BackendConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.data import PAD, make_store
+from spurline.testing.data import PAD, make_view
 from spurline.update import token_mean
 
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
@@ -35,6 +37,8 @@ class BackendContract:
     plugins: tuple[str, ...] = ()
     gradient_tolerance = 1e-5
     step_tolerance = 1e-6
+    dropout = 0.2
+    """Of the attention, where random numbers must be drawn; 0 for a backend that has no dropout."""
 
     def test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
@@ -66,6 +70,18 @@ class BackendContract:
             packed = dict(backend.gradients(*_minibatch("packed", layout)))
             padded = backend.gradients(*_minibatch("padded", layout))
             assert_gradients_close(padded, packed.items(), self.gradient_tolerance)
+
+    @pytest.mark.parametrize("lengths", [(5, 9, 3, 12), LENGTHS], ids=["few", "many"])
+    def test_rows_whose_units_alternate_give_the_gradients_of_the_uncut_batch(
+        self, tiny_model: Path, lengths: tuple[int, ...]
+    ) -> None:
+        # The few fit into one micro-batch of 40 tokens, which then holds them in another order; the many need several.
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = _minibatch("padded", layout, lengths=lengths)
+            alternating = _alternate_units(batch, layout)
+            assert_gradients_close(
+                backend.gradients(alternating, objective), local.gradients(batch, objective), self.gradient_tolerance
+            )
 
     def test_gradients_leave_the_model_untouched(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout):
@@ -124,6 +140,18 @@ class BackendContract:
             assert first == second
             assert first.tokens == batch.num_loss_tokens
             assert_weights_equal(_weights(backend), before)
+
+    def test_an_update_is_bit_identical_after_an_evaluation(self, tiny_model: Path, tmp_path: Path) -> None:
+        model = _with_dropout(tiny_model, tmp_path / "model", self.dropout)
+        metrics: list[list[dict[str, float]]] = []
+        for evaluated in (False, True):
+            with self.backend(model) as (backend, layout):
+                seen = [_deterministic(backend.update(*_minibatch("packed", layout, 0)))]
+                if evaluated:
+                    backend.evaluate(*_minibatch("padded", layout, 7))
+                seen += [_deterministic(backend.update(*_minibatch("packed", layout, step))) for step in (1, 2)]
+            metrics.append(seen)
+        assert metrics[1] == metrics[0], "evaluation drew random numbers, or left something behind"
 
     @contextmanager
     def backend(self, model: Path) -> Iterator[tuple[Backend, ParallelLayout]]:
@@ -196,9 +224,25 @@ def _config(model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...]) -
     )
 
 
-def _minibatch(layout_name: str, layout: ParallelLayout, seed: int = 0) -> tuple[TrainingBatch, Objective]:
-    store = make_store(LENGTHS, seed)
-    samples = store.view(np.arange(len(store), dtype=np.int64))
+def _with_dropout(model: Path, folder: Path, dropout: float) -> Path:
+    """A copy of the model that drops attention weights in training."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
+    return folder
+
+
+def _alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
+    """Two units per rank, each with every other row of the rank; padding rows keep units of their own."""
+    rows = torch.arange(batch.num_rows)
+    units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
+    return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
+
+
+def _minibatch(
+    layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[TrainingBatch, Objective]:
+    samples = make_view(lengths, seed)
     collator = (
         PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
         if layout_name == "packed"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +55,44 @@ class PrefetchContract:
         prefetch.close()
         assert built == [1, 2, 3]
 
+    def test_starting_after_the_last_step_builds_nothing_and_closes(self) -> None:
+        before = set(threading.enumerate())
+        built: list[int] = []
+
+        def build(step: int) -> TrainingBatch:
+            built.append(step)
+            return _numbered_batch(step)
+
+        prefetch = self.make_prefetch(build, 3)
+        prefetch.start(4)
+        _wait_for(lambda: bool(built), seconds=0.05)
+        prefetch.close()
+        assert not built, f"step {built[0]} is after the last, 3"
+        assert _ended(before)
+
+    def test_a_served_batch_keeps_its_content_until_it_is_released(self) -> None:
+        built: list[int] = []
+        free: list[TrainingBatch] = []
+
+        def build(step: int) -> TrainingBatch:
+            # As a collator that fills released buffers again.
+            batch = free.pop() if free else _numbered_batch(step)
+            for column in batch.tokens.values():
+                column.fill_(step)
+            built.append(step)
+            return replace(batch, on_release=lambda: free.append(batch))
+
+        prefetch = self.make_prefetch(build, 6)
+        prefetch.start(1)
+        for step in range(1, 7):
+            batch = prefetch.next(step)
+            # Time for a prefetch that builds ahead to do so; others build nothing meanwhile.
+            _wait_for(lambda step=step: any(later > step for later in built), seconds=0.05)
+            for name, column in batch.tokens.items():
+                assert bool((column == step).all()), f"column {name} of step {step} changed before its release"
+            batch.release()
+        prefetch.close()
+
     def test_asking_for_another_step_than_the_next_fails_loudly(self) -> None:
         prefetch = self.make_prefetch(_numbered_batch, 9)
         prefetch.start(1)
@@ -87,10 +127,7 @@ class PrefetchContract:
         prefetch.next(1)
         prefetch.close()
         prefetch.close()
-        deadline = time.monotonic() + 10
-        while set(threading.enumerate()) - before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert set(threading.enumerate()) <= before
+        assert _ended(before)
 
     def test_metrics_are_seconds_that_were_waited(self) -> None:
         prefetch = self.make_prefetch(_numbered_batch, 2)
@@ -99,6 +136,18 @@ class PrefetchContract:
         metrics = prefetch.metrics()
         prefetch.close()
         assert metrics["time/collate_wait"] >= 0
+
+
+def _ended(before: set[threading.Thread]) -> bool:
+    """Whether all threads that were not there before have ended, or do so soon."""
+    return _wait_for(lambda: set(threading.enumerate()) <= before, seconds=10)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
 
 
 def _numbered_batch(step: int) -> TrainingBatch:

@@ -1,0 +1,137 @@
+"""The contract suites catch the mistakes they were written for."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spurline.builtin.configs import PackedCollatorConfig, SerialPrefetchConfig
+from spurline.builtin.local.backend import LocalBackend
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.builtin.serial_prefetch import SerialPrefetch
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing import BackendContract, CollatorContract, PrefetchContract
+from spurline.testing.models import write_tiny_model
+
+
+def test_the_collator_contract_catches_a_segment_off_the_alignment() -> None:
+    class Unaligned(CollatorContract):
+        def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> Any:
+            class Collator(PackedCollator):
+                def collate(self, samples: Any, *, training: bool) -> TrainingBatch:
+                    batch = PackedCollator(PackedCollatorConfig(max_tokens=256), pad_token_id, ParallelLayout())
+                    dense = batch.collate(samples, training=training)
+                    missing = -dense.length % layout.align_to
+                    return replace(
+                        dense,
+                        tokens={
+                            name: torch.cat([column, column.new_zeros((dense.num_rows, missing))], dim=1)
+                            for name, column in dense.tokens.items()
+                        },
+                    )
+
+            return Collator(PackedCollatorConfig(max_tokens=256), pad_token_id, layout)
+
+    with pytest.raises(AssertionError, match="segment .* starts at"):
+        Unaligned().test_segments_start_at_multiples_of_the_alignment()
+
+
+class CopyingAhead:
+    """Builds one step ahead on a thread and hands out copies in one buffer, which it fills again at once."""
+
+    def __init__(self, build: Any, last_step: int) -> None:
+        self._inner = SerialPrefetch(SerialPrefetchConfig(), build, last_step)
+        self._build, self._last_step = build, last_step
+        self._buffer: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self, step: int) -> None:
+        self._inner.start(step)
+
+    def next(self, step: int) -> TrainingBatch:
+        batch = self._inner.next(step)
+        self._buffer = {name: column.clone() for name, column in batch.tokens.items()}
+        self._thread = threading.Thread(target=self._overwrite, args=(step + 1,))
+        self._thread.start()
+        return replace(batch, tokens=self._buffer)
+
+    def _overwrite(self, step: int) -> None:
+        if step <= self._last_step:
+            for name, column in self._build(step).tokens.items():
+                self._buffer[name].copy_(column)
+
+    def metrics(self) -> dict[str, float]:
+        return self._inner.metrics()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def test_the_prefetch_contract_catches_a_buffer_filled_again_before_its_release() -> None:
+    class Reusing(PrefetchContract):
+        def make_prefetch(self, build: Any, last_step: int) -> CopyingAhead:
+            return CopyingAhead(build, last_step)
+
+    with pytest.raises(AssertionError, match="changed before its release"):
+        Reusing().test_a_served_batch_keeps_its_content_until_it_is_released()
+
+
+def test_the_prefetch_contract_catches_a_release_before_the_loop_released_the_batch() -> None:
+    class Early(SerialPrefetch):
+        def next(self, step: int) -> TrainingBatch:
+            batch = super().next(step)
+            batch.release()
+            self._build(step + 1)
+            return batch
+
+    class Releasing(PrefetchContract):
+        def make_prefetch(self, build: Any, last_step: int) -> Early:
+            return Early(SerialPrefetchConfig(), build, last_step)
+
+    with pytest.raises(AssertionError, match="changed before its release"):
+        Releasing().test_a_served_batch_keeps_its_content_until_it_is_released()
+
+
+def test_the_prefetch_contract_catches_building_after_the_last_step() -> None:
+    class Eager(SerialPrefetch):
+        def start(self, step: int) -> None:
+            super().start(step)
+            self._build(step)
+
+    class Overshooting(PrefetchContract):
+        def make_prefetch(self, build: Any, last_step: int) -> Eager:
+            return Eager(SerialPrefetchConfig(), build, last_step)
+
+    with pytest.raises(AssertionError, match="after the last"):
+        Overshooting().test_starting_after_the_last_step_builds_nothing_and_closes()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+class Local(BackendContract):
+    backend_settings = {"name": "local", "device": "cpu"}
+
+
+def test_the_backend_contract_catches_an_evaluation_that_draws_random_numbers(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = LocalBackend.evaluate
+
+    def drawing(self: LocalBackend, *arguments: Any) -> Any:
+        torch.rand(())
+        return evaluate(self, *arguments)
+
+    monkeypatch.setattr(LocalBackend, "evaluate", drawing)
+    with pytest.raises(AssertionError):
+        Local().test_an_update_is_bit_identical_after_an_evaluation(tiny_model, tmp_path)
