@@ -270,7 +270,11 @@ def test_exported_model_loads_and_gives_the_trained_logprobs(
     for name, tensor in model.state_dict().items():
         if name in saved:
             assert torch.equal(tensor, saved[name]), name
-    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer.chat_template
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    modes = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "exported").iterdir()}
+    assert len(modes) == 1, "some files are readable by fewer people than others"
 
 
 def test_sigterm_finishes_the_step_saves_and_resumes(

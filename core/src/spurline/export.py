@@ -46,9 +46,7 @@ def export_hf(
         temporary.mkdir(parents=True)
         save_torch_state_dict(weights, temporary)
         config.save_pretrained(temporary)
-        GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(
-            temporary
-        )
+        _generation_config(loaded, tokenizer).save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         for file in temporary.iterdir():
             share(file)
@@ -60,6 +58,19 @@ def export_hf(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def _generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The model's own settings, which also stop at the end-of-turn token that was trained."""
+    model = loaded.config.model
+    try:
+        config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
+    except OSError:  # a model without a generation_config.json
+        config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    stops = dict.fromkeys(token for token in [*known, tokenizer.eos_token_id] if token is not None)
+    config.eos_token_id = list(stops) if len(stops) > 1 else next(iter(stops), None)
+    return config
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: Path | None = None) -> Path:

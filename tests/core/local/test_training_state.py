@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
-
-frozen_digest: Any = None
 from torch import nn
 
 from spurline.builtin.configs import CrossEntropyConfig, LoraConfig
 from spurline.builtin.local.backend import LocalBackend
+from spurline.builtin.local.frozen_digest import frozen_digest
 from spurline.config.run_config import ScheduleConfig
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.losses.cross_entropy import CrossEntropy

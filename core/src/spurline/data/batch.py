@@ -50,7 +50,7 @@ class TrainingBatch:
         `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each.
         `loss_weights[r, t]` weighs the loss on predicting the token AT t: 0 on prompts, on the first token of each
         segment and on padding.
-    segments: column name -> Ragged with one value per segment, in segment order.
+    segments: column name -> Ragged with one value per segment, in segment order, which is the order in the row.
     unit_ids: int64 [R]; rows with one unit id (preference pairs) stay in one micro-batch and on one rank.
     is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
     info: numbers about the layout for metrics, such as `packing/fill` in 0..1.
@@ -184,11 +184,14 @@ def _check_segments(batch: TrainingBatch) -> None:
     for row in range(batch.num_rows):
         lengths = batch.segments["length"][row]
         assert bool(batch.is_padding_row[row]) == (len(lengths) == 0), f"row {row} has {len(lengths)} segments"
+        previous_start = -1
         for segment, length in enumerate(lengths.tolist(), start=1):
             (where,) = torch.nonzero(segment_ids[row] == segment, as_tuple=True)
             assert len(where) == length, (row, segment, len(where), length)
             start = int(where[0])
             assert int(where[-1]) - start + 1 == length, f"row {row}: segment {segment} is not contiguous"
+            assert start > previous_start, f"row {row}: segment {segment} lies before segment {segment - 1}"
+            previous_start = start
             assert torch.equal(positions[row, where], torch.arange(length)), f"row {row}: positions do not restart"
             assert float(weights[row, start]) == 0, f"row {row}: first token of segment {segment} has loss"
         assert int(segment_ids[row].max()) == len(lengths)

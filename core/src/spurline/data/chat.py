@@ -72,11 +72,14 @@ class ChatRenderer:
     def _marked_spans(self, text: str, indices: list[Span], conversation: Conversation, train_on: str) -> list[Span]:
         """The template's own `{% generation %}` spans, those that are to be trained."""
         spans = [span for span in indices if span[0] < span[1]]
-        if conversation.first_trained is None:
-            return spans if train_on == "all_assistants" else spans[-1:]
-        if conversation.first_trained == 0:
+        first = conversation.first_trained
+        if first is None:
+            turns = assistant_turns(conversation.messages)
+            first = turns[-1] if train_on == "last_assistant" and len(turns) > 1 else 0
+        if first == 0:
             return spans
-        before = self.render(conversation.messages[: conversation.first_trained], conversation.tools).rstrip()
+        # Spans cannot be counted: a turn may have several, such as thinking and content, or none.
+        before = self.render(conversation.messages[:first], conversation.tools).rstrip()
         if not text.startswith(before):
             raise TemplateRewritesHistory
         return [span for span in spans if span[0] >= len(before)]

@@ -37,17 +37,23 @@ class Backend(Protocol):
     Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
     """
 
-    def update(self, batch: TrainingBatch, objective: Objective) -> Mapping[str, float]:
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         """One optimizer step on all rows of a mini-batch; micro-batching, accumulation and clipping happen inside.
 
+        role: the model that is trained. Raises ModelError for one that this backend does not train.
         Returns `loss` (weighted sum / normalizer, nats), `grad_norm` (before clipping), `lr`, the loss's own metrics
         and `time/forward_backward`, `time/optimizer` in seconds.
         Raises NonFiniteLossError before anything changed when loss or gradient norm is not finite.
         """
         ...
 
-    def gradients(self, batch: TrainingBatch, objective: Objective) -> Iterator[tuple[str, Tensor]]:
-        """(hf_name, gradient) of the same objective, on CPU, unclipped, leaving weights and optimizer untouched."""
+    def gradients(
+        self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(hf_name, gradient) of the same objective, on CPU, unclipped, leaving weights and optimizer untouched.
+
+        role: as in `update`.
+        """
         ...
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spurline.builtin.configs import LocalBackendConfig
 from spurline.builtin.local.checkpoint import TrainingState, load_training_state, save_training_state
+from spurline.builtin.local.config_checks import check_config
 from spurline.builtin.local.device_profile import device_profile
 from spurline.builtin.local.generation import generate_greedily, model_stop_tokens
 from spurline.builtin.local.microbatches import Rows, TokenStream, cut_rows, token_stream
@@ -49,6 +50,7 @@ class LocalBackend:
         self._updates = 0
         self._profile = device_profile(config)
         causal = load_model(run.model, self._profile, run.seed)
+        self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         if config.lora is not None:
             from spurline.builtin.local.lora import add_adapters
 
@@ -68,7 +70,8 @@ class LocalBackend:
         # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
         seed_generators(run.seed)
 
-    def update(self, batch: TrainingBatch, objective: Objective) -> Mapping[str, float]:
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
+        _check_trainable(role)
         started = time.perf_counter()
         sums = StepSums()
         try:
@@ -95,7 +98,10 @@ class LocalBackend:
             "time/optimizer": time.perf_counter() - differentiated,
         }
 
-    def gradients(self, batch: TrainingBatch, objective: Objective) -> Iterator[tuple[str, Tensor]]:
+    def gradients(
+        self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
+    ) -> Iterator[tuple[str, Tensor]]:
+        _check_trainable(role)
         try:
             # Dropout as in the next update, without using it up.
             with self._profile.keeping_generators():
@@ -182,6 +188,8 @@ class LocalBackend:
         for rows in cut_rows(batch, self._config):
             stream = token_stream(batch, rows, columns, self._profile)
             if stream is not None:
+                if self._length_limit is not None:
+                    self._length_limit.check(stream.plan.max_length)
                 yield rows, stream
 
     def _gradient_norm(self) -> Tensor:
@@ -248,3 +256,11 @@ class LocalBackend:
                 yield
         else:
             yield
+
+
+def _check_trainable(role: Role) -> None:
+    if role != "policy":
+        raise ModelError(
+            f"The local backend trains the policy only, and was asked to train the {role}. Use a source and an "
+            "advantage that need no other trained model, or a backend that trains one."
+        )

@@ -1,9 +1,9 @@
 """Write and read everything the local backend needs to continue bit for bit.
 
-model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives)
-and the model's persistent buffers. optimizer.safetensors: moments and step per parameter. rng.safetensors and
-state.json: the random generators and the update count. No pickle. Naming, renaming into place and pruning are the
-caller's work.
+model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
+and are recognised by a digest) and the model's persistent buffers. optimizer.safetensors: moments and step per
+parameter. rng.safetensors and state.json: the random generators, the update count and the digest. No pickle. Naming,
+renaming into place and pruning are the caller's work.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from spurline.builtin.local import rng_state
+from spurline.builtin.local.frozen_digest import frozen_digest
 from spurline.builtin.local.optimizer import STATE_NAMES, expected_shape, optimizer_tensors, restore_optimizer
 from spurline.errors import CheckpointError, CheckpointWriteError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class TrainingState:
     parameters: Mapping[str, Parameter]
     optimizer: torch.optim.AdamW
 
+    @cached_property
+    def frozen(self) -> str:
+        """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
+        return frozen_digest(self.causal)
+
 
 def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
     """Write into this folder. Raises CheckpointWriteError."""
@@ -43,7 +50,12 @@ def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
         _write(path / "model.safetensors", _model_tensors(state))
         _write(path / "optimizer.safetensors", optimizer_tensors(state.optimizer, state.parameters))
         _write(path / "rng.safetensors", rng_state.generator_tensors())
-        content = {"format": _FORMAT, "updates": updates, "generators": rng_state.generator_values()}
+        content = {
+            "format": _FORMAT,
+            "updates": updates,
+            "frozen_weights": state.frozen,
+            "generators": rng_state.generator_values(),
+        }
         (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointWriteError(str(error)) from error
@@ -60,6 +72,7 @@ def load_training_state(path: Path, state: TrainingState) -> int:
     content = _read_json(path / "state.json")
     targets = _model_tensors(state)
     _check_model(path, model, targets)
+    _check_frozen(path, content["frozen_weights"], state)
     _check_optimizer(path, optimizer, state.parameters)
     with torch.no_grad():
         for name, target in targets.items():
@@ -90,6 +103,14 @@ def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, 
                 f"{path}: {name} is {_describe(saved[name])} in the checkpoint, but {_describe(target)} in this run. "
                 "Resume with the model, backend.lora and backend.precision the checkpoint was made with."
             )
+
+
+def _check_frozen(path: Path, saved: str, state: TrainingState) -> None:
+    if saved != state.frozen:
+        raise CheckpointError(
+            f"{path}: the checkpoint's adapters were trained on other frozen weights than this run's model has. Resume "
+            "with the model.path, model.revision, model.init and seed the checkpoint was made with."
+        )
 
 
 def _check_optimizer(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:

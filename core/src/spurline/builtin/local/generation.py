@@ -36,7 +36,7 @@ def generate_greedily(
         use_cache=True,
     )
     generate: Any = causal.generate
-    with evaluation_mode(causal), _generation_setup(causal):
+    with evaluation_mode(causal), _generation_setup(causal), _rotary_state_kept(causal):
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
@@ -83,6 +83,22 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
     finally:
         causal.set_attn_implementation(ATTENTION_NAME)
         causal.generation_config = own_defaults
+
+
+@contextmanager
+def _rotary_state_kept(causal: PreTrainedModel) -> Iterator[None]:
+    """`dynamic` rotary embeddings keep the frequencies of the longest sequence seen; training must not meet them."""
+    rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]
+    before = [(dict(vars(module)), dict(module._buffers)) for module in rotary]
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(rotary, before, strict=True):
+            # Attributes that generation added go as well.
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def model_stop_tokens(causal: PreTrainedModel) -> list[int]:

@@ -74,7 +74,8 @@ def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
             used = 0
         groups[-1].extend(members)
         used += size
-    return [np.asarray(group, dtype=np.int64) for group in groups]
+    # Units may interleave; within a micro-batch the rows keep the order of the batch.
+    return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]
 
 
 def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
@@ -115,7 +116,7 @@ def token_stream(
 
 def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.int64]]:
     """Flat batch index of each stream token, and the segment lengths: segments from short to long (see SegmentPlan)."""
-    everything = len(rows) == batch.num_rows
+    everything = np.array_equal(rows, np.arange(batch.num_rows))
     segment_ids = batch.tokens["segment_ids"]
     index = torch.nonzero((segment_ids if everything else segment_ids[torch.from_numpy(rows)]).flatten()).flatten()
     if not everything:
