@@ -61,7 +61,7 @@ class HandWrittenStep:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return float(loss)
+        return loss.item()
 
 
 class Comparison:

@@ -143,7 +143,10 @@ def _config_with_name(config: type[ComponentConfig], name: str) -> type[Componen
 
 def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
     create: Any = create_model
-    return cast("type[Section]", create(base.__name__, __base__=base, __doc__=base.__doc__, **fields))
+    # A class made here has no source of its own to read docstrings from; looking for it took most of a start.
+    keywords = {"use_attribute_docstrings": False}
+    model = create(base.__name__, __base__=base, __doc__=base.__doc__, __cls_kwargs__=keywords, **fields)
+    return cast("type[Section]", model)
 
 
 # Type expressions made at run time are beyond a type checker: these four helpers are where `Any` enters.
