@@ -11,7 +11,7 @@ TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 help:
 	@echo "make quickstart   install into .venv, train a tiny model on the shipped data, write a report (minutes)"
 	@echo "make test         install the development tools too and run the whole test suite"
-	@echo "make check        lint, formatting, types and import rules"
+	@echo "make check        lint, formatting, types, import rules and documentation"
 	@echo "make soak         the slow tests at full length"
 	@echo "make docs         build the documentation into site/"
 	@echo "make benchmarks   print the benchmark figures"
@@ -56,6 +56,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
 soak: $(VENV)/.dev
 	SPURLINE_SOAK=1 $(BIN)/python -m pytest -m slow --timeout 7200

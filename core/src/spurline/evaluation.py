@@ -23,12 +23,11 @@ from spurline.data.tokenizer import pad_token_id
 from spurline.errors import CheckpointError, RunFailedError, SpurlineError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import Collator
-from spurline.protocols.loss import Loss
+from spurline.protocols.loss import Loss, Objective
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.reward import Answer, Reward
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.run_context import SourceContext
-from spurline.update import token_mean
 
 
 class Evaluation:
@@ -93,7 +92,7 @@ class Evaluation:
             prefetch.start(1)
             for number in range(1, num_batches + 1):
                 batch = prefetch.next(number)
-                sums = backend.evaluate(batch, token_mean(self._loss, batch))
+                sums = backend.evaluate(batch, Objective(self._loss, normalizer=1.0))
                 loss += sums.loss
                 weight += sums.weight
                 batch.release()

@@ -46,7 +46,7 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT) -> Plan:
         data = _attempt(plan, lambda: build_data(loaded, stack, row_limit))
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
-            plan.sections["objective"] = [data.loss.describe()]
+            plan.sections["objective"] = [f"{data.loss.describe()} Reduction: {loaded.config.reduction}."]
             plan.sections["steps"] = _steps(loaded, data)
             largest = _attempt(plan, lambda: _batches(plan, data))
             _attempt(plan, lambda: _divisibility(loaded, data))

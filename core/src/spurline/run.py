@@ -114,7 +114,7 @@ class Run:
         if resume.checkpoint is not None:
             notes += restore(resume.checkpoint, components, self.loaded)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
-        update = Update(components.backend, components.data.minibatches, components.data.loss)
+        update = Update(components.backend, components.data.minibatches, components.data.loss, self.config.reduction)
         self.loaded.host.attach(update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
         self._files = RunRecordFiles(self.directory, self._summary(components))

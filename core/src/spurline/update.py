@@ -1,4 +1,4 @@
-"""One batch becomes one or several optimizer steps: cut, normalise, update.
+"""One batch becomes one or several optimizer steps: cut, reduce, update.
 
 Place on the way: TrainingBatch -> mini-batches -> backend -> metrics. This is core's implementation of the `train_step`
 hook, the only one; plugins may wrap it.
@@ -13,6 +13,7 @@ from spurline.hookspecs import hookimpl
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Loss, Objective
 from spurline.protocols.minibatches import MiniBatches
+from spurline.reduction import REDUCTIONS, Reduction
 
 _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
@@ -20,29 +21,21 @@ _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 class Update:
     """Hook implementation that trains on one batch."""
 
-    def __init__(self, backend: Backend, minibatches: MiniBatches, loss: Loss) -> None:
+    def __init__(self, backend: Backend, minibatches: MiniBatches, loss: Loss, reduction: Reduction) -> None:
         self._backend = backend
         self._minibatches = minibatches
         self._loss = loss
+        self._reduce = REDUCTIONS[reduction]
 
     @hookimpl
     def train_step(self, step: int, batch: TrainingBatch) -> Mapping[str, float]:
         """Update the model with every mini-batch of this batch."""
-        parts = [
-            self._backend.update(minibatch, token_mean(self._loss, minibatch))
-            for minibatch in self._minibatches.cut(batch)
-        ]
+        parts = [self._update(minibatch) for minibatch in self._minibatches.cut(batch)]
         return {**_join(parts), **batch.info}
 
-
-def token_mean(loss: Loss, minibatch: TrainingBatch) -> Objective:
-    """Normalise by the loss weight of the whole optimizer step.
-
-    The sum is taken here, before any cutting into micro-batches or ranks: means of parts would overweight parts with
-    short samples.
-    """
-    weight = float(minibatch.tokens["loss_weights"].double().sum())
-    return Objective(loss, weight if weight > 0 else 1.0)
+    def _update(self, minibatch: TrainingBatch) -> Mapping[str, float]:
+        weighted, normalizer = self._reduce(minibatch)
+        return self._backend.update(weighted, Objective(self._loss, normalizer))
 
 
 def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -52,6 +45,16 @@ def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
     # A mini-batch without loss tokens has no value for the loss's own metrics.
     values = {name: [part[name] for part in parts if name in part] for name in names}
-    joined = {name: sum(found) if name in _SUMMED else sum(found) / len(found) for name, found in values.items()}
+    joined = {name: _joined(name, found) for name, found in values.items()}
     joined["lr"] = parts[-1]["lr"]
     return joined
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    if name in _SUMMED:
+        return sum(values)
+    if name.endswith("/max"):
+        return max(values)
+    if name.endswith("/min"):
+        return min(values)
+    return sum(values) / len(values)

@@ -260,3 +260,22 @@ def test_only_the_policy_can_be_updated(model: Path, role: Role) -> None:
     gradients = dict(backend.gradients(batch, objective))
     for name, gradient in backend.gradients(batch, objective, role="policy"):
         assert torch.equal(gradient, gradients[name])
+
+
+class WithExtremes(CrossEntropy):
+    def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        return {"logprob/max": inputs.logprobs, "logprob/min": inputs.logprobs, "logprob": inputs.logprobs}
+
+
+@pytest.mark.parametrize("rows_per_microbatch", [None, 1, 2])
+def test_metrics_named_max_and_min_are_extremes_over_all_micro_batches(
+    model: Path, rows_per_microbatch: int | None
+) -> None:
+    backend = excite(local_backend(model, precision="fp64", rows_per_microbatch=rows_per_microbatch))
+    batch = lay_out(make_samples([5, 9, 12, 3, 7]))
+    logprobs = backend.logprobs(batch)
+    trained = logprobs[batch.tokens["loss_weights"] != 0]
+    metrics = backend.update(batch, Objective(WithExtremes(CrossEntropyConfig()), 1.0))
+    assert metrics["logprob/max"] == pytest.approx(float(trained.max()), rel=1e-6)
+    assert metrics["logprob/min"] == pytest.approx(float(trained.min()), rel=1e-6)
+    assert metrics["logprob/min"] < metrics["logprob"] < metrics["logprob/max"]

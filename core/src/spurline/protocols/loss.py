@@ -43,8 +43,9 @@ class Loss(Protocol):
         ...
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Named [N] values to report as their weighted mean over the step; empty when there are none.
+        """Named [N] values to report over the step; empty when there are none.
 
+        Each becomes its weighted mean; names ending in `/max` or `/min` become the largest or smallest value.
         Called under `torch.no_grad`.
         """
         ...

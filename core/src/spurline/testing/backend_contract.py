@@ -24,8 +24,8 @@ from spurline.protocols.backend import Backend
 from spurline.protocols.backend_config import BackendConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
+from spurline.reduction import token_mean
 from spurline.testing.data import PAD, make_view
-from spurline.update import token_mean
 
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
 
@@ -249,4 +249,5 @@ def _minibatch(
         else PaddedCollator(PaddedCollatorConfig(), PAD, layout)
     )
     batch = collator.collate(samples, training=True)
-    return batch, token_mean(CrossEntropy(CrossEntropyConfig()), batch)
+    batch, normalizer = token_mean(batch)
+    return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)

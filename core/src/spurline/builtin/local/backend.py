@@ -93,7 +93,7 @@ class LocalBackend:
             "lr": rate,
             "tokens": float(batch.num_tokens),
             "loss_tokens": float(sums.tokens),
-            **sums.weighted_means(),
+            **sums.metrics(),
             "time/forward_backward": differentiated - started,
             "time/optimizer": time.perf_counter() - differentiated,
         }

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from spurline.builtin.local.microbatches import Rows, TokenStream
 
+_METRIC, _EXTREME = "metric/", "extreme/"
+_EXTREMES = {"max": torch.maximum, "min": torch.minimum}
+
 
 class StepSums:
     """Sums of weight * value. After `fetch` they can be read."""
@@ -31,8 +34,17 @@ class StepSums:
         self._add("loss", total.detach())
         self._add("weight", stream.weights.sum())
         for name, values in metrics.items():
-            self._add(f"metric/{name}", torch.dot(stream.weights, values.detach().to(stream.weights.dtype)))
+            self._add_metric(name, values.detach(), stream.weights)
         return total
+
+    def _add_metric(self, name: str, values: Tensor, weights: Tensor) -> None:
+        join = _EXTREMES.get(name.rpartition("/")[2])
+        if join is None:
+            self._add(f"{_METRIC}{name}", torch.dot(weights, values.to(weights.dtype)))
+            return
+        extreme = (values.max() if join is torch.maximum else values.min()).double()
+        known = self._sums.get(f"{_EXTREME}{name}")
+        self._sums[f"{_EXTREME}{name}"] = extreme if known is None else join(known, extreme)
 
     def _add(self, name: str, value: Tensor) -> None:
         # In double: the last digits of a long sum must not depend on how rows were cut.
@@ -49,12 +61,15 @@ class StepSums:
         """Sum of `loss` or `weight`; 0 for a step without loss tokens."""
         return self._fetched.get(name, 0.0)
 
-    def weighted_means(self) -> dict[str, float]:
-        """The loss's own metrics, each as sum of weight * value / sum of weights."""
+    def metrics(self) -> dict[str, float]:
+        """The loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
         weight = self.total("weight")
-        prefix = "metric/"
-        return {
-            name.removeprefix(prefix): value / weight
+        means = {
+            name.removeprefix(_METRIC): value / weight
             for name, value in self._fetched.items()
-            if name.startswith(prefix) and weight != 0
+            if name.startswith(_METRIC) and weight != 0
         }
+        extremes = {
+            name.removeprefix(_EXTREME): value for name, value in self._fetched.items() if name.startswith(_EXTREME)
+        }
+        return means | extremes
