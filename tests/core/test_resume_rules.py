@@ -88,6 +88,8 @@ def test_component_state_keeps_arrays_and_structure(tmp_path: Path) -> None:
         "nothing": None,
     }
     write_state(tmp_path / "source" / "mine.v1", state)
+    write_state(tmp_path / "source" / "mine.v2", {"scalar": np.float64(2).reshape(())})
+    assert read_state(tmp_path / "source" / "mine.v2") == {"scalar": np.array(2.0)}
     got: Any = read_state(tmp_path / "source" / "mine.v1")
     assert got["cursor"] == 7
     assert got["nothing"] is None
@@ -95,3 +97,11 @@ def test_component_state_keeps_arrays_and_structure(tmp_path: Path) -> None:
     for read, written in zip(got["groups"], state["groups"], strict=True):
         assert read["tokens"].dtype == written["tokens"].dtype
         assert np.array_equal(read["tokens"], written["tokens"])
+
+
+def test_a_state_that_cannot_be_saved_names_its_component(tmp_path: Path) -> None:
+    from spurline.component_state import write_state
+    from spurline.errors import RunFailedError
+
+    with pytest.raises(RunFailedError, match="state of source/mine cannot be saved"):
+        write_state(tmp_path / "source" / "mine", {"cursor": object()})

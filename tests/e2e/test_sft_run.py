@@ -119,6 +119,8 @@ def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(
     fresh = base_config | {"run_dir": str(tmp_path / "fresh")}
     code, _, _ = spurline("train", write_config(fresh), "--resume", foreign)
     assert code == 0
+    kept = sorted(path.name for path in (tmp_path / "fresh" / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000006"]
     assert [line["step"] for line in read_metrics(tmp_path / "fresh")] == [5, 6]
 
 
@@ -201,11 +203,14 @@ def test_a_failing_evaluation_does_not_cost_the_training_before_it(
         patch.setattr(ExactMatch, "score", broken)
         with pytest.raises(RunFailedError, match=r"Reward 'exact' failed on the response.*KeyError") as raised:
             Run(load_config(base_config)).train()
-    assert "Step 3 itself was trained and saved" in raised.value.__notes__[0]
+    assert "Step 3 itself was trained and saved; the same command evaluates again" in raised.value.__notes__[0]
     assert Run(load_config(base_config)).train().status == "finished"
     metrics = read_metrics(base_config["run_dir"])
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in metrics if "eval/exact" in line] == [6]
+    assert [line["step"] for line in metrics if "eval/exact" in line] == [3, 6]
+    whole = base_config | {"run_dir": base_config["run_dir"] + "-whole"}
+    Run(load_config(whole)).train()
+    assert deterministic(metrics) == deterministic(read_metrics(whole["run_dir"]))
 
 
 def test_the_report_of_a_killed_run_says_so(base_config: dict[str, Any]) -> None:

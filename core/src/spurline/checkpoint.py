@@ -78,8 +78,10 @@ class CheckpointStore:
             self._replace(temporary, final)
             write_text(self.root / LATEST, final.name + "\n")
         except (OSError, CheckpointWriteError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointWriteError(self._write_failure(step, error)) from error
+        finally:
+            # Gone by now when all went well: it has been renamed.
+            shutil.rmtree(temporary, ignore_errors=True)
         return final
 
     def _replace(self, temporary: Path, final: Path) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spurline.durable import write_json
+from spurline.errors import CheckpointWriteError, RunFailedError
 
 _REFERENCE = "__array__"
 
@@ -24,22 +26,39 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
     """Write `path`.json and, when there are arrays, `path`.safetensors."""
     arrays: dict[str, NDArray[Any]] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path.with_suffix(".json"), {"state": _take_out(state, arrays)})
-    if arrays:
-        save_file(arrays, path.with_suffix(".safetensors"))
+    try:
+        write_json(_json_path(path), {"state": _take_out(state, arrays)})
+        if arrays:
+            save_file(arrays, _arrays_path(path))
+    except SafetensorError as error:
+        raise CheckpointWriteError(f"{path.name}: {error}") from error
+    except TypeError as error:
+        raise RunFailedError(
+            f"The state of {path.parent.name}/{path.name} cannot be saved: {error}. `state_dict` returns nested dicts "
+            "and lists of JSON values and numpy arrays of numbers."
+        ) from error
 
 
 def read_state(path: Path) -> dict[str, object]:
     """What `write_state` wrote. Raises FileNotFoundError when there is none."""
-    content = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["state"]
-    arrays_path = path.with_suffix(".safetensors")
+    content = json.loads(_json_path(path).read_text(encoding="utf-8"))["state"]
+    arrays_path = _arrays_path(path)
     return _put_back(content, load_file(arrays_path) if arrays_path.exists() else {})
+
+
+def _json_path(path: Path) -> Path:
+    # Not with_suffix: a component's name may hold dots.
+    return path.with_name(f"{path.name}.json")
+
+
+def _arrays_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.safetensors")
 
 
 def _take_out(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:
     if isinstance(value, np.ndarray):
         key = str(len(arrays))
-        arrays[key] = np.ascontiguousarray(value)
+        arrays[key] = np.asarray(value, order="C")
         return {_REFERENCE: key}
     if isinstance(value, Mapping):
         return {str(name): _take_out(item, arrays) for name, item in value.items()}

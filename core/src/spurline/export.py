@@ -38,15 +38,16 @@ def export_hf(
     )
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in backend.named_weights()}
-    if not replace and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty. Choose another folder, or move it away.")
+    out = out.resolve()
+    if not replace:
+        check_free(out)
     # Written beside and renamed: a folder that `from_pretrained` finds is whole.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         save_torch_state_dict(weights, temporary)
         config.save_pretrained(temporary)
-        _generation_config(loaded, tokenizer).save_pretrained(temporary)
+        _save_generation_config(loaded, tokenizer, temporary)
         tokenizer.save_pretrained(temporary)
         for file in temporary.iterdir():
             share(file)
@@ -58,6 +59,22 @@ def export_hf(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def check_free(out: Path) -> None:
+    """Raise UserError unless `out` is new or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty. Choose another folder, or move it away.")
+
+
+def _save_generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        _generation_config(loaded, tokenizer).save_pretrained(folder)
+    except ValueError:
+        # transformers loads settings that it refuses to save, such as a sampling number without sampling; what ends a
+        # turn is all that a trained model must bring along.
+        plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        plain.save_pretrained(folder)
 
 
 def _generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
@@ -78,6 +95,7 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: Path | None = None) 
 
     Raises CheckpointError when there is none or it is damaged.
     """
+    check_free(out)
     store = CheckpointStore(loaded.config.run_dir / "checkpoints")
     found = open_checkpoint(checkpoint) if checkpoint is not None else store.latest()
     if found is None:

@@ -102,7 +102,7 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
 
 
 def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
-    """Lay out the first batches; returns rows and tokens of the one with most tokens."""
+    """Lay out the first batches; returns row length and tokens of the one with most tokens."""
     if not data.source.pure:
         plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
         return 0, 0
@@ -114,7 +114,7 @@ def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
             f"step {step}: {batch.num_rows} rows x {batch.length} tokens, {batch.num_tokens:,} real "
             f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
         )
-        largest = max(largest, (batch.num_rows, batch.num_tokens), key=lambda rows_and_tokens: rows_and_tokens[1])
+        largest = max(largest, (batch.length, batch.num_tokens), key=lambda length_and_tokens: length_and_tokens[1])
         batch.release()
     plan.sections["batches"] = lines
     return largest
@@ -131,9 +131,9 @@ def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
         raise ConfigError([problem], loaded.origin)
 
 
-def _memory(plan: Plan, loaded: LoadedConfig, rows: int, tokens: int) -> None:
+def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int) -> None:
     backend = cast("BackendConfig", loaded.config.backend)
-    parts = backend.estimate_memory(loaded.config, rows, tokens)
+    parts = backend.estimate_memory(loaded.config, row_length, tokens)
     if parts:
         lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items()]
         plan.sections["memory (estimate)"] = [*lines, f"total: {sum(parts.values()) / 2**20:,.0f} MiB"]

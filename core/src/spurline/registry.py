@@ -188,15 +188,16 @@ def resolve(reference: str, what: str) -> Callable[..., Any]:
     """Import `"module:attribute"`. Raises PluginError saying which component needed it."""
     module_name, _, attribute = reference.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
     except SpurlineError:
         raise
-    except AttributeError as error:
-        raise PluginError(f"The {what} names '{reference}', but {module_name} has no '{attribute}'.") from error
     except Exception as error:
         raise PluginError(
             f"The {what} cannot be imported from '{reference}': {type(error).__name__}: {error}."
         ) from error
+    if not hasattr(module, attribute):
+        raise PluginError(f"The {what} names '{reference}', but {module_name} has no '{attribute}'.")
+    return getattr(module, attribute)
 
 
 def group_by_kind(entries: Iterable[Registration]) -> dict[str, list[str]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spurline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from spurline.component_state import read_state, write_state
@@ -19,10 +20,19 @@ from spurline.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run continues. checkpoint: None for a new run. notes: what a person should know about it."""
+    """Where a run continues.
+
+    checkpoint: None for a new run. notes: what a person should know about it. foreign: it is another run's checkpoint.
+    """
 
     checkpoint: Checkpoint | None
     notes: tuple[str, ...] = ()
+    foreign: bool = False
+
+    @property
+    def pending(self) -> Mapping[str, float] | None:
+        """Metrics of the checkpoint's step when its evaluation failed and is still to come, else None."""
+        return None if self.checkpoint is None else self.checkpoint.manifest.get("pending_evaluation")
 
 
 def find_resume(directory: RunDirectory, loaded: LoadedConfig, choice: str) -> Resume:
@@ -44,11 +54,11 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, choice: str) -> R
     checkpoint = store.latest() if choice == "auto" else _chosen(Path(choice))
     if checkpoint is None:
         return Resume(None)
-    _check_lineage(checkpoint, directory)
+    foreign = _is_foreign(checkpoint, directory)
     notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
     notes += _check_config(checkpoint, loaded)
     notes += _check_versions(checkpoint, loaded)
-    return Resume(checkpoint, tuple(notes))
+    return Resume(checkpoint, tuple(notes), foreign)
 
 
 def _chosen(path: Path) -> Checkpoint:
@@ -57,14 +67,19 @@ def _chosen(path: Path) -> Checkpoint:
     return inside if inside is not None else open_checkpoint(path)
 
 
-def _check_lineage(checkpoint: Checkpoint, directory: RunDirectory) -> None:
-    """Refuse to continue another run's checkpoint in a directory that has a history of its own."""
-    own = checkpoint.path.parent.resolve() == directory.checkpoints.resolve()
+def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
+    """Whether it is another run's checkpoint, or one that was set aside.
+
+    Raises RunDirectoryError when it is and the directory has a history of its own.
+    """
+    here = checkpoint.path.parent.resolve() == directory.checkpoints.resolve()
+    own = here and checkpoint.path.name.startswith("step-")
     if not own and (directory.metrics.exists() or CheckpointStore(directory.checkpoints).paths()):
         raise RunDirectoryError(
-            f"{checkpoint.path} belongs to another run, and run_dir {directory.path} has metrics or checkpoints of its "
-            "own, which would be mixed with it. Choose a new run_dir."
+            f"{checkpoint.path} belongs to another run or was set aside, and run_dir {directory.path} has metrics "
+            "or checkpoints of its own, which would be mixed with it. Choose a new run_dir."
         )
+    return not own
 
 
 def _check_config(checkpoint: Checkpoint, loaded: LoadedConfig) -> list[str]:
@@ -88,8 +103,17 @@ def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[st
             yield f"Version differs: {name} {saved.get(name, '(absent)')} saved the checkpoint, {version} resumes it."
 
 
-def save_state(step: int, components: Components, loaded: LoadedConfig, directory: RunDirectory) -> Path:
-    """Write the checkpoint of this step and remove those beyond `checkpoint.keep_last`."""
+def save_state(
+    step: int,
+    components: Components,
+    loaded: LoadedConfig,
+    directory: RunDirectory,
+    pending: Mapping[str, float] | None = None,
+) -> Path:
+    """Write the checkpoint of this step and remove those beyond `checkpoint.keep_last`.
+
+    pending: the step's metrics, when its evaluation is still to come.
+    """
 
     def write(folder: Path) -> None:
         (folder / "backend").mkdir()
@@ -98,7 +122,10 @@ def save_state(step: int, components: Components, loaded: LoadedConfig, director
             write_state(folder / "components" / name, component.state_dict())
 
     store = CheckpointStore(directory.checkpoints)
-    path = store.save(step, write, {"config": loaded.resolved(), "versions": loaded.host.versions()})
+    facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions()}
+    if pending is not None:
+        facts["pending_evaluation"] = dict(pending)
+    path = store.save(step, write, facts)
     store.prune(loaded.config.checkpoint.keep_last)
     return path
 
@@ -108,17 +135,21 @@ def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig
 
     Only then are later checkpoints of the same run set aside, whose steps will be trained again; returns notes on them.
     """
+    notes: list[str] = []
     for name, component in _stateful(components, loaded):
         try:
             state = read_state(checkpoint.path / "components" / name)
         except FileNotFoundError:
+            if name.startswith("tracker/"):
+                notes.append(f"{name} is new in this run and starts without state.")
+                continue
             raise CheckpointError(
                 f"Checkpoint {checkpoint.path} has no state of {name}: it was made by another setup."
             ) from None
         component.load_state_dict(state)
     components.backend.load(checkpoint.path / "backend")
     moved = CheckpointStore(loaded.config.run_dir / "checkpoints").set_aside_after(checkpoint.step)
-    return [f"Set aside, since its steps are trained again: {path}." for path in moved]
+    return notes + [f"Set aside, since its steps are trained again: {path}." for path in moved]
 
 
 def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:

@@ -11,13 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from spurline import loop
 from spurline.builtin.configs import SerialPrefetchConfig
-from spurline.components import Components, build_components
+from spurline.components import build_components
 from spurline.config.loading import LoadedConfig
-from spurline.data.summary import describe
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.export import export_hf
 from spurline.protocols.backend import Backend
@@ -25,9 +24,9 @@ from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
 from spurline.protocols.tracker import RunInfo
 from spurline.report.writing import write_run_report
-from spurline.resume import find_resume, restore, save_state
+from spurline.resume import Resume, find_resume, restore, save_state
 from spurline.run_directory import RunDirectory
-from spurline.run_record import RunRecordFiles
+from spurline.run_record import RunRecordFiles, summarize_run
 from spurline.stopping import StopRequest
 from spurline.update import Update
 
@@ -76,6 +75,8 @@ class Run:
         self.directory = RunDirectory(loaded.config.run_dir)
         self.state = RunState()
         self._resume = resume
+        self._resumed = Resume(None)
+        self._notes: list[str] = []
         self._stop = StopRequest()
 
     def train(self) -> RunResult:
@@ -90,14 +91,18 @@ class Run:
             stack.enter_context(self._stop)
             error: BaseException | None = None
             try:
+                self._start_trackers(stack)
                 self.hooks.on_run_start(run=self)
                 self._start_batches(stack)
+                self._settle_resume()
                 loop.train(self)
                 self._save_if_behind()
                 self._export_if_finished()
-            except BaseException as raised:  # noqa: BLE001 - re-raised; every end of a run is recorded
+            except BaseException as raised:
                 error = self._with_last_checkpoint(raised)
-                raise error from error.__cause__
+                if error is raised:
+                    raise
+                raise error from raised
             finally:
                 self._end(error)
             report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
@@ -110,19 +115,22 @@ class Run:
         components = build_components(self.loaded, stack)
         self._components = components
         self.source, self.backend = components.data.source, components.backend
-        notes = [*resume.notes]
+        self._notes = [*resume.notes]
+        self._resumed = resume
         if resume.checkpoint is not None:
-            notes += restore(resume.checkpoint, components, self.loaded)
+            self._notes += restore(resume.checkpoint, components, self.loaded)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
         update = Update(components.backend, components.data.minibatches, components.data.loss, self.config.reduction)
         self.loaded.host.attach(update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
-        self._files = RunRecordFiles(self.directory, self._summary(components))
+        self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded))
         self._files.start(self.loaded.resolved(), self.state.step)
-        self._start_trackers(stack, (*notes, *self._data_notes()))
 
-    def _start_trackers(self, stack: ExitStack, notes: tuple[str, ...]) -> None:
-        info = RunInfo(self.directory.path, self.state.step, self.source.total_steps, self.loaded.resolved(), notes)
+    def _start_trackers(self, stack: ExitStack) -> None:
+        # A step whose evaluation is still to come gets its line when that is done.
+        kept = self.state.step - (1 if self._resumed.pending is not None else 0)
+        notes = (*self._notes, *self._files.data_notes())
+        info = RunInfo(self.directory.path, kept, self.source.total_steps, self.loaded.resolved(), notes)
         for tracker in self._components.trackers:
             tracker.start(info)
             stack.callback(tracker.close)
@@ -138,6 +146,18 @@ class Run:
         stack.callback(self.batches.close)
         self.batches.start(first)
 
+    def _settle_resume(self) -> None:
+        """Do what a resume owes before its first step."""
+        if self._resumed.pending is not None:
+            step = self.state.step
+            metrics = {**self._resumed.pending}
+            metrics |= self.maybe_evaluate(step, metrics)
+            self.record(step, metrics)
+            self._save(step)
+        elif self._resumed.foreign:
+            # A kill before the first own checkpoint must not leave this run without the weights it began with.
+            self._save(self.state.step)
+
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to train, 1-based, until the last one or a stop signal."""
         while self.state.step < self.source.total_steps and not self._stop:
@@ -146,8 +166,8 @@ class Run:
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Evaluation metrics when this step is due for one, else nothing.
 
-        metrics: of the update just done. When the evaluation fails they are recorded and the weights saved before the
-        error goes on: a mistake in a reward must not cost the training before it.
+        metrics: of the update just done. When the evaluation fails, they are saved with the weights before the error
+        goes on: a mistake in a reward must not cost the training before it. A resume evaluates first.
         """
         evaluation = self._components.data.evaluation
         if evaluation is None or not self._is_due(step, self.config.evaluation.every_steps):
@@ -155,13 +175,19 @@ class Run:
         try:
             scores, samples = evaluation.evaluate(self.backend)
         except Exception as error:
-            self.record(step, metrics)
-            self._save(step)
-            error.add_note(f"Step {step} itself was trained and saved: {self.state.checkpoint}.")
+            self._save_before_evaluation(step, metrics, error)
             raise
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
         return scores
+
+    def _save_before_evaluation(self, step: int, metrics: Mapping[str, float], error: Exception) -> None:
+        try:
+            self._save(step, pending=metrics)
+        except Exception as failure:  # noqa: BLE001 - it must not hide the evaluation's own error
+            error.add_note(f"The step before it could not be saved either: {failure}")
+        else:
+            error.add_note(f"Step {step} itself was trained and saved; the same command evaluates again and goes on.")
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the step as done and send its metrics to every tracker."""
@@ -175,10 +201,11 @@ class Run:
         if self._stop or self._is_due(step, self.config.checkpoint.every_steps):
             self._save(step)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, pending: Mapping[str, float] | None = None) -> None:
+        """pending: metrics of this step, when its evaluation and metrics line are still to come."""
         for tracker in self._components.trackers:
             tracker.flush()
-        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory)
+        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, pending)
         self.state.saved_step = step
         self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
 
@@ -220,20 +247,4 @@ class Run:
             return error
         kept = self.state.checkpoint
         where = f"The last good checkpoint is {kept}." if kept else "There was no checkpoint before it."
-        explained = NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")
-        explained.__cause__ = error
-        return explained
-
-    def _summary(self, components: Components) -> dict[str, Any]:
-        data: dict[str, Any] = {"train": dict(components.data.source.summary())}
-        if components.data.evaluation is not None:
-            data["eval"] = dict(components.data.evaluation.summary())
-        return {
-            "data": data,
-            **components.backend.facts(),
-            "versions": self.loaded.host.versions(),
-            "total_steps": components.data.source.total_steps,
-        }
-
-    def _data_notes(self) -> list[str]:
-        return [line for name, facts in self._files.summary["data"].items() for line in describe(name, facts)]
+        return NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")

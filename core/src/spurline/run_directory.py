@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import IO
 
@@ -54,16 +55,14 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"run_dir {self.path} cannot be written: {error.strerror}. Choose another with --set run_dir=PATH."
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _take_lock(lock):
             lock.seek(0)
             holder = lock.read().strip() or "unknown"
             lock.close()
             raise RunDirectoryError(
                 f"run_dir {self.path} is in use by another run (process {holder}). Wait for it, stop it, or choose "
                 "another with --set run_dir=PATH."
-            ) from None
+            )
         lock.seek(0)
         lock.truncate()
         lock.write(str(os.getpid()))
@@ -77,7 +76,7 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
-        except OSError:
+        except BlockingIOError:
             return True
         return False
 
@@ -86,3 +85,17 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
+    """Try for a moment: `is_in_use` holds the lock for an instant when somebody asks for a report."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        else:
+            return True

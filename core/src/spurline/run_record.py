@@ -6,8 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spurline.components import Components
+from spurline.config.loading import LoadedConfig
+from spurline.data.summary import describe
 from spurline.durable import write_bytes, write_json
 from spurline.run_directory import RunDirectory
+
+
+def summarize_run(components: Components, loaded: LoadedConfig) -> dict[str, Any]:
+    """Facts about data, model and versions, for summary.json."""
+    data: dict[str, Any] = {"train": dict(components.data.source.summary())}
+    if components.data.evaluation is not None:
+        data["eval"] = dict(components.data.evaluation.summary())
+    return {
+        "data": data,
+        **components.backend.facts(),
+        "versions": loaded.host.versions(),
+        "total_steps": components.data.source.total_steps,
+    }
 
 
 class RunRecordFiles:
@@ -36,6 +52,10 @@ class RunRecordFiles:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
             with self._directory.eval_samples.open("a", encoding="utf-8") as file:
                 file.write(text)
+
+    def data_notes(self) -> list[str]:
+        """What there is to train and evaluate on, and what was left out and why, as lines."""
+        return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
     def finish(self, status: str, error: str | None = None) -> None:
         """Mark the run as finished, stopped or failed."""

@@ -149,9 +149,9 @@ class LocalBackendConfig(BackendConfig):
             return "backend.device is cuda, but torch sees no GPU here: this config trains elsewhere only"
         return None
 
-    def estimate_memory(self, run: RunConfig, rows: int, tokens: int) -> dict[str, int]:
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         if self.rows_per_microbatch is not None:
-            tokens = -(-tokens * min(self.rows_per_microbatch, rows) // max(rows, 1))
+            tokens = min(tokens, self.rows_per_microbatch * row_length)
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.builtin.local.memory:estimate_memory", "memory estimate of backend 'local'")
         return estimate(run, self, min(tokens, self.max_tokens_per_microbatch or tokens))

@@ -108,8 +108,7 @@ def _problems_without(
 
 
 def _may_belong_to_a_plugin(details: ErrorDetails) -> bool:
-    top_level = details["type"] == "extra_forbidden" and len(details["loc"]) == 1
-    return top_level or details["type"] == "unknown_component"
+    return details["type"] in ("extra_forbidden", "unknown_component")
 
 
 def config_model(host: PluginHost) -> type[RunConfig]:

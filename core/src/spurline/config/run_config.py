@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from spurline.config.schema import SchemaOfOneOrMany
 from spurline.config.section import Component, ComponentConfig, OnResume, Section
-from spurline.config.shorthand import as_list
+from spurline.config.shorthand import as_list, expand_shorthand
 from spurline.errors import Problem
 
 FREE = OnResume.FREE
@@ -101,7 +101,7 @@ class ScheduleConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+        return expand_shorthand(value, "name")
 
     name: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape after warm-up."""
@@ -213,6 +213,10 @@ class RunConfig(Section):
         if (self.steps is None) == (self.epochs is None):
             both = "both given" if self.steps is not None else "both missing"
             yield Problem("steps", f"and 'epochs' are {both}. Set exactly one, for example `epochs: 3`.")
+        names = [tracker.name for tracker in self.trackers]
+        for position, name in enumerate(names):
+            if name in names[:position]:
+                yield Problem(f"trackers.{position}", f"lists '{name}' a second time. Remove one.")
 
     def total_steps(self, samples_per_epoch: int) -> int:
         """Number of loop steps of this run for data with so many samples per epoch."""

@@ -22,6 +22,6 @@ class BackendConfig(ComponentConfig):
         """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
         return None
 
-    def estimate_memory(self, run: RunConfig, rows: int, tokens: int) -> dict[str, int]:
-        """Bytes on the fullest device by part, for a step of so many rows and tokens; empty if unknown."""
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
         return {}
