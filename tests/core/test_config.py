@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,12 +31,6 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write_file
-
-
-@pytest.fixture
-def plugins() -> Iterator[FakePlugins]:
-    with FakePlugins() as fakes:
-        yield fakes
 
 
 def test_numbers_without_a_dot_are_floats_as_in_yaml_1_2(write: Callable[..., Path]) -> None:

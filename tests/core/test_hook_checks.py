@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import pytest
-from fake_plugins import FakePlugins
+from fake_plugins import FakePlugins, refused
 
 from spurline.errors import PluginError
 from spurline.hookspecs import hookimpl
-from spurline.plugins import InstalledPlugin, PluginHost
-
-
-@pytest.fixture
-def plugins() -> Iterator[FakePlugins]:
-    with FakePlugins() as fakes:
-        yield fakes
-
-
-def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern: str) -> None:
-    with pytest.raises(PluginError, match=re.escape(pattern)):
-        PluginHost.load(names, available)
+from spurline.plugins import PluginHost
 
 
 def recorder(log: list[str], name: str) -> Callable[..., None]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from fake_plugins import FakePlugins
+from fake_plugins import FakePlugins, refused
 
 from spurline import load_config
 from spurline.builtin.configs import PackedCollatorConfig
@@ -19,17 +18,6 @@ from spurline.plugins import InstalledPlugin, Plugin, PluginHost, installed_comm
 from spurline.registry import ComponentRegistrar
 
 SETTINGS = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
-
-
-@pytest.fixture
-def plugins() -> Iterator[FakePlugins]:
-    with FakePlugins() as fakes:
-        yield fakes
-
-
-def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern: str) -> None:
-    with pytest.raises(PluginError, match=re.escape(pattern)):
-        PluginHost.load(names, available)
 
 
 class FastConfig(ComponentConfig):

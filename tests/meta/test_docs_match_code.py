@@ -85,6 +85,15 @@ def test_yaml_blocks_marked_as_whole_runs_are_valid(path: Path, tmp_path: Path) 
         assert load_config(config).config
 
 
+def test_every_line_that_the_tour_quotes_stands_in_the_code() -> None:
+    sources = (ROOT / "core/src/spurline").rglob("*.py")
+    code = {line for path in sources for line in path.read_text(encoding="utf-8").splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(encoding="utf-8"), re.S)
+    quoted = [line for block in blocks for line in block.splitlines() if line.strip()]
+    assert quoted
+    assert [line for line in quoted if line not in code] == []
+
+
 def test_the_loop_file_stays_short() -> None:
     source = (ROOT / "core/src/spurline/loop.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 150

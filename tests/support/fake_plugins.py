@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any
 
+import pytest
+
 from spurline.config.section import Section
+from spurline.errors import PluginError
 from spurline.hookspecs import hookimpl
-from spurline.plugins import API_VERSION, InstalledPlugin, Plugin
+from spurline.plugins import API_VERSION, InstalledPlugin, Plugin, PluginHost
 from spurline.registry import ComponentRegistrar
 
 
@@ -61,3 +65,9 @@ class FakePlugins:
         sys.modules[module.__name__] = module
         self.available[name] = InstalledPlugin(name, module.__name__, f"spurline-{name}", "1.2.3")
         return self.available
+
+
+def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern: str) -> None:
+    """Assert that loading these plugins fails with this text in the message."""
+    with pytest.raises(PluginError, match=re.escape(pattern)):
+        PluginHost.load(names, available)

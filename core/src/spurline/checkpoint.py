@@ -67,9 +67,10 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             write(temporary)
-            for name in _files(temporary):
+            names = _files(temporary)
+            for name in names:
                 share(temporary / name)
-            files = {name: _digest(temporary / name, sync=True) for name in _files(temporary)}
+            files = {name: _digest(temporary / name, sync=True) for name in names}
             write_json(
                 temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}
             )
@@ -122,7 +123,7 @@ class CheckpointStore:
             if int(path.name.removeprefix("step-")) > step:
                 target = path.with_name(f"superseded-{path.name}")
                 if target.exists():
-                    shutil.rmtree(target)
+                    self._remove(target)
                 moved.append(path.rename(target))
         return moved
 

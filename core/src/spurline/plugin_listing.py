@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.errors import SpurlineError
-from spurline.plugins import PluginHost, installed_commands, installed_plugins
+from spurline.plugins import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
 from spurline.registry import CORE, group_by_kind, resolve
 
 
@@ -42,10 +43,11 @@ def diagnose() -> tuple[list[str], bool]:
     """Load each installed plugin alone and build its config model; True when all of them work."""
     lines: list[str] = []
     healthy = True
-    for name, plugin in sorted(installed_plugins().items()):
-        needed = list(_requirements(name))
+    installed = installed_plugins()
+    for name, plugin in sorted(installed.items()):
+        needed = _requirements(plugin)
         try:
-            host = PluginHost.load([*needed, name])
+            host = PluginHost.load([*needed, name], installed)
             config_model(host)
             for entry in host.registry.entries(name):
                 resolve(entry.factory, f"{entry.kind} '{entry.name}'")
@@ -57,15 +59,10 @@ def diagnose() -> tuple[list[str], bool]:
     return lines or [f"No plugins are installed; {CORE} alone works."], healthy
 
 
-def _requirements(name: str) -> Iterable[str]:
+def _requirements(plugin: InstalledPlugin) -> tuple[str, ...]:
     """Plugins that must be listed before this one, as far as they can be known without an error."""
-    import importlib
-
-    from spurline.plugins import Plugin
-
-    installed = installed_plugins()
     try:
-        declaration = getattr(importlib.import_module(installed[name].module), "PLUGIN", None)
+        declaration = getattr(importlib.import_module(plugin.module), "PLUGIN", None)
     except Exception:  # noqa: BLE001 - loading it properly reports this in full
         return ()
     return declaration.requires if isinstance(declaration, Plugin) else ()

@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spurline.builtin.trackers.jsonl import cut_back
 from spurline.components import Components
 from spurline.config.loading import LoadedConfig
 from spurline.data.summary import describe
-from spurline.durable import write_bytes, write_json
+from spurline.durable import write_json
 from spurline.run_directory import RunDirectory
 
 
@@ -41,10 +42,7 @@ class RunRecordFiles:
         write_json(self._directory.config, config)
         self._write_status("running")
         if self._directory.eval_samples.exists():
-            # Not str.splitlines: generated text may hold other line separators, such as U+2028.
-            lines = self._directory.eval_samples.read_bytes().split(b"\n")[:-1]
-            kept = [line for line in lines if int(json.loads(line)["step"]) <= resume_step]
-            write_bytes(self._directory.eval_samples, b"".join(line + b"\n" for line in kept))
+            cut_back(self._directory.eval_samples, resume_step)
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Append the generated answers of one evaluation."""

@@ -13,37 +13,17 @@ from spurline.data.encoding import Dropped, RowEncoder, Sample
 from spurline.data.formats import Conversation
 from spurline.data.spans import mask_of_spans
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.testing.tokenization_contract import ListDataset
 
 CONTENT = st.text(st.sampled_from("ab 42.\n\té😀漢<>/|fine answer"), max_size=24)
 TURNS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=4)
 FEW = settings(max_examples=60, deadline=None)
 
 
-class Rows:
-    """A dataset of rows given in the test."""
-
-    label = "rows"
-
-    def __init__(self, *rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, row):
-        return self.rows[row]
-
-    def location(self, row):
-        return f"rows.jsonl:{row + 1}"
-
-    def fingerprint(self):
-        return "rows"
-
-
 def encode(tokenizer, *rows, train_on="last_assistant", **dataset_settings):
     config = HfDatasetConfig(path="rows.jsonl", **dataset_settings)
     data = DataConfig(train=(config,), train_on=train_on, max_length=100_000)
-    return RowEncoder(DatasetToTokenize(Rows(*rows), config), tokenizer, data).encode(range(len(rows)))
+    return RowEncoder(DatasetToTokenize(ListDataset(rows), config), tokenizer, data).encode(range(len(rows)))
 
 
 def sample(tokenizer, messages, train_on="last_assistant", **columns) -> Sample:

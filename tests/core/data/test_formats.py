@@ -13,35 +13,15 @@ from spurline.data.formats import detect_format
 from spurline.data.generation_prompts import prompt_and_reference, read_examples
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.testing.tokenization_contract import ListDataset
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
-
-
-class Rows:
-    """A dataset of rows given in the test."""
-
-    label = "rows"
-
-    def __init__(self, *rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, row):
-        return self.rows[row]
-
-    def location(self, row):
-        return f"rows.jsonl:{row + 1}"
-
-    def fingerprint(self):
-        return "rows"
 
 
 def encode(tokenizer, *rows, **dataset_settings):
     config = HfDatasetConfig(path="rows.jsonl", **dataset_settings)
     data = DataConfig(train=(config,), max_length=10_000)
-    return RowEncoder(DatasetToTokenize(Rows(*rows), config), tokenizer, data).encode(range(len(rows)))
+    return RowEncoder(DatasetToTokenize(ListDataset(rows), config), tokenizer, data).encode(range(len(rows)))
 
 
 def parts(tokenizer, *rows, **dataset_settings):
@@ -295,7 +275,7 @@ def test_a_prompt_over_max_length_stops_the_run_only_when_too_long_says_so(make_
 
 
 def test_examples_pass_over_malformed_rows_when_told_to(make_tokenizer):
-    rows = Rows({"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"prompt": "c", "completion": "d"})
+    rows = ListDataset([{"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"prompt": "c", "completion": "d"}])
     tokenizer = make_tokenizer()
     skipping = DatasetToTokenize(rows, HfDatasetConfig(path="x", format="prompt_completion", on_bad_row="skip"))
     assert [example.reference_text for _, example in read_examples(skipping, tokenizer, data())] == ["b", "d"]

@@ -1,6 +1,6 @@
 """Negative log-likelihood, the loss of supervised fine-tuning.
 
-In: logprobs of the target tokens. Out: their negatives. Weights and reduction belong to the backend, not here.
+In: logprobs of the target tokens. Out: their negatives. Weights and reduction belong to `spurline.reduction`, not here.
 """
 
 from __future__ import annotations
