@@ -20,15 +20,10 @@ def sync_file(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically and durably, encoded as UTF-8."""
-    write_bytes(path, text.encode("utf-8"))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            file.write(text.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
