@@ -27,19 +27,19 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet $(TORCH_FROM) $$(grep '^torch==' constraints.txt)
 	@touch $@
 
-$(VENV)/.core: $(VENV)/.torch core/pyproject.toml
-	$(PIP) install --quiet -c constraints.txt -e ./core
+$(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	$(PIP) install --quiet -c constraints.txt -e ./core -e ./plugins/collation_fast
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.core pyproject.toml examples/plugin_template/pyproject.toml
+$(VENV)/.dev: $(VENV)/.packages pyproject.toml examples/plugin_template/pyproject.toml
 	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,tensorboard,testing]' -e ./examples/plugin_template
 	@touch $@
 
-models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.core
+models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.packages
 	$(BIN)/python examples/make_tiny_model.py $@
 	@touch $@
 
-quickstart: $(VENV)/.core models/tiny-qwen3
+quickstart: $(VENV)/.packages models/tiny-qwen3
 	$(BIN)/spurline train examples/sft_sort.yaml
 	@echo
 	@echo "Look at runs/sft_sort/report.html, then try:"

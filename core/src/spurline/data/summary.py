@@ -13,7 +13,12 @@ HISTOGRAM_BINS = 40
 
 
 def summarize(tokenized: Tokenized) -> dict[str, Any]:
-    """JSON-able summary: samples, tokens, loss_share (0..1), dropped by reason, truncated, histogram of lengths."""
+    """JSON-able summary: samples, tokens, loss_share (0..1), dropped by reason, truncated, histogram of lengths, notes.
+
+    Reads every loss mask, unless the tokenization brought its summary along.
+    """
+    if tokenized.summary is not None:
+        return {**tokenized.summary, "notes": list(tokenized.notes)}
     store = tokenized.store
     lengths = store.lengths()
     counts, edges = _histogram(lengths)
@@ -28,6 +33,7 @@ def summarize(tokenized: Tokenized) -> dict[str, Any]:
         "dropped_examples": dict(tokenized.examples),
         "truncated": tokenized.truncated,
         "lengths": {"edges": edges.tolist(), "counts": counts.tolist()},
+        "notes": list(tokenized.notes),
     }
 
 
@@ -53,4 +59,4 @@ def describe(name: str, summary: dict[str, Any]) -> list[str]:
         lines.append(f"  left out: {count:,} x {reason}" + (f" (first: {first})" if first else ""))
     if summary["truncated"]:
         lines.append(f"  cut to max_length: {summary['truncated']:,}")
-    return lines
+    return lines + [f"  {note}" for note in summary["notes"]]

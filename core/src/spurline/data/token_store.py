@@ -7,12 +7,15 @@ back the same arrays by memory-mapped files, since nothing but numpy indexing is
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+from spurline.arrays import as_array
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,24 @@ class TokenStore:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest of everything training can see: tokens, masks, offsets. A mapped store may know it already."""
-        digest = xxhash.xxh3_128()
-        for array in (self.tokens, self.loss_mask, self.offsets, self.source):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        """Hex digest of everything training can see: tokens, masks, offsets, sources. A mapped store knows it already.
+
+        See `fingerprint_of` for how it is made of one digest per array.
+        """
+        return fingerprint_of(
+            xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
+            for array in (self.tokens, self.loss_mask, self.offsets, self.source)
+        )
 
     def uid(self, index: int) -> str:
         """Name of a sample for people: `LABEL:ROW`, the row counted from 0 in its dataset."""
         return f"{self.labels[int(self.source[index])]}:{int(self.row[index])}"
 
     def view(self, indices: NDArray[np.int64]) -> TokenView:
-        """The chosen samples, in that order; no tokens are copied."""
+        """The chosen samples, in that order; no tokens are copied.
+
+        Every reader of samples comes through here, so a store on disk can check what it is about to hand out.
+        """
         return TokenView(self, np.asarray(indices, dtype=np.int64))
 
 
@@ -93,36 +102,83 @@ class TokenView:
         return int(self.store.offsets[index]), int(self.store.offsets[index + 1])
 
 
+class SampleSink(Protocol):
+    """Where tokenized samples go: into memory (TokenStoreBuilder) or to disk."""
+
+    def extend(
+        self,
+        tokens: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+        source: int,
+        rows: NDArray[np.int64],
+    ) -> None:
+        """Append samples of one dataset that lie end to end in `tokens` [T] and `loss_mask` [T].
+
+        lengths, rows: [n], tokens of each sample and its row in the dataset.
+        """
+        ...
+
+    def build(self) -> TokenStore:
+        """The store of everything appended."""
+        ...
+
+
 class TokenStoreBuilder:
-    """Collect samples one by one and freeze them into a TokenStore."""
+    """Collects samples in memory and freezes them into a TokenStore."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = tuple(labels)
         self._tokens: list[NDArray[np.int32]] = []
         self._masks: list[NDArray[np.uint8]] = []
-        self._source: list[int] = []
-        self._row: list[int] = []
+        self._lengths: list[NDArray[np.int64]] = []
+        self._source: list[NDArray[np.int32]] = []
+        self._row: list[NDArray[np.int64]] = []
 
-    def __len__(self) -> int:
-        return len(self._row)
+    def add(self, tokens: Any, loss_mask: Any, source: int, row: int) -> None:
+        """Append one sample; `tokens` and `loss_mask` have one entry per token (lists, arrays or tensors)."""
+        ids, mask = as_array(tokens, np.int32), as_array(loss_mask, np.uint8)
+        self.extend(ids, mask, np.array([len(ids)], np.int64), source, np.array([row], np.int64))
 
-    def add(self, tokens: Sequence[int], loss_mask: Sequence[int], source: int, row: int) -> None:
-        """Append one sample; `tokens` and `loss_mask` have one entry per token."""
-        assert len(tokens) == len(loss_mask), (len(tokens), len(loss_mask))
-        self._tokens.append(np.asarray(tokens, dtype=np.int32))
-        self._masks.append(np.asarray(loss_mask, dtype=np.uint8))
-        self._source.append(source)
-        self._row.append(row)
+    def extend(
+        self,
+        tokens: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+        source: int,
+        rows: NDArray[np.int64],
+    ) -> None:
+        """Append samples that lie end to end; see SampleSink."""
+        assert len(tokens) == len(loss_mask) == int(lengths.sum()), (len(tokens), len(loss_mask), int(lengths.sum()))
+        assert len(lengths) == len(rows), (len(lengths), len(rows))
+        self._tokens.append(tokens)
+        self._masks.append(loss_mask)
+        self._lengths.append(lengths)
+        self._source.append(np.full(len(rows), source, np.int32))
+        self._row.append(rows)
 
     def build(self) -> TokenStore:
         """The store of everything added."""
-        offsets = np.zeros(len(self._tokens) + 1, dtype=np.int64)
-        np.cumsum([len(tokens) for tokens in self._tokens], out=offsets[1:])
+        lengths = _joined(self._lengths, np.int64)
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
         return TokenStore(
-            tokens=np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int32),
-            loss_mask=np.concatenate(self._masks) if self._masks else np.zeros(0, np.uint8),
+            tokens=_joined(self._tokens, np.int32),
+            loss_mask=_joined(self._masks, np.uint8),
             offsets=offsets,
-            source=np.asarray(self._source, dtype=np.int32),
-            row=np.asarray(self._row, dtype=np.int64),
+            source=_joined(self._source, np.int32),
+            row=_joined(self._row, np.int64),
             labels=self._labels,
         )
+
+
+def fingerprint_of(digests: Iterable[str]) -> str:
+    """`TokenStore.fingerprint` from the xxh3-128 hex digests of tokens, loss_mask, offsets and source, in that order.
+
+    One digest per array, so that a writer can keep all four while samples stream past.
+    """
+    return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
+
+
+def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

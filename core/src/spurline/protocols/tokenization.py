@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from spurline.config.run_config import DatasetConfig
@@ -26,12 +26,16 @@ class Tokenized:
 
     dropped: reason -> samples left out. truncated: samples cut to `max_length`.
     examples: reason -> location of the first sample it happened to.
+    summary: what `spurline.data.summary.summarize` would find, when it is known already; it is then not looked for.
+    notes: lines to show the user when the run starts, such as why a cache was rebuilt.
     """
 
     store: TokenStore
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     truncated: int = 0
     examples: Mapping[str, str] = field(default_factory=dict[str, str])
+    summary: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Tokenization(Protocol):

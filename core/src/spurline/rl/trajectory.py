@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from spurline.arrays import as_array
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -21,6 +23,7 @@ class Turn:
     """One call of the model: the tokens it saw and the tokens it wrote.
 
     prompt_ids: int32 [P], the whole context. response_ids: int32 [A], what the model produced, stop token included.
+    Lists, arrays and tensors are accepted and converted once, here; tensors are detached and moved to the CPU.
     logprobs: float32 [A], of the distribution sampled from, or None.
     versions: int32 [A], weight version per token, or None.
     loss_mask: uint8 [A], 0 where a response token is not trained. advantages, rewards, values: float32 [A] or None.
@@ -37,6 +40,25 @@ class Turn:
     values: NDArray[np.float32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     finish_reason: FinishReason = "stop"
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, as_array(values, dtype))
+
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "prompt_ids": np.dtype(np.int32),
+    "response_ids": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.uint8),
+    "logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+    "rewards": np.dtype(np.float32),
+    "advantages": np.dtype(np.float32),
+    "values": np.dtype(np.float32),
+    "routed_experts": np.dtype(np.int16),
+}
 
 
 @dataclass(frozen=True)

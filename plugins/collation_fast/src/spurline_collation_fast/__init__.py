@@ -1,0 +1,1 @@
+"""Token cache, parallel tokenization, vectorized collators, packing and async collation for Spurline."""

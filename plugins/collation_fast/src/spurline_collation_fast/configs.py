@@ -1,0 +1,61 @@
+"""Config sections of the plugin's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spurline.builtin.configs import (
+    PackedCollatorConfig,
+    PaddedCollatorConfig,
+    ReportPanelConfig,
+    RolloutsCollatorConfig,
+)
+from spurline.config.section import ComponentConfig, OnResume
+
+
+class FastPaddedCollatorConfig(PaddedCollatorConfig):
+    """One sample per row, padded to the longest; the same batches as `core/padded`."""
+
+
+class FastPackedCollatorConfig(PackedCollatorConfig):
+    """Several samples per row; the same batches as `core/packed`."""
+
+
+class FastRolloutsCollatorConfig(RolloutsCollatorConfig):
+    """One turn of a trajectory per row; the same batches as `core/rollouts`."""
+
+
+class ParallelTokenizationConfig(ComponentConfig):
+    """Encode on all cores and keep the tokens in a memory-mapped cache."""
+
+    name: str = "parallel"
+    workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256)], OnResume.FREE] = "auto"
+    """Worker processes, each with its slice of the rows. 0 stays in this process, on the tokenizer's own threads;
+    `auto` measures the first rows and takes what will be done sooner."""
+    cache_dir: Annotated[Path | None, OnResume.FREE] = None
+    """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
+    force_recache: Annotated[bool, OnResume.FREE] = False
+    """Tokenize again even when the cache has the tokens, and replace them."""
+    disable_cache: Annotated[bool, OnResume.FREE] = False
+    """Neither read nor write the cache; tokens stay in memory."""
+    stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds without a finished row on any worker after which tokenization is given up."""
+
+
+class AsyncPrefetchConfig(ComponentConfig):
+    """Build the batches of the next steps on a background thread."""
+
+    name: str = "async"
+    depth: Annotated[int, OnResume.FREE] = Field(default=2, ge=1, le=64)
+    """Batches that may be ready or in the making ahead of the step being trained."""
+    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds to wait for one batch before giving up."""
+
+
+class CollationPanelConfig(ReportPanelConfig):
+    """How long collation took, and how much of it training waited for."""
+
+    name: str = "collation"
