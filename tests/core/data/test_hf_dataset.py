@@ -30,7 +30,10 @@ def _isolated(monkeypatch, tmp_path):
 
 
 def open_data(path, **settings) -> HfDataset:
-    return HfDataset(HfDatasetConfig(path=str(path), **settings))
+    """Opened and checked, as before tokenization."""
+    dataset = HfDataset(HfDatasetConfig(path=str(path), **settings))
+    dataset.check()
+    return dataset
 
 
 def rows_of(dataset) -> list[dict]:
@@ -306,11 +309,41 @@ def test_a_changed_file_is_read_anew_even_with_its_old_time_and_size():
     Path("rows.csv").write_text("a,b\n1,2\n")
     before = Path("rows.csv").stat()
     first = open_data("rows.csv")
+    fingerprint = first.fingerprint()
     Path("rows.csv").write_text("a,b\n1,3\n")
     os.utime("rows.csv", ns=(before.st_atime_ns, before.st_mtime_ns))
     second = open_data("rows.csv")
     assert (rows_of(first), rows_of(second)) == ([{"a": "1", "b": "2"}], [{"a": "1", "b": "3"}])
-    assert first.fingerprint() != second.fingerprint()
+    assert fingerprint != second.fingerprint()
+    assert first.fingerprint() == second.fingerprint(), "a change under an open dataset must show"
+
+
+@pytest.mark.parametrize("split", ["train", "train+test"])
+def test_the_fingerprint_of_whole_splits_opens_no_file(split, monkeypatch):
+    numbered("data/train.jsonl", 3)
+    numbered("data/test.jsonl", 3)
+    dataset = HfDataset(HfDatasetConfig(path="data", split=split))
+    expected = open_data("data", split=split).fingerprint()
+
+    def refuse(path):
+        raise AssertionError(f"opened {path}")
+
+    monkeypatch.setattr("spurline.builtin.hf_dataset.JsonLines", refuse)
+    assert dataset.fingerprint() == expected
+    with pytest.raises(AssertionError, match="opened"):
+        len(dataset)
+
+
+def test_rows_of_tables_come_as_arrow_across_files_and_splits():
+    Path("data").mkdir()
+    for name, start in (("train-0", 0), ("train-1", 10), ("test-0", 20)):
+        datasets.Dataset.from_list([{"n": n} for n in range(start, start + 10)]).to_parquet(f"data/{name}.parquet")
+    dataset = open_data("data", split="train[5:15]+test[:4]")
+    expected = [*range(5, 15), *range(20, 24)]
+    assert dataset.arrow(0, 14).column("n").to_pylist() == expected
+    assert dataset.arrow(3, 12).column("n").to_pylist() == expected[3:12]
+    numbered("lines.jsonl", 2)
+    assert open_data("lines.jsonl").arrow(0, 2) is None
 
 
 def test_a_dataset_can_be_pickled_for_worker_processes():

@@ -5,28 +5,33 @@ Place on the way: config -> files (local_files) -> rows of each file (row_files,
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import xxhash
 
 from spurline.builtin.configs import HfDatasetConfig
 from spurline.data.arrow_rows import ArrowRows, load_file, load_hub, load_saved
 from spurline.data.local_files import find_files, is_saved_dataset, looks_local
-from spurline.data.row_files import JsonArray, JsonLines, RowFile, open_json
-from spurline.data.splits import resolve_split
+from spurline.data.row_files import JsonArray, JsonLines, LocalFile, LocalRows, RowFile, open_json
+from spurline.data.splits import Split
 from spurline.errors import DataError, listing, suggestion
 
 
-class _Split:
+class _SplitRows:
     """The files of one split, end to end."""
 
     def __init__(self, files: list[RowFile]) -> None:
         self._files = files
-        self._ends = list(accumulate(len(file) for file in files))
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(file) for file in self._files))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -43,26 +48,37 @@ class _Split:
     def check(self, rows: range) -> None:
         """Raise DataError for the first of these rows that is not readable."""
         for file, end in zip(self._files, self._ends, strict=True):
-            if isinstance(file, (JsonLines, JsonArray)):
+            opened = file.rows if isinstance(file, LocalFile) else file
+            if isinstance(opened, (JsonLines, JsonArray)):
                 begin = end - len(file)
-                file.check(range(max(rows.start - begin, 0), min(rows.stop - begin, len(file))))
+                opened.check(range(max(rows.start - begin, 0), min(rows.stop - begin, len(file))))
 
 
 class HfDataset:
-    """Rows of local files, of a saved dataset or of a hub dataset. Can be pickled; rows are not copied along."""
+    """Rows of local files, of a saved dataset or of a hub dataset. Can be pickled; rows are not copied along.
+
+    Files are found at once and opened when a row, or their number, is asked for: `fingerprint` alone opens none.
+    """
 
     def __init__(self, config: HfDatasetConfig) -> None:
+        self._config = config
         self._path = config.path
         opener = _local_splits(config) if looks_local(config.path) else _HubSplits(config)
-        self._parts = resolve_split(config.split, opener.open, config.path)
-        self._ends = list(accumulate(len(rows) for _, rows in self._parts))
+        self._split = Split(config.split, config.path)
+        self._opened = {name: opener.open(name) for name in self._split.names}
         self.label = config.label or _default_label(config.path)
-        if len(self) == 0:
-            sizes = ", ".join(str(len(split)) for split, _ in self._parts)
-            raise DataError(f"{config.path}: split {config.split!r} is empty; the data has {sizes} rows.")
-        if config.on_bad_row == "error":
-            for split, rows in self._parts:
-                split.check(rows)
+
+    @functools.cached_property
+    def _parts(self) -> list[tuple[_SplitRows, range]]:
+        parts = self._split.resolve({name: len(rows) for name, rows in self._opened.items()})
+        if not any(len(rows) for _, rows in parts):
+            sizes = ", ".join(str(len(split)) for split in self._opened.values())
+            raise DataError(f"{self._path}: split {self._config.split!r} is empty; the data has {sizes} rows.")
+        return [(self._opened[name], rows) for name, rows in parts]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(rows) for _, rows in self._parts))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -79,9 +95,39 @@ class HfDataset:
     def fingerprint(self) -> str:
         """Hash of the content of all files and of the rows chosen by `split`; names and folders do not matter."""
         digest = xxhash.xxh3_128()
-        for split, rows in self._parts:
-            digest.update("\0".join((*split.digests(), str(rows.start), str(rows.stop), "")).encode())
+        for split, rows in self._chosen():
+            digest.update("\0".join((*split.digests(), rows, "")).encode())
         return digest.hexdigest()
+
+    def check(self) -> None:
+        """Raise DataError when there is no row, or for the first that is unreadable unless `on_bad_row: skip`."""
+        for split, rows in self._parts:
+            if self._config.on_bad_row == "error":
+                split.check(rows)
+
+    def arrow(self, start: int, stop: int) -> pyarrow.Table | None:
+        """Rows [start, stop) as an Arrow table, or None where they are not stored as one."""
+        tables: list[pyarrow.Table] = []
+        while start < stop:
+            file, place = self._find(start)
+            rows = file.rows if isinstance(file, LocalFile) else file
+            if not isinstance(rows, ArrowRows):
+                return None
+            count = min(stop - start, len(rows) - place, self._end_of_part(start) - start)
+            tables.append(rows.arrow(place, place + count))
+            start += count
+        return pyarrow.concat_tables(tables) if tables else None
+
+    def _chosen(self) -> Iterator[tuple[_SplitRows, str]]:
+        """Each part's split, and which rows of it as text; rows are counted only where the split leaves some out."""
+        if self._split.takes_all:
+            yield from ((rows, "all") for rows in self._opened.values())
+            return
+        for split, rows in self._parts:
+            yield split, "all" if len(rows) == len(split) else f"{rows.start}:{rows.stop}"
+
+    def _end_of_part(self, row: int) -> int:
+        return self._ends[bisect_right(self._ends, row)]
 
     def _find(self, row: int) -> tuple[RowFile, int]:
         if not 0 <= row < len(self):
@@ -97,10 +143,10 @@ class _FileSplits:
     def __init__(self, path: str, files: dict[str, list[Path]]) -> None:
         self._path, self._files = path, files
 
-    def open(self, name: str) -> _Split:
+    def open(self, name: str) -> _SplitRows:
         if name not in self._files:
             raise _no_such_split(self._path, name, list(self._files))
-        return _Split([_open_file(file) for file in self._files[name]])
+        return _SplitRows([LocalFile(file, _open_rows) for file in self._files[name]])
 
 
 class _SavedSplits:
@@ -109,10 +155,10 @@ class _SavedSplits:
     def __init__(self, path: str) -> None:
         self._path, self._tables = path, load_saved(Path(path).expanduser())
 
-    def open(self, name: str) -> _Split:
+    def open(self, name: str) -> _SplitRows:
         if name not in self._tables:
             raise _no_such_split(self._path, name, list(self._tables))
-        return _Split([self._tables[name]])
+        return _SplitRows([self._tables[name]])
 
 
 class _HubSplits:
@@ -121,8 +167,8 @@ class _HubSplits:
     def __init__(self, config: HfDatasetConfig) -> None:
         self._config = config
 
-    def open(self, name: str) -> _Split:
-        return _Split([load_hub(self._config.path, self._config.subset, self._config.revision, name)])
+    def open(self, name: str) -> _SplitRows:
+        return _SplitRows([load_hub(self._config.path, self._config.subset, self._config.revision, name)])
 
 
 def _local_splits(config: HfDatasetConfig) -> _FileSplits | _SavedSplits:
@@ -134,14 +180,11 @@ def _local_splits(config: HfDatasetConfig) -> _FileSplits | _SavedSplits:
     return _FileSplits(config.path, find_files(config.path))
 
 
-def _open_file(path: Path) -> JsonLines | JsonArray | ArrowRows:
+def _open_rows(path: Path) -> LocalRows:
     suffix = path.suffix.lower()
-    try:
-        if suffix == ".jsonl":
-            return JsonLines(path)
-        return open_json(path) if suffix == ".json" else load_file(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    if suffix == ".jsonl":
+        return JsonLines(path)
+    return open_json(path) if suffix == ".json" else load_file(path)
 
 
 def _no_such_split(path: str, name: str, known: list[str]) -> DataError:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.builtin.configs import SequentialTokenizationConfig
 from spurline.config.run_config import DataConfig
 from spurline.data.encoding import RowEncoder
+from spurline.data.reading import check_rows
 from spurline.data.sample_collector import SampleCollector
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 
@@ -30,6 +31,8 @@ class SequentialTokenization:
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
         """All samples of all datasets, in order."""
+        for dataset in datasets:
+            check_rows(dataset.dataset)
         collector = SampleCollector(datasets)
         for source, dataset in enumerate(datasets):
             encoder = RowEncoder(dataset, self._tokenizer, self._data)

@@ -7,10 +7,11 @@ is never served from an old cache and nothing is written beside the data.
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from datasets import Features, Value
 from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetsError
 
+from spurline.data.file_digest import digest_of_file, digest_of_files
 from spurline.errors import DataError
 
 _BLOCK = 128
@@ -29,12 +31,12 @@ _BLOCK = 128
 
 
 class ArrowRows:
-    """Rows of one loaded table. name: what to call it in messages."""
+    """Rows of one loaded table. name: what to call it in messages. find_digest: called when the digest is asked for."""
 
-    def __init__(self, table: datasets.Dataset, name: str, digest: str) -> None:
+    def __init__(self, table: datasets.Dataset, name: str, find_digest: Callable[[], str]) -> None:
         self._table = table
         self._name = name
-        self.digest = digest
+        self._find_digest = find_digest
         self._block: tuple[int, list[dict[str, Any]]] = (0, [])
 
     def __len__(self) -> int:
@@ -50,13 +52,21 @@ class ArrowRows:
             self._block = (start, rows)
         return rows[row - start]
 
+    @property
+    def digest(self) -> str:
+        return self._find_digest()
+
     def location(self, row: int) -> str:
         return f"{self._name} row {row}"
+
+    def arrow(self, start: int, stop: int) -> pyarrow.Table:
+        """Rows [start, stop) as the table holds them."""
+        return self._table.with_format("arrow")[start:stop]  # type: ignore[return-value]
 
 
 def load_file(path: Path) -> ArrowRows:
     """Rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read."""
-    digest = hash_files([path])
+    digest = digest_of_file(path)
     builder = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}[path.suffix.lower()]
     # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
     options = {"features": _csv_columns(path), "keep_default_na": False} if builder == "csv" else {}
@@ -68,7 +78,7 @@ def load_file(path: Path) -> ArrowRows:
             cache_dir=str(_cache_folder() / digest),
             **options,
         )
-    return ArrowRows(table, str(path), digest)  # type: ignore[arg-type]
+    return ArrowRows(table, str(path), functools.partial(digest_of_file, path))  # type: ignore[arg-type]
 
 
 def load_saved(path: Path) -> dict[str, ArrowRows]:
@@ -77,9 +87,12 @@ def load_saved(path: Path) -> dict[str, ArrowRows]:
         saved = datasets.load_from_disk(str(path))
     tables = {str(name): table for name, table in saved.items()} if isinstance(saved, dict) else {"train": saved}
     return {
-        name: ArrowRows(table, str(path), hash_files(sorted(Path(file["filename"]) for file in table.cache_files)))
-        for name, table in tables.items()
+        name: ArrowRows(table, str(path), functools.partial(_digest_of_table, table)) for name, table in tables.items()
     }
+
+
+def _digest_of_table(table: datasets.Dataset) -> str:
+    return digest_of_files(sorted(Path(file["filename"]) for file in table.cache_files))
 
 
 def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
@@ -90,18 +103,7 @@ def load_hub(name: str, subset: str | None, revision: str | None, split: str) ->
     # The library's fingerprint covers the resolved revision and the builder's settings.
     assert isinstance(table, datasets.Dataset), type(table)
     identity = "\0".join((name, subset or "", revision or "", split, table._fingerprint))
-    return ArrowRows(table, name, xxhash.xxh3_128_hexdigest(identity.encode()))
-
-
-def hash_files(paths: list[Path]) -> str:
-    """Hash of the content of files, in order."""
-    digest = xxhash.xxh3_128()
-    for path in paths:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
-        digest.update(b"\0end of file\0")
-    return digest.hexdigest()
+    return ArrowRows(table, name, functools.partial(xxhash.xxh3_128_hexdigest, identity.encode()))
 
 
 def _without_padding(value: Any) -> Any:

@@ -9,23 +9,28 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spurline.config.run_config import DatasetConfig, RunConfig
-from spurline.protocols.dataset import Dataset
+from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization, Tokenized
 
 if TYPE_CHECKING:
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
     from spurline.registry import Registry
 
 
 class FirstRows:
-    """A dataset cut to its first rows. whole: rows it has without the cut."""
+    """A dataset cut to its first rows."""
 
     def __init__(self, dataset: Dataset, limit: int) -> None:
-        self.whole = len(dataset)
         self.label = dataset.label
         self._dataset = dataset
         self._limit = limit
+
+    @property
+    def whole(self) -> int:
+        """Rows of the dataset without the cut."""
+        return len(self._dataset)
 
     def __len__(self) -> int:
         return min(self._limit, len(self._dataset))
@@ -39,6 +44,12 @@ class FirstRows:
     def fingerprint(self) -> str:
         return f"{self._dataset.fingerprint()}[:{self._limit}]"
 
+    def check(self) -> None:
+        check_rows(self._dataset)
+
+    def arrow(self, start: int, stop: int) -> pyarrow.Table | None:
+        return arrow_rows(self._dataset, start, stop)
+
 
 def open_datasets(
     configs: Sequence[DatasetConfig], registry: Registry, row_limit: int | None = None
@@ -49,6 +60,20 @@ def open_datasets(
         dataset: Dataset = registry.create("dataset", config)
         opened.append(DatasetToTokenize(dataset if row_limit is None else FirstRows(dataset, row_limit), config))
     return opened
+
+
+def check_rows(dataset: Dataset) -> None:
+    """Raise DataError for the first unreadable row, where the dataset can tell before the rows are tokenized.
+
+    To be called before long work on rows: the mistake in the last row should not cost the hours before it.
+    """
+    if isinstance(dataset, CheckableDataset):
+        dataset.check()
+
+
+def arrow_rows(dataset: Dataset, start: int, stop: int) -> pyarrow.Table | None:
+    """Rows [start, stop) as an Arrow table, or None when the dataset does not hold them as one."""
+    return dataset.arrow(start, stop) if isinstance(dataset, ArrowDataset) else None
 
 
 def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:

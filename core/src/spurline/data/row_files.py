@@ -6,22 +6,28 @@ malformed line must be named; all other formats are loaded by Hugging Face `data
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
+import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import xxhash
-
 from spurline.data.bad_row import describe
+from spurline.data.file_digest import digest_of_file
 from spurline.errors import DataError
 
 
 class RowFile(Protocol):
-    """Random access to the rows of one file or table. digest: hash of its content."""
+    """Random access to the rows of one file or table."""
 
-    digest: str
+    @property
+    def digest(self) -> str:
+        """Hash of the content as it is now, so that a change while rows are read can be told."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -32,22 +38,73 @@ class RowFile(Protocol):
         ...
 
 
+class LocalRows(Protocol):
+    """Rows of an opened local file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]: ...
+
+    def location(self, row: int) -> str: ...
+
+
+class LocalFile:
+    """The rows of a local file, opened when first asked for: telling whether it changed must not cost reading it.
+
+    Can be pickled; the copy opens the file again.
+    """
+
+    def __init__(self, path: Path, open_rows: Callable[[Path], LocalRows]) -> None:
+        self._path = path
+        self._open_rows = open_rows
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path}: cannot be read: {os.strerror(errno.EACCES)}.")
+
+    @functools.cached_property
+    def rows(self) -> LocalRows:
+        """The opened file. Raises DataError when it cannot be read."""
+        with self._readable():
+            return self._open_rows(self._path)
+
+    @property
+    def digest(self) -> str:
+        with self._readable():
+            return digest_of_file(self._path)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return self.rows[row]
+
+    def location(self, row: int) -> str:
+        return self.rows.location(row)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalFile, (self._path, self._open_rows)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror or error}.") from error
+
+
 class JsonLines:
-    """One JSON object per line; blank lines are passed over. Holds only where lines begin, and can be pickled."""
+    """One JSON object per line; blank lines are passed over. Holds only where lines begin."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
-        digest, offset = xxhash.xxh3_128(), 0
+        offset = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                digest.update(line)
                 if line.strip():
                     self._starts.append(offset)
                     self._sizes.append(len(line))
                     self._lines.append(number)
                 offset += len(line)
-        self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -90,10 +147,9 @@ class JsonLines:
 class JsonArray:
     """One JSON list of objects, held in memory."""
 
-    def __init__(self, path: Path, rows: list[Any], digest: str) -> None:
+    def __init__(self, path: Path, rows: list[Any]) -> None:
         self._path = path
         self._rows = rows
-        self.digest = digest
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -131,7 +187,7 @@ def open_json(path: Path) -> JsonLines | JsonArray:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not valid UTF-8: {error.reason}.") from error
-    return JsonArray(path, rows, xxhash.xxh3_128_hexdigest(content))
+    return JsonArray(path, rows)
 
 
 def _is_json(content: bytes) -> bool:
