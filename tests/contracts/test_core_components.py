@@ -79,6 +79,23 @@ class TestPackedAligned(CollatorContract):
         return PackedCollator(PackedCollatorConfig(max_tokens=256, align_to=8, pad_to_max=True), pad_token_id, layout)
 
 
+class TestPackedBestFit(CollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
+        return PackedCollator(PackedCollatorConfig(max_tokens=128, algorithm="bfd"), pad_token_id, layout)
+
+
+class TestPackedMultifit(CollatorContract):
+    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
+        return PackedCollator(PackedCollatorConfig(max_tokens=128, algorithm="multifit"), pad_token_id, layout)
+
+
+class TestPackedRollouts(RolloutCollatorContract):
+    one_turn_per_row = False
+
+    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
+        return PackedCollator(PackedCollatorConfig(max_tokens=128), pad_token_id, layout)
+
+
 class TestRolloutsAsSamples(CollatorContract):
     def make_collator(self, pad_token_id: int, layout: Any) -> RolloutsCollator:
         return RolloutsCollator(RolloutsCollatorConfig(), pad_token_id, layout)

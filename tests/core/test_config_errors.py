@@ -52,7 +52,7 @@ def test_unknown_key_gets_a_near_miss_and_the_settings_there_are(failing: Failin
     (line,) = failing(MINIMAL + "collator: {name: packed, max_token: 5}\n")
     assert line == (
         "run.yaml:4: collator.max_token is not a setting of 'packed'. Did you mean 'max_tokens'? "
-        "Settings: align_to, max_tokens, pad_to_max."
+        "Settings: algorithm, align_to, max_tokens, pad_to_max."
     )
 
 

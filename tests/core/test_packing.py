@@ -1,11 +1,21 @@
-"""First-fit-decreasing and its spreading over ranks."""
+"""Packing algorithms and the spreading of rows over ranks."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.data.packing import first_fit_decreasing, round_up, spread_over_ranks
+from spurline.data.packing import (
+    PackingAlgorithm,
+    best_fit_decreasing,
+    first_fit_decreasing,
+    multifit,
+    pack,
+    round_up,
+    spread_over_ranks,
+    straggler_factor,
+)
 
 lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
 
@@ -52,3 +62,36 @@ def test_rounding_up_reaches_the_next_multiple(length: int, multiple: int) -> No
     rounded = round_up(length, multiple)
     assert rounded % multiple == 0
     assert 0 <= rounded - length < multiple
+
+
+@pytest.mark.parametrize("algorithm", ["ffd", "bfd", "multifit"])
+@given(lengths=lengths_strategy, ranks=st.integers(1, 8))
+def test_every_algorithm_packs_each_sample_once_within_capacity(
+    algorithm: PackingAlgorithm, lengths: list[int], ranks: int
+) -> None:
+    rows = pack(lengths, 50, ranks, algorithm)
+    assert sorted(position for row in rows for position in row) == list(range(len(lengths)))
+    assert all(sum(lengths[position] for position in row) <= 50 for row in rows)
+    assert len(rows) % ranks == 0
+
+
+def test_best_fit_takes_the_fullest_row_that_fits_and_the_earlier_of_equals() -> None:
+    assert first_fit_decreasing([1, 6, 3, 8], 10) == [[3, 0], [1, 2]]
+    assert best_fit_decreasing([1, 6, 3, 8], 10) == [[3], [1, 2, 0]]
+    assert best_fit_decreasing([7, 7, 3], 10) == [[1, 2], [0]]
+
+
+@given(lengths=lengths_strategy, ranks=st.integers(1, 8))
+def test_multifit_needs_no_more_rows_than_first_fit_rounded_up_to_the_ranks(lengths: list[int], ranks: int) -> None:
+    assert len(pack(lengths, 50, ranks, "multifit")) == len(pack(lengths, 50, ranks, "ffd"))
+
+
+def test_multifit_evens_rows_out_over_the_ranks() -> None:
+    lengths = [5] * 12
+    assert [len(row) for row in first_fit_decreasing(lengths, 50)] == [10, 2]
+    assert [len(row) for row in multifit(lengths, 50, 4)] == [3, 3, 3, 3]
+
+
+def test_the_straggler_factor_compares_the_fullest_rank_with_the_mean() -> None:
+    assert straggler_factor([10, 10, 20, 20], 2) == pytest.approx(40 / 30)
+    assert straggler_factor([0, 0], 2) == 1.0

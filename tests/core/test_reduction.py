@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +12,20 @@ from hypothesis import strategies as st
 from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.builtin.packed_collator import PackedCollator
 from spurline.builtin.padded_collator import PaddedCollator
-from spurline.data.batch import TrainingBatch
+from spurline.config.run_config import RunConfig
+from spurline.data.batch import SEGMENT_COLUMNS, TrainingBatch
+from spurline.data.ragged import Ragged
 from spurline.protocols.collator import ParallelLayout
-from spurline.reduction import sequence_mean, token_mean
+from spurline.reduction import (
+    REDUCTIONS,
+    Reduce,
+    Reduction,
+    fixed_norm,
+    prompt_mean,
+    reduce_corrected,
+    sequence_mean,
+    token_mean,
+)
 from spurline.testing.data import PAD, make_view
 
 lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=10)
@@ -61,3 +74,117 @@ def test_one_sample_may_not_outweigh_another_by_length() -> None:
     batch, normalizer = sequence_mean(batches([12, 9], seed=1)[1])
     assert normalizer == 2
     assert list(weight_of_each_segment(batch).values()) == pytest.approx([1.0, 1.0])
+
+
+def one_batch(rows: list[list[tuple[str, int, int, list[float]]]]) -> TrainingBatch:
+    """Rows of segments (uid, sample, turn, loss weights)."""
+    length = max(sum(len(weights) for *_, weights in row) for row in rows)
+    columns = {
+        "input_ids": torch.ones(len(rows), length, dtype=torch.int64),
+        "segment_ids": torch.zeros(len(rows), length, dtype=torch.int32),
+        "position_ids": torch.zeros(len(rows), length, dtype=torch.int64),
+        "loss_weights": torch.zeros(len(rows), length),
+    }
+    for row, segments in enumerate(rows):
+        start = 0
+        for number, (*_, weights) in enumerate(segments, start=1):
+            where = slice(start, start + len(weights))
+            columns["segment_ids"][row, where] = number
+            columns["position_ids"][row, where] = torch.arange(len(weights))
+            columns["loss_weights"][row, where] = torch.tensor(weights)
+            start += len(weights)
+    names = ("uid", "sample", "turn", "length")
+    values = [[(uid, sample, turn, len(weights)) for uid, sample, turn, weights in row] for row in rows]
+    return TrainingBatch(
+        tokens=columns,
+        segments={
+            name: Ragged.from_rows([[segment[column] for segment in row] for row in values], SEGMENT_COLUMNS[name])
+            for column, name in enumerate(names)
+        },
+        unit_ids=torch.arange(len(rows)),
+        is_padding_row=torch.zeros(len(rows), dtype=torch.bool),
+    )
+
+
+segments_strategy = st.lists(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "c"]),
+            st.integers(0, 2),
+            st.integers(0, 2),
+            st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4).map(lambda weights: [0.0, *weights]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(rows=segments_strategy, padding=st.integers(0, 2))
+@settings(deadline=None, max_examples=60)
+def test_prompt_mean_weighs_every_prompt_with_loss_the_same(
+    rows: list[list[tuple[str, int, int, list[float]]]], padding: int
+) -> None:
+    totals: dict[str, float] = {}
+    for row in rows:
+        for uid, *_, weights in row:
+            totals[uid] = totals.get(uid, 0.0) + sum(weights)
+    batch = one_batch(rows)
+    reduced, normalizer = prompt_mean(batch.pad_rows(batch.num_rows + padding))
+    assert normalizer == max(1, sum(total > 0 for total in totals.values()))
+    for row, segments in enumerate(rows):
+        expected = [w / totals[uid] if w else 0.0 for uid, *_, weights in segments for w in weights]
+        got = reduced.tokens["loss_weights"][row]
+        assert got[: len(expected)].tolist() == pytest.approx(expected, rel=1e-6)
+        assert not bool(got[len(expected) :].any())
+    assert not bool(reduced.tokens["loss_weights"][len(rows) :].any())
+
+
+def test_fixed_norm_counts_trajectories_and_not_their_rows() -> None:
+    separate = one_batch(
+        [[("a", 0, 0, [0, 1])], [("a", 0, 1, [0, 1, 1])], [("a", 1, 0, [0, 1])], [("b", 0, 0, [0, 0])]]
+    )
+    merged = one_batch([[("a", 0, 1, [0, 1, 0, 1, 1])], [("a", 1, 0, [0, 1]), ("b", 0, 0, [0, 0])]])
+    for batch in (separate, merged):
+        reduced, normalizer = fixed_norm(100)(batch.pad_rows(5))
+        assert normalizer == 300
+        assert torch.equal(reduced.tokens["loss_weights"], batch.pad_rows(5).tokens["loss_weights"])
+
+
+def test_fixed_norm_counts_a_sample_that_is_there_twice_twice() -> None:
+    twice = one_batch([[("row-7", 0, 0, [0, 1]), ("row-8", 0, 0, [0, 1])], [("row-7", 0, 0, [0, 1])]])
+    assert fixed_norm(10)(twice)[1] == 30
+
+
+@pytest.mark.parametrize("reduce", [token_mean, sequence_mean, prompt_mean, fixed_norm(8)])
+def test_a_batch_without_loss_has_no_weight_and_a_harmless_divisor(reduce: Reduce) -> None:
+    reduced, normalizer = reduce(one_batch([[("a", 0, 0, [0, 0])]]))
+    assert not bool(reduced.tokens["loss_weights"].any())
+    assert normalizer > 0
+
+
+def test_every_reduction_of_the_config_has_a_function() -> None:
+    assert set(get_args(RunConfig.model_fields["reduction"].annotation)) == set(REDUCTIONS) == set(get_args(Reduction))
+
+
+def test_rejected_tokens_are_not_counted_and_other_factors_do_not_cancel_out() -> None:
+    batch = one_batch([[("a", 0, 0, [0, 1, 1]), ("b", 0, 0, [0, 1, 1, 1])]])
+    factors = torch.tensor([[1.0, 0.5, 0.5, 1.0, 0.0, 1.0, 2.0]])
+    for reduce, weights, divisor in (
+        (token_mean, [0, 0.5, 0.5, 0, 0, 1, 2], 4),
+        (sequence_mean, [0, 0.25, 0.25, 0, 0, 0.5, 1], 2),
+        (fixed_norm(10), [0, 0.5, 0.5, 0, 0, 1, 2], 20),
+    ):
+        reduced, normalizer = reduce_corrected(batch, factors, reduce)
+        assert reduced.tokens["loss_weights"].tolist() == [weights]
+        assert normalizer == divisor
+
+
+def test_a_factor_of_one_everywhere_changes_nothing() -> None:
+    for batch in batches([12, 9, 3], seed=2):
+        expected, divisor = sequence_mean(batch)
+        reduced, normalizer = reduce_corrected(batch, torch.ones_like(batch.tokens["loss_weights"]), sequence_mean)
+        assert normalizer == divisor
+        assert torch.equal(reduced.tokens["loss_weights"], expected.tokens["loss_weights"])

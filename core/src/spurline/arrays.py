@@ -16,8 +16,8 @@ def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
 
     Tensors are detached and moved to the CPU first; bfloat16, which numpy does not know, goes through float32.
     """
-    if type(values) is np.ndarray and values.dtype == dtype:
-        return values
+    if isinstance(values, np.ndarray):
+        return np.asarray(values, dtype=dtype)
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() else values).numpy()

@@ -11,6 +11,7 @@ from spurline.config.run_config import DatasetConfig, RunConfig
 from spurline.config.section import ComponentConfig, OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.backend_config import BackendConfig
+from spurline.protocols.source_config import PromptSourceConfig
 from spurline.registry import resolve
 
 
@@ -45,7 +46,7 @@ class PaddedCollatorConfig(ComponentConfig):
 
 
 class PackedCollatorConfig(ComponentConfig):
-    """Several samples per row, first-fit-decreasing; no sample sees its neighbour."""
+    """Several samples per row; no sample sees its neighbour."""
 
     name: str = "packed"
     max_tokens: int = Field(default=8192, gt=0)
@@ -54,6 +55,8 @@ class PackedCollatorConfig(ComponentConfig):
     """Round each sample's length up to a multiple of this; the backend's own alignment is applied on top."""
     pad_to_max: bool = False
     """Make every row exactly `max_tokens` long; otherwise rows are as long as the fullest one."""
+    algorithm: Literal["ffd", "bfd", "multifit"] = "ffd"
+    """First-fit-decreasing; best-fit-decreasing; or first-fit-decreasing with rows evened out over all ranks."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.collator is self and run.data.max_length > self.max_tokens:
@@ -80,6 +83,31 @@ class WholeBatchConfig(ComponentConfig):
     """One optimizer step per batch."""
 
     name: str = "whole"
+
+
+class ByPromptConfig(ComponentConfig):
+    """Cut a batch of rollouts into optimizer steps of whole prompts."""
+
+    name: str = "by_prompt"
+    prompts_per_minibatch: int | None = Field(default=None, gt=0)
+    """Prompts in one optimizer step; null takes all of the step's."""
+    update_epochs: int = Field(default=1, gt=0)
+    """Passes over the batch."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        source = run.source
+        if not isinstance(source, PromptSourceConfig):
+            yield Problem(
+                "name",
+                f"is by_prompt, but the source '{source.name}' draws no prompts. Choose a source of rollouts, or "
+                "minibatches: whole.",
+            )
+        elif self.prompts_per_minibatch is not None and source.prompts_per_step % self.prompts_per_minibatch:
+            yield Problem(
+                "prompts_per_minibatch",
+                f"is {self.prompts_per_minibatch}, which does not divide source.prompts_per_step: "
+                f"{source.prompts_per_step}. Choose a divisor.",
+            )
 
 
 class CrossEntropyConfig(ComponentConfig):

@@ -1,16 +1,19 @@
-"""Collator `packed`: several samples per row, first-fit-decreasing. The readable reference."""
+"""Collator `packed`: several samples, or several turns of trajectories, per row. The readable reference."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from spurline.builtin.configs import PackedCollatorConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.layout import Segment, lay_out
-from spurline.data.packing import first_fit_decreasing, round_up, spread_over_ranks
+from spurline.data.packing import pack, refuse_what_cannot_fit, round_up, straggler_factor
 from spurline.data.token_store import TokenView
-from spurline.errors import DataError
+from spurline.data.turn_segments import turn_name, turn_segments
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.trajectory import Trajectory
 
 
 class PackedCollator:
@@ -23,42 +26,44 @@ class PackedCollator:
         self._align_to = math.lcm(config.align_to, layout.align_to)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        aligned = [round_up(int(length), self._align_to) for length in samples.lengths()]
-        self._check_lengths(samples, aligned)
-        packing = first_fit_decreasing(aligned, self._config.max_tokens)
-        rows = spread_over_ranks(packing, self._layout.data)
+        segments = [
+            Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
+            for position in range(len(samples))
+        ]
+        names = [f"Sample {segment.uid}" for segment in segments]
+        return self._pack(segments, names, "lower data.max_length")
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        segments = turn_segments(trajectories)
+        names = [turn_name(segment.uid, segment.sample, segment.turn) for segment in segments]
+        return self._pack(segments, names, "limit prompts and responses")
+
+    def _pack(self, segments: Sequence[Segment], names: Sequence[str], shorter: str) -> TrainingBatch:
+        lengths = [len(segment.tokens) for segment in segments]
+        aligned = [round_up(length, self._align_to) for length in lengths]
+        refuse_what_cannot_fit(lengths, aligned, self._config.max_tokens, lambda position: names[position], shorter)
+        rows = pack(aligned, self._config.max_tokens, self._layout.data, self._config.algorithm)
         used = [sum(aligned[position] for position in row) for row in rows]
         length = max([self._align_to, *used])
         if self._config.pad_to_max or self._layout.pipeline > 1:
             # Pipeline stages exchange activations of one fixed shape.
             length = self._config.max_tokens
         return lay_out(
-            [self._segments(samples, row, aligned) for row in rows],
+            [
+                _end_to_end([segments[position] for position in row], [aligned[position] for position in row])
+                for row in rows
+            ],
             length,
             self._pad_token_id,
-            {"packing/straggler": self._straggler_factor(used)},
+            {"packing/straggler": straggler_factor(used, self._layout.data)},
         )
 
-    def _segments(self, samples: TokenView, row: list[int], aligned: list[int]) -> list[Segment]:
-        segments: list[Segment] = []
-        start = 0
-        for position in row:
-            mask = samples.loss_mask(position)
-            segments.append(Segment(samples.tokens(position), mask, start, samples.uid(position)))
-            start += aligned[position]
-        return segments
 
-    def _straggler_factor(self, used: list[int]) -> float:
-        """Tokens of the fullest rank over the mean of all ranks; 1.0 is perfectly even."""
-        per_rank = len(used) // self._layout.data
-        totals = [sum(used[rank * per_rank : (rank + 1) * per_rank]) for rank in range(self._layout.data)]
-        return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
-
-    def _check_lengths(self, samples: TokenView, aligned: list[int]) -> None:
-        for position, length in enumerate(aligned):
-            if length > self._config.max_tokens:
-                raise DataError(
-                    f"Sample {samples.uid(position)} has {int(samples.lengths()[position])} tokens, {length} after "
-                    f"alignment, but a packed row holds {self._config.max_tokens}. Raise collator.max_tokens to at "
-                    f"least {length}, or lower data.max_length."
-                )
+def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
+    """The segments of one row, each starting where the aligned one before it ends."""
+    placed: list[Segment] = []
+    start = 0
+    for segment, length in zip(segments, aligned, strict=True):
+        placed.append(replace(segment, start=start))
+        start += length
+    return placed

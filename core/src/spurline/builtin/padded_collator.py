@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from spurline.builtin.configs import PaddedCollatorConfig
 from spurline.data.batch import TrainingBatch
@@ -21,8 +22,7 @@ class PaddedCollator:
         self._layout = layout
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        longest = max((int(length) for length in samples.lengths()), default=0)
-        length = round_up(max(longest, 1), math.lcm(self._config.pad_to_multiple_of, self._layout.align_to))
+        length = self._row_length(samples.lengths().tolist())
         rows = spread_over_ranks([[position] for position in range(len(samples))], self._layout.data)
         return lay_out(
             [[self._segment(samples, position, length) for position in row] for row in rows],
@@ -30,7 +30,13 @@ class PaddedCollator:
             self._pad_token_id,
         )
 
+    def _row_length(self, lengths: Sequence[int]) -> int:
+        return round_up(max([1, *lengths]), math.lcm(self._config.pad_to_multiple_of, self._layout.align_to))
+
     def _segment(self, samples: TokenView, position: int, length: int) -> Segment:
         tokens = samples.tokens(position)
-        start = length - len(tokens) if self._config.pad_side == "left" else 0
+        start = self._start(len(tokens), length)
         return Segment(tokens, samples.loss_mask(position), start, samples.uid(position))
+
+    def _start(self, num_tokens: int, length: int) -> int:
+        return length - num_tokens if self._config.pad_side == "left" else 0

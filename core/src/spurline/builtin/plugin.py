@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spurline.builtin import configs
+from spurline.builtin import configs, rl_configs
 from spurline.hookspecs import hookimpl
 from spurline.plugins import API_VERSION, Plugin
 from spurline.registry import CORE, ComponentRegistrar
@@ -28,6 +28,7 @@ _REPORT_PANELS = {
 def register_components(registry: ComponentRegistrar) -> None:
     _register_data(registry)
     _register_training(registry)
+    _register_algorithms(registry)
     _register_observation(registry)
 
 
@@ -96,6 +97,61 @@ def _register_training(registry: ComponentRegistrar) -> None:
         default=True,
     )
     registry.add("reward", "exact_match", config=configs.ExactMatchConfig, factory=f"{builtin}.exact_match:ExactMatch")
+
+
+def _register_algorithms(registry: ComponentRegistrar) -> None:
+    advantages, losses = "spurline.rl.advantages", "spurline.losses"
+    registry.add("advantage", "grpo", config=rl_configs.GrpoConfig, factory=f"{advantages}.grpo:Grpo", default=True)
+    registry.add("advantage", "dr_grpo", config=rl_configs.DrGrpoConfig, factory=f"{advantages}.dr_grpo:DrGrpo")
+    registry.add("advantage", "rloo", config=rl_configs.RlooConfig, factory=f"{advantages}.rloo:Rloo")
+    registry.add("advantage", "maxrl", config=rl_configs.MaxRlConfig, factory=f"{advantages}.maxrl:MaxRl")
+    registry.add(
+        "advantage",
+        "reinforce_pp",
+        config=rl_configs.ReinforcePlusPlusConfig,
+        factory=f"{advantages}.reinforce_pp:ReinforcePlusPlus",
+    )
+    registry.add("advantage", "gae", config=rl_configs.GaeConfig, factory=f"{advantages}.gae:Gae")
+    registry.add(
+        "loss",
+        "policy_gradient",
+        config=rl_configs.PolicyGradientConfig,
+        factory=f"{losses}.policy_gradient:PolicyGradient",
+    )
+    registry.add("loss", "ppo", config=rl_configs.PpoConfig, factory=f"{losses}.ppo:Ppo")
+    registry.add("loss", "gspo", config=rl_configs.GspoConfig, factory=f"{losses}.gspo:Gspo")
+    registry.add("loss", "cispo", config=rl_configs.CispoConfig, factory=f"{losses}.cispo:Cispo")
+    registry.add("loss", "sapo", config=rl_configs.SapoConfig, factory=f"{losses}.sapo:Sapo")
+    registry.add("loss", "value", config=rl_configs.ValueLossConfig, factory=f"{losses}.value:ValueLoss")
+    _register_corrections(registry)
+
+
+def _register_corrections(registry: ComponentRegistrar) -> None:
+    corrections = "spurline.losses.corrections"
+    registry.add(
+        "correction",
+        "tis",
+        config=rl_configs.TruncatedImportanceSamplingConfig,
+        factory=f"{corrections}.tis:TruncatedImportanceSampling",
+    )
+    registry.add(
+        "correction",
+        "mis",
+        config=rl_configs.MaskedImportanceSamplingConfig,
+        factory=f"{corrections}.mis:MaskedImportanceSampling",
+    )
+    registry.add(
+        "correction",
+        "geometric_rejection",
+        config=rl_configs.GeometricRejectionConfig,
+        factory=f"{corrections}.geometric_rejection:GeometricRejection",
+    )
+    registry.add(
+        "correction",
+        "sequence_rejection",
+        config=rl_configs.SequenceRejectionConfig,
+        factory=f"{corrections}.sequence_rejection:SequenceRejection",
+    )
 
 
 def _register_observation(registry: ComponentRegistrar) -> None:

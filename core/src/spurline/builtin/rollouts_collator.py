@@ -5,60 +5,27 @@ Also collates tokenized samples as `padded` does, so that a run may evaluate on 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
 
 from spurline.builtin.padded_collator import PaddedCollator
 from spurline.data.batch import TrainingBatch
 from spurline.data.layout import Segment, lay_out
 from spurline.data.packing import round_up
-from spurline.rl.trajectory import Trajectory, Turn
+from spurline.data.turn_segments import turn_segments
+from spurline.rl.trajectory import Trajectory
 
 
 class RolloutsCollator(PaddedCollator):
     """prompt + response per row; loss on the response tokens whose mask is 1."""
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        turns = [
-            (trajectory, number, turn) for trajectory in trajectories for number, turn in enumerate(trajectory.turns)
-        ]
-        longest = max((len(turn.prompt_ids) + len(turn.response_ids) for _, _, turn in turns), default=1)
-        length = round_up(longest, math.lcm(self._config.pad_to_multiple_of, self._layout.align_to))
-        rows = [
-            [_segment(turn, trajectory.uid, trajectory.sample, number, length, self._config.pad_side)]
-            for trajectory, number, turn in turns
-        ]
-        # Rows keep their order: the prompt boundaries of mini-batches depend on it.
-        return lay_out(rows, length, self._pad_token_id).pad_rows(self._layout.data)
+        segments = turn_segments(trajectories)
+        length = self._row_length([len(segment.tokens) for segment in segments])
+        # Rows keep their order: the prompt boundaries of mini-batches depend on it. Padding rows come last.
+        rows: list[list[Segment]] = [[self._placed(segment, length)] for segment in segments]
+        rows += [[] for _ in range(round_up(max(len(rows), 1), self._layout.data) - len(rows))]
+        return lay_out(rows, length, self._pad_token_id)
 
-
-def _segment(turn: Turn, uid: str, sample: int, number: int, length: int, pad_side: str) -> Segment:
-    tokens = np.concatenate([turn.prompt_ids, turn.response_ids]).astype(np.int32)
-    start = length - len(tokens) if pad_side == "left" else 0
-    return Segment(
-        tokens, _after_prompt(turn, turn.loss_mask.astype(np.float32)), start, uid, sample, number, _extra(turn)
-    )
-
-
-def _extra(turn: Turn) -> dict[str, NDArray[Any]]:
-    per_response = {
-        "rollout_logprobs": turn.logprobs,
-        "token_versions": turn.versions,
-        "rewards": turn.rewards,
-        "advantages": turn.advantages,
-        "values": turn.values,
-    }
-    extra = {name: _after_prompt(turn, values) for name, values in per_response.items() if values is not None}
-    if turn.routed_experts is not None:
-        extra["routed_experts"] = turn.routed_experts
-    return extra
-
-
-def _after_prompt(turn: Turn, values: NDArray[Any]) -> NDArray[Any]:
-    """Response values with zeros for the prompt in front."""
-    assert len(values) == len(turn.response_ids), (len(values), len(turn.response_ids))
-    return np.concatenate([np.zeros(len(turn.prompt_ids), values.dtype), values])
+    def _placed(self, segment: Segment, length: int) -> Segment:
+        return replace(segment, start=self._start(len(segment.tokens), length))

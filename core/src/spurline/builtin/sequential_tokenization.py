@@ -33,10 +33,11 @@ class SequentialTokenization:
         """All samples of all datasets, in order."""
         for dataset in datasets:
             check_rows(dataset.dataset)
+        # All before the first row: a format that does not fit the last dataset should not cost the work on the others.
+        encoders = [RowEncoder(dataset, self._tokenizer, self._data) for dataset in datasets]
         collector = SampleCollector(datasets)
-        for source, dataset in enumerate(datasets):
-            encoder = RowEncoder(dataset, self._tokenizer, self._data)
-            num_rows = len(dataset.dataset)
+        for source, encoder in enumerate(encoders):
+            num_rows = len(datasets[source].dataset)
             for start in range(0, num_rows, ROWS_PER_CALL):
                 rows = range(start, min(start + ROWS_PER_CALL, num_rows))
                 collector.add(source, encoder.encode(rows))

@@ -20,8 +20,10 @@ from spurline.config.explain import explain
 from spurline.config.overrides import apply_overrides
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Section
+from spurline.config.shorthand import BARE, expand_shorthand
 from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.plugins import InstalledPlugin, PluginHost, installed_plugins
+from spurline.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,26 @@ def load_config(
     host = _loaded_plugins(document, available)
     model = config_model(host)
     try:
-        config = model.model_validate(document.values)
+        config = model.model_validate(_with_defaults_of_source(document.values, host.registry))
     except ValidationError as error:
         raise _config_error(explain(error, model, host.registry), document) from None
     problems = list(_cross_field_problems(config, config, ""))
     if problems:
         raise _config_error(problems, document)
     return LoadedConfig(config, host, document.origin)
+
+
+def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    """The file's values, with the components that the chosen source takes where the file names none."""
+    source: Any = expand_shorthand(values.get("source"), "name")
+    name = cast("Mapping[str, Any]", source).get("name") if isinstance(source, Mapping) else None
+    completed = dict(values)
+    if isinstance(name, str) and name in registry.all_names("source"):
+        for setting, default in registry.get("source", name).config.run_defaults.items():
+            given = completed.setdefault(setting, {})
+            if isinstance(given, Mapping) and BARE not in given:
+                completed[setting] = {"name": default, **given}
+    return completed
 
 
 def _config_error(problems: Sequence[Problem], document: Document) -> ConfigError:

@@ -192,7 +192,7 @@ class RunConfig(Section):
     """How a batch is cut into optimizer steps."""
     loss: Annotated[ComponentConfig, Component("loss")]
     """The objective per token."""
-    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    reduction: Literal["token_mean", "sequence_mean", "prompt_mean"] = "token_mean"
     """Which losses of an optimizer step count the same: all tokens, or all samples whatever their length."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW settings."""

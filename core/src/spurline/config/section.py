@@ -5,10 +5,10 @@ Light on purpose: pydantic and the standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,6 +30,9 @@ class Section(BaseModel):
 
 class ComponentConfig(Section):
     """Settings of one component; `name` says which implementation the registry builds."""
+
+    run_defaults: ClassVar[Mapping[str, str]] = {}
+    """For the config of a source: top-level component settings and the names they take when the file has none."""
 
     name: str = Field(min_length=1)
     """Which component to use."""

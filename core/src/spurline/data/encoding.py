@@ -6,12 +6,13 @@ slice of the rows, so worker processes can share a dataset; what a row becomes n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
@@ -58,6 +59,19 @@ class _Text:
     is_chat: bool
 
 
+Encoded = tuple[list[int], Encoding]
+"""Token ids of a text, and which characters each token covers."""
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """Rows read and rendered, waiting for their texts to be encoded. error: why the row after the last is not here."""
+
+    rows: Sequence[int]
+    items: list[_Text | TokenRow | Dropped]
+    error: Exception | None = None
+
+
 class RowEncoder:
     """Encodes rows of one dataset.
 
@@ -75,17 +89,42 @@ class RowEncoder:
         self.format: FormatName = self._detect()
 
     def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
-        """One outcome per row, in the order given."""
-        prepared = [self._prepare(row) for row in rows]
-        encoded = self._encode_texts([item for item in prepared if isinstance(item, _Text)])
+        """One outcome per row, in the order given. The first row that is an error is the one raised."""
+        prepared = self.prepare(rows)
+        return self.finish(prepared, self.encode_texts(prepared))
+
+    def prepare(self, rows: Sequence[int]) -> PreparedRows:
+        """Read and render rows, up to the first that is an error; `finish` raises it."""
+        items: list[_Text | TokenRow | Dropped] = []
+        for row in rows:
+            try:
+                items.append(self._prepare(row))
+            except Exception as error:  # noqa: BLE001 - raised by `finish`, after what the rows before it raise
+                return PreparedRows(rows[: len(items)], items, error)
+        return PreparedRows(rows, items)
+
+    def encode_texts(self, prepared: PreparedRows) -> list[Encoded]:
+        """Encode the texts, one tokenizer call per kind of text. Needs only the tokenizer, so any thread may do it."""
+        texts = [item for item in prepared.items if isinstance(item, _Text)]
+        encoded = {
+            is_chat: iter(_call(self._tokenizer, [item.text for item in texts if item.is_chat == is_chat], is_chat))
+            for is_chat in (True, False)
+        }
+        return [next(encoded[item.is_chat]) for item in texts]
+
+    def finish(self, prepared: PreparedRows, encoded: Iterable[Encoded]) -> list[Sample | Dropped]:
+        """One outcome per row. Raises what went wrong with the first row that is an error."""
+        of_text = iter(encoded)
         outcomes: list[Sample | Dropped] = []
-        for row, item in zip(rows, prepared, strict=True):
+        for row, item in zip(prepared.rows, prepared.items, strict=True):
             if isinstance(item, Dropped):
                 outcomes.append(item)
             elif isinstance(item, TokenRow):
                 outcomes.append(self._finish(row, item.input_ids, np.asarray(item.loss_mask, dtype=np.uint8)))
             else:
-                outcomes.append(self._finish(row, *next(encoded)))
+                outcomes.append(self._finish(row, *self._masked(item, next(of_text))))
+        if prepared.error is not None:
+            raise prepared.error
         return outcomes
 
     def _detect(self) -> FormatName:
@@ -147,20 +186,10 @@ class RowEncoder:
                 f"is {largest}, but the tokenizer has {self._vocabulary} tokens. Was the data made with another one?",
             )
 
-    def _encode_texts(self, texts: list[_Text]) -> Any:
-        """Token ids and mask of each text, in order; one tokenizer call per kind of text."""
-        encodings: dict[bool, Any] = {
-            is_chat: iter(
-                encode_batch(self._tokenizer, [item.text for item in texts if item.is_chat == is_chat], is_chat)
-            )
-            for is_chat in (True, False)
-        }
-        for item in texts:
-            encoding = next(encodings[item.is_chat])
-            tokens, mask = encoding.ids, mask_of_spans(encoding, item.spans)
-            if not item.is_chat:
-                tokens, mask = _end_with(self._tokenizer.eos_token_id, tokens, mask)
-            yield tokens, mask
+    def _masked(self, item: _Text, encoded: Encoded) -> tuple[list[int], NDArray[np.uint8]]:
+        tokens, encoding = encoded
+        mask = mask_of_spans(encoding, item.spans)
+        return (tokens, mask) if item.is_chat else _end_with(self._tokenizer.eos_token_id, tokens, mask)
 
     def _finish(self, row: int, tokens: Sequence[int], mask: NDArray[np.uint8]) -> Sample | Dropped:
         """Apply the rules for the first token, for samples without loss and for `max_length`."""
@@ -183,13 +212,18 @@ class RowEncoder:
         return Sample(row, tokens[:limit], mask[:limit], truncated=True)
 
 
-def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Any]:
+def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoding]:
     """`tokenizers.Encoding` of each text; special tokens are added to plain text only."""
+    return [encoding for _, encoding in _call(tokenizer, texts, is_chat)]
+
+
+def _call(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoded]:
     if not texts:
         return []
     batch = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
     assert batch.encodings is not None, "a fast tokenizer returns encodings"
-    return batch.encodings
+    # The ids are there as lists already; `Encoding.ids` would make each list once more.
+    return list(zip(batch["input_ids"], batch.encodings, strict=True))
 
 
 def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:

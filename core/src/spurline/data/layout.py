@@ -41,25 +41,29 @@ def lay_out(
 ) -> TrainingBatch:
     """A batch of these rows, `length` tokens wide. A row without segments becomes a padding row.
 
-    info: more numbers for metrics; `packing/fill`, `packing/rows` and `packing/row_tokens` are added here.
+    info: more numbers for metrics, beside those of `layout_info`.
     """
     extra = _shared_extra_columns(rows)
     written = [_write_row(segments, length, pad_token_id, extra) for segments in rows]
     dtypes = TOKEN_COLUMNS | {name: OPTIONAL_TOKEN_COLUMNS[name] for name in extra}
     columns = {name: _to_tensor([row[name] for row in written], dtype, length) for name, dtype in dtypes.items()}
     num_tokens = sum(len(segment.tokens) for segments in rows for segment in segments)
-    layout_info = {
-        "packing/fill": num_tokens / (len(rows) * length) if rows and length else 0.0,
-        "packing/rows": float(len(rows)),
-        "packing/row_tokens": float(length),
-    }
     return TrainingBatch(
         tokens=columns,
         segments=_metadata(rows),
         unit_ids=torch.arange(len(rows), dtype=torch.int64),
         is_padding_row=torch.tensor([not segments for segments in rows], dtype=torch.bool),
-        info={**layout_info, **(info or {})},
+        info={**layout_info(num_tokens, len(rows), length), **(info or {})},
     )
+
+
+def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]:
+    """What every layout reports. num_tokens: padding not counted. length: tokens in a row, padding included."""
+    return {
+        "packing/fill": num_tokens / (num_rows * length) if num_rows and length else 0.0,
+        "packing/rows": float(num_rows),
+        "packing/row_tokens": float(length),
+    }
 
 
 def _write_row(

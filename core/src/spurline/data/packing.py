@@ -6,12 +6,27 @@ with this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from spurline.errors import DataError
+
+PackingAlgorithm = Literal["ffd", "bfd", "multifit"]
 
 
 def round_up(length: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple
+
+
+def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: PackingAlgorithm = "ffd") -> list[list[int]]:
+    """Rows of sample positions, a multiple of `num_ranks` of them, rank by rank; see the algorithms below."""
+    if algorithm == "multifit":
+        rows = multifit(lengths, capacity, num_ranks)
+    else:
+        fit = {"ffd": first_fit_decreasing, "bfd": best_fit_decreasing}[algorithm]
+        rows = fit(lengths, capacity)
+    return spread_over_ranks(rows, num_ranks)
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -20,10 +35,9 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     Longest first (ties: higher position first), each into the first row with room, else into a new row (Johnson 1973).
     No length may exceed `capacity`.
     """
-    order = sorted(range(len(lengths)), key=lambda position: (lengths[position], position), reverse=True)
     rows: list[list[int]] = []
     room: list[int] = []
-    for position in order:
+    for position in _longest_first(lengths):
         length = lengths[position]
         assert length <= capacity, (position, length, capacity)
         for row in range(len(rows)):
@@ -35,6 +49,73 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
             rows.append([position])
             room.append(capacity - length)
     return rows
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """As first_fit_decreasing, but each into the row that it leaves the least room in (ties: the earlier row)."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for position in _longest_first(lengths):
+        length = lengths[position]
+        assert length <= capacity, (position, length, capacity)
+        fitting = [row for row in range(len(rows)) if room[row] >= length]
+        if fitting:
+            row = min(fitting, key=lambda candidate: (room[candidate], candidate))
+            rows[row].append(position)
+            room[row] -= length
+        else:
+            rows.append([position])
+            room.append(capacity - length)
+    return rows
+
+
+def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
+    """First-fit-decreasing with the smallest capacity, found by bisection, that needs no more rows for all ranks.
+
+    Rows are rounded up to a multiple of `num_ranks` anyway; a lower capacity spreads the samples evenly over them
+    (Coffman, Garey and Johnson 1978).
+    """
+    best = first_fit_decreasing(lengths, capacity)
+    num_rows = max(num_ranks, round_up(len(best), num_ranks))
+    low, high = max([-(-sum(lengths) // num_rows), *lengths]), capacity
+    while low < high:
+        middle = (low + high) // 2
+        rows = first_fit_decreasing(lengths, middle)
+        if len(rows) <= num_rows:
+            best, high = rows, middle
+        else:
+            low = middle + 1
+    return best
+
+
+def straggler_factor(used: Sequence[int], num_ranks: int) -> float:
+    """Tokens of the fullest rank over the mean of all ranks; 1.0 is perfectly even.
+
+    used: tokens of each row, alignment included, rank by rank.
+    """
+    per_rank = len(used) // num_ranks
+    totals = [sum(used[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks)]
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
+
+
+def refuse_what_cannot_fit(
+    lengths: Sequence[int], aligned: Sequence[int], capacity: int, name: Callable[[int], str], shorter: str
+) -> None:
+    """Raise DataError for the first sample that is longer than a row.
+
+    name: what to call the sample at a position. shorter: what else the user may do, such as `lower data.max_length`.
+    """
+    for position, length in enumerate(aligned):
+        if length > capacity:
+            raise DataError(
+                f"{name(position)} has {lengths[position]} tokens, {length} after alignment, but a packed row holds "
+                f"{capacity}. Raise collator.max_tokens to at least {length}, or {shorter}."
+            )
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    """Positions by falling length; ties: higher position first."""
+    return sorted(range(len(lengths)), key=lambda position: (lengths[position], position), reverse=True)
 
 
 def spread_over_ranks(rows: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +50,22 @@ class Ragged:
 
     def take(self, rows: NDArray[np.int64]) -> Ragged:
         """The chosen rows in that order."""
-        counts = self.counts()[rows]
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        source = np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], counts)
+        source, offsets = self._selection(rows)
         return Ragged(self.values[source], offsets)
 
     def append_empty(self, count: int) -> Ragged:
         """The same rows and `count` rows without values after them."""
-        return Ragged(self.values, np.concatenate([self.offsets, np.full(count, self.offsets[-1])]))
+        return Ragged(self.values, self._longer_offsets(count))
+
+    def _selection(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the values of these rows lie, and the offsets they get."""
+        counts = self.counts()[rows]
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        return np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], counts), offsets
+
+    def _longer_offsets(self, count: int) -> NDArray[np.int64]:
+        return np.concatenate([self.offsets, np.full(count, self.offsets[-1])])
 
     @staticmethod
     def concatenate(parts: Iterable[Ragged]) -> Ragged:
@@ -67,3 +75,32 @@ class Ragged:
         offsets = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         return Ragged(np.concatenate([column.values for column in columns]), offsets)
+
+
+class LazyRagged(Ragged):
+    """A ragged column whose values are made when somebody first reads them.
+
+    For values that most batches never need, such as the names of samples. Selecting rows does not read them either;
+    pickling does. compute: what makes all values; it must not depend on anything that changes later.
+    """
+
+    def __init__(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> None:
+        # Frozen, so fields are set past __setattr__; no check of the number of values, which are not there yet.
+        object.__setattr__(self, "_compute", compute)
+        object.__setattr__(self, "offsets", offsets)
+
+    @functools.cached_property
+    def values(self) -> NDArray[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        values = self.__dict__["_compute"]()
+        assert int(self.offsets[-1]) == len(values), (int(self.offsets[-1]), len(values))
+        return values
+
+    def take(self, rows: NDArray[np.int64]) -> Ragged:
+        source, offsets = self._selection(rows)
+        return LazyRagged(lambda: self.values[source], offsets)
+
+    def append_empty(self, count: int) -> Ragged:
+        return LazyRagged(lambda: self.values, self._longer_offsets(count))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ragged, (self.values, self.offsets)

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:
     """1 on every token that covers a character of a span, uint8 [tokens]."""
-    mask = np.zeros(len(encoding.ids), dtype=np.uint8)
+    mask = np.zeros(len(encoding), dtype=np.uint8)
     for start, stop in spans:
         first, last = _token_range(encoding, start, stop)
         mask[first : last + 1] = 1
@@ -49,7 +49,7 @@ def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
 
 def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
     """Whether a token next to the known range belongs to the span as well."""
-    if not 0 <= token < len(encoding.ids):
+    if not 0 <= token < len(encoding):
         return False
     chars = encoding.token_to_chars(token)
     if chars is None:

@@ -12,9 +12,23 @@ if TYPE_CHECKING:
 class Advantage(Protocol):
     """Set `advantages` on every turn of scored groups.
 
-    Factory: `Class(config)`. Pure; numpy only.
+    Factory: `Class(config)`; its config class derives from `spurline.protocols.advantage_config.AdvantageConfig`.
+    Pure; numpy only.
     """
 
+    needs: frozenset[str]
+    """Fields of a turn that must be set besides `rewards`: `values` for algorithms with a critic."""
+
     def advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The same groups, in the same order, with `advantages` float32 per response token."""
+        """The same groups, in the same order, with `advantages` float32 per response token.
+
+        Algorithms with a critic also set `returns`, what the critic is trained on. The groups given are not changed.
+        Statistics that span groups are those of the groups passed: the caller decides whether these are the whole
+        batch or one mini-batch.
+        Raises DataError naming the prompt when a group is too small or its rewards cannot be used.
+        """
+        ...
+
+    def describe(self) -> str:
+        """The advantage in words, one sentence, for `spurline plan`."""
         ...

@@ -50,9 +50,14 @@ class Collator(Protocol):
 class RolloutCollator(Protocol):
     """Lay trajectories out as one TrainingBatch, one segment per turn. Factory as for Collator.
 
-    Token columns beyond the four standard ones are present iff every turn has the data for them.
+    Token columns beyond the four standard ones are present iff every turn has the data for them. Padding rows hold
+    what Collator says. A packing collator may put turns of several prompts into one row, in any order, so its rows
+    cannot be cut at prompts afterwards: callers cut by prompt first and collate each mini-batch on its own.
     """
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """One batch with all turns of all trajectories, in order."""
+        """One batch with each turn of each trajectory in exactly one segment.
+
+        One turn a row (`rollouts`): rows in the order of the turns, padding rows last.
+        """
         ...

@@ -1,7 +1,9 @@
-"""Kind `correction`: weights that correct for the difference between rollout and trainer distributions."""
+"""Kind `correction`: factors that correct for the difference between rollout and trainer distributions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -10,12 +12,33 @@ if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
 
 
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction says about a batch.
+
+    factors: float32 [R, L] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
+    metrics: numbers about this batch, shares of its loss tokens in 0..1 among them.
+    """
+
+    factors: Tensor
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
 class Correction(Protocol):
     """Importance weights or masks from logprobs.
 
-    Factory: `Class(config)`. Pure.
+    Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
+    Factors are applied by `spurline.reduction.reduce_corrected`: rejected tokens leave before the reduction counts
+    them, all other factors weigh after it, so that they do not cancel out of the normaliser.
     """
 
-    def weights(self, batch: TrainingBatch) -> Tensor:
-        """float32 [R, L] factors for `loss_weights`, from `rollout_logprobs` and `old_logprobs`; no gradient."""
+    def correct(self, batch: TrainingBatch) -> Corrected:
+        """Factors from `old_logprobs`, the trainer's before the update, and `rollout_logprobs`, the engine's.
+
+        Raises DataError when a column is missing.
+        """
+        ...
+
+    def describe(self) -> str:
+        """The correction in words, one sentence, for `spurline plan`."""
         ...

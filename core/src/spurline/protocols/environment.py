@@ -2,28 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from spurline.errors import SpurlineError
+
 if TYPE_CHECKING:
-    from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
-    from spurline.rl.trajectory import Trajectory
+    from spurline.config.run_config import DatasetConfig
+    from spurline.protocols.rollout_engine import GenerationResult, Sampling
+    from spurline.rl.trajectory import Trajectory, Turn
+
+
+class AttemptFailedError(SpurlineError):
+    """One attempt went wrong in a way that another try may cure; the text says what and where."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One attempt at one prompt.
+
+    row: the dataset row. dataset: the settings it is read with. uid: names the draw of the prompt, unique in the run.
+    sample: which of the group's attempts this is, from 0. location: where the row is, for messages.
+    """
+
+    row: Mapping[str, Any]
+    dataset: DatasetConfig
+    uid: str
+    sample: int
+    location: str
 
 
 class PolicyHandle(Protocol):
-    """What an environment talks to: tokens in, tokens out."""
+    """What an environment talks to: tokens in, tokens out. One handle per attempt; it remembers every turn."""
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """One model call. The seed is derived by the handle, not by the environment."""
+    sampling: Sampling
+    """What the run's config says; change parts of it with `dataclasses.replace`."""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns finished so far, in the order in which they were asked for."""
+        ...
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
+        """The model's next turn after `prompt_ids`, the whole context. The handle counts turns and derives the seed.
+
+        Raises DataError when the prompt is empty or leaves no room in the model's context.
+        """
+        ...
+
+    def finish(
+        self,
+        rewards: Mapping[str, float] | None = None,
+        *,
+        turn_rewards: Sequence[float] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
+        """All turns as the attempt's trajectory.
+
+        rewards: named terms of the whole attempt, before weights. turn_rewards: one number per turn, as it is, for the
+        last token of each. info: JSON-able facts for the log and the report, such as `prompt` and `response`.
+        """
         ...
 
 
 class Environment(Protocol):
     """Run one attempt at a prompt.
 
-    Factory: `Class(config, tokenizer=PreTrainedTokenizerBase)`.
+    Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance serves
+    all attempts, many at the same time on one event loop: `run` keeps its state in local variables. Code that takes
+    long without awaiting belongs in `spurline.rl.thread_calls.in_thread` or in a process; time limits cannot reach it
+    elsewhere. An environment that holds processes or files also has `close()`.
+
+        class Terse:
+            def __init__(self, config, registry, tokenizer, data):
+                self._tokenizer, self._data = tokenizer, data
+
+            async def run(self, task, policy):
+                example = prompt_and_reference(task.row, task.dataset, self._tokenizer, self._data)
+                result = await policy.generate(example.prompt_ids)
+                return policy.finish({"brevity": -len(result.token_ids)})
     """
 
-    async def run(self, row: Mapping[str, Any], uid: str, sample: int, policy: PolicyHandle) -> Trajectory:
-        """A trajectory with reward terms. An exception is retried, then the trajectory is quarantined with it."""
+    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
+        """A trajectory with named reward terms, or rewards per turn; usually `policy.finish(...)`.
+
+        Errors: a DataError says that this prompt cannot be used and quarantines it; other SpurlineErrors, but for
+        AttemptFailedError, end the run; any other exception, and a time-out, means another attempt, and after
+        `faults.retries` of these quarantine.
+        """
         ...

@@ -4,41 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from spurline.protocols.backend import Backend
     from spurline.rl.trajectory import FinishReason
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. temperature 0 is greedy. stop_token_ids end the response and belong to it."""
+    """How to sample.
+
+    temperature: 0 is greedy. top_p: 1.0 keeps all tokens. top_k: 0 keeps all tokens.
+    max_new_tokens: longest response, end token included.
+    stop_token_ids: besides the model's own end tokens; they end the response and belong to it.
+    stop: texts that end the response; the tokens up to the one that completes a text belong to it.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One continuation to generate. seed: derived from (run, epoch, uid, sample, turn)."""
+    """One continuation to generate.
+
+    seed: derived from (run, epoch, uid, sample, turn); the same request and weights give the same tokens.
+    name: who asks, for messages: `train:17@40 sample 3 turn 0`.
+    """
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     seed: int
+    name: str
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """token_ids int32 [A]; logprobs float32 [A] of the distribution sampled from; versions int32 [A]."""
+    """What was generated.
+
+    token_ids: int32 [A], the end token included.
+    logprobs: float32 [A], of the distribution sampled from (after temperature, top-p and top-k).
+    raw_logprobs: float32 [A], of the model's own distribution (temperature 1, all tokens).
+    versions: int32 [A], the version of the weights each token came from.
+    finish_reason: `stop` at an end token or stop text, `length` at the limit of tokens or context.
+    """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    raw_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     finish_reason: FinishReason
 
@@ -46,11 +67,15 @@ class GenerationResult:
 class RolloutEngine(Protocol):
     """Generate continuations.
 
-    Factory: `Class(config, run=RunConfig)`. Every method has a time limit and says what it waited for.
+    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit and says
+    what it waited for. The coroutines of one engine are awaited on one event loop.
     """
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """One continuation; concurrent calls are batched."""
+        """One continuation; concurrent calls are batched.
+
+        Raises DataError when the prompt leaves no room in the model's context, RunFailedError when the engine died.
+        """
         ...
 
     async def pause(self) -> None:
@@ -62,5 +87,18 @@ class RolloutEngine(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine and its processes."""
+        """End the engine and its processes; requests in flight fail with RunFailedError."""
+        ...
+
+
+@runtime_checkable
+class SharesWeights(Protocol):
+    """An engine that can generate with the very weights a backend in this process trains."""
+
+    def share(self, backend: Backend) -> None:
+        """Generate with the backend's weights from now on. Raises ConfigError when the backend does not lend them."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """The weights have been updated; tokens generated from now on carry this version."""
         ...

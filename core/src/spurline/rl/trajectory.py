@@ -26,7 +26,8 @@ class Turn:
     Lists, arrays and tensors are accepted and converted once, here; tensors are detached and moved to the CPU.
     logprobs: float32 [A], of the distribution sampled from, or None.
     versions: int32 [A], weight version per token, or None.
-    loss_mask: uint8 [A], 0 where a response token is not trained. advantages, rewards, values: float32 [A] or None.
+    loss_mask: uint8 [A], 0 where a response token is not trained. rewards, advantages: float32 [A] or None.
+    values, returns: float32 [A] or None; a critic's estimate before each token is written, and what it is trained on.
     routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
     """
 
@@ -38,6 +39,7 @@ class Turn:
     rewards: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     finish_reason: FinishReason = "stop"
 
@@ -57,6 +59,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "rewards": np.dtype(np.float32),
     "advantages": np.dtype(np.float32),
     "values": np.dtype(np.float32),
+    "returns": np.dtype(np.float32),
     "routed_experts": np.dtype(np.int16),
 }
 

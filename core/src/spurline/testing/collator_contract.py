@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,14 @@ from hypothesis import strategies as st
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import Collator, ParallelLayout, RolloutCollator
-from spurline.testing.data import PAD, make_trajectories, make_view
+from spurline.rl.trajectory import Trajectory
+from spurline.testing.data import make_store, make_trajectories, make_view
 from spurline.testing.fuzzing import fuzzing
 
-lengths_strategy = st.lists(st.integers(1, 60), min_size=1, max_size=24)
+PAD = 999
+"""Not 0 and not a token of the samples, so that a column that is zeroed instead of filled shows."""
+
+lengths_strategy = st.lists(st.integers(1, 60), max_size=24)
 layout_strategy = st.builds(
     ParallelLayout,
     data=st.integers(1, 5),
@@ -86,21 +92,37 @@ class CollatorContract:
         collator.collate(make_view(lengths[::-1], seed + 1), training=True).release()
         assert_batches_equal(collator.collate(make_view(lengths, seed), training=True), first)
 
-    @given(lengths=lengths_strategy, layout=layout_strategy, seed=st.integers(0, 9), training=st.booleans())
+    @given(
+        stored=st.lists(st.integers(1, 60), min_size=1, max_size=24),
+        chosen=st.lists(st.integers(0, 23), max_size=24),
+        layout=layout_strategy,
+        seed=st.integers(0, 9),
+        training=st.booleans(),
+    )
     @fuzzing(60)
     def test_collator_equals_the_reference_bit_for_bit(
-        self, lengths: list[int], layout: ParallelLayout, seed: int, training: bool
+        self, stored: list[int], chosen: list[int], layout: ParallelLayout, seed: int, training: bool
     ) -> None:
         reference = self.make_reference(PAD, layout)
         if reference is None:
             pytest.skip("no reference to compare with")
-        samples = make_view(lengths, seed)
+        # Any samples of the store in any order, some more than once, perhaps none.
+        indices = np.array([index % len(stored) for index in chosen], np.int64)
+        samples = make_store(stored, seed).view(indices)
         batch = self.make_collator(PAD, layout).collate(samples, training=training)
         assert_batches_equal(batch, reference.collate(samples, training=training))
 
 
+_TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "routed_experts")
+
+
 class RolloutCollatorContract:
-    """Subclass with `make_collator(pad_token_id, layout)`; override `make_reference` to compare bit for bit."""
+    """Subclass with `make_collator(pad_token_id, layout)`; it must take turns of up to 40 tokens.
+
+    Override `make_reference` to compare bit for bit, and set `one_turn_per_row` to False if turns share rows.
+    """
+
+    one_turn_per_row = True
 
     def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator:
         """Your collator."""
@@ -118,37 +140,49 @@ class RolloutCollatorContract:
 
     @given(turns=turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
     @fuzzing(40)
-    def test_rollouts_keep_order_metadata_and_response_columns(
+    def test_every_turn_is_in_exactly_one_segment_with_its_columns(
         self, turns: Any, ranks: int, optional: bool, seed: int
     ) -> None:
         trajectories = make_trajectories(turns, seed, optional_columns=optional)
         batch = self.make_collator(PAD, ParallelLayout(data=ranks)).collate_rollouts(trajectories)
         batch.check()
         assert batch.num_rows % ranks == 0
-        flat = [
-            (trajectory, number, turn) for trajectory in trajectories for number, turn in enumerate(trajectory.turns)
-        ]
+        assert bool((batch.tokens["input_ids"][batch.tokens["segment_ids"] == 0] == PAD).all())
         assert ("advantages" in batch.tokens) == optional
-        for row, (trajectory, number, turn) in enumerate(flat):
-            assert batch.segments["uid"][row].tolist() == [trajectory.uid]
-            assert batch.segments["turn"][row].tolist() == [number]
-            real = batch.tokens["segment_ids"][row] != 0
-            expected = np.concatenate([turn.prompt_ids, turn.response_ids])
-            assert batch.tokens["input_ids"][row][real].tolist() == expected.tolist()
-            if turn.advantages is not None:
-                values = batch.tokens["advantages"][row][real].numpy()
-                assert np.array_equal(values[len(turn.prompt_ids) :], turn.advantages)
+        found, expected = _turns_in(batch), _turns_of(trajectories)
+        assert sorted(found) == sorted(expected)
+        if self.one_turn_per_row:
+            assert found == expected, "turns are not in order"
+            assert not bool(batch.is_padding_row[: len(expected)].any()), "padding rows come before turns"
 
-    @given(turns=turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
-    @fuzzing(40)
-    def test_rollouts_equal_the_reference_bit_for_bit(self, turns: Any, ranks: int, optional: bool, seed: int) -> None:
-        layout = ParallelLayout(data=ranks)
+    @given(
+        turns=turns_strategy,
+        layout=layout_strategy,
+        columns=st.sets(st.sampled_from(_TURN_COLUMNS)),
+        odd_one=st.integers(0, 5),
+        seed=st.integers(0, 9),
+    )
+    @fuzzing(60)
+    def test_rollouts_equal_the_reference_bit_for_bit(
+        self, turns: Any, layout: ParallelLayout, columns: set[str], odd_one: int, seed: int
+    ) -> None:
         reference = self.make_reference(PAD, layout)
         if reference is None:
             pytest.skip("no reference to compare with")
-        trajectories = make_trajectories(turns, seed, optional_columns=optional)
+        trajectories = make_trajectories(turns, seed, routed_experts=True)
+        # One turn lacks what is not in `columns`, so the batch must do without it.
+        place = odd_one % len(trajectories)
+        first, *others = trajectories[place].turns
+        missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}
+        trajectories[place] = replace(trajectories[place], turns=(replace(first, **missing), *others))
         batch = self.make_collator(PAD, layout).collate_rollouts(trajectories)
         assert_batches_equal(batch, reference.collate_rollouts(trajectories))
+
+    def test_no_trajectories_give_padding_rows_alone(self) -> None:
+        batch = self.make_collator(PAD, ParallelLayout(data=3)).collate_rollouts([])
+        batch.check()
+        assert batch.num_rows == 3
+        assert bool(batch.is_padding_row.all())
 
 
 def clone(batch: TrainingBatch) -> TrainingBatch:
@@ -189,3 +223,28 @@ def _expected(samples: TokenView) -> list[tuple[str, list[int], list[float]]]:
         (samples.uid(i), samples.tokens(i).tolist(), [0.0, *samples.loss_mask(i)[1:].astype(float).tolist()])
         for i in range(len(samples))
     ]
+
+
+def _turns_in(batch: TrainingBatch) -> list[tuple[Any, ...]]:
+    """(uid, sample, turn, tokens, loss weights, advantages) of each segment."""
+    found: list[tuple[Any, ...]] = []
+    for row in range(batch.num_rows):
+        names = zip(*(batch.segments[name][row].tolist() for name in ("uid", "sample", "turn")), strict=True)
+        for segment, name in enumerate(names, start=1):
+            where = batch.tokens["segment_ids"][row] == segment
+            columns = ("input_ids", "loss_weights", "advantages")
+            found.append((*name, *(batch.tokens[key][row][where].tolist() for key in columns if key in batch.tokens)))
+    return found
+
+
+def _turns_of(trajectories: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
+    expected: list[tuple[Any, ...]] = []
+    for trajectory in trajectories:
+        for number, turn in enumerate(trajectory.turns):
+            no_prompt = [0.0] * len(turn.prompt_ids)
+            weights = [*no_prompt, *turn.loss_mask.astype(float).tolist()]
+            columns = [[*turn.prompt_ids.tolist(), *turn.response_ids.tolist()], [0.0, *weights[1:]]]
+            if turn.advantages is not None:
+                columns.append([*no_prompt, *turn.advantages.tolist()])
+            expected.append((trajectory.uid, trajectory.sample, number, *columns))
+    return expected

@@ -21,20 +21,20 @@ class PrefetchContract:
         raise NotImplementedError("subclass PrefetchContract with make_prefetch(self, build, last_step)")
 
     def test_each_step_gets_its_own_batch_in_order(self) -> None:
-        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch = self.make_prefetch(numbered_batch, 9)
         prefetch.start(1)
         served = [_number(prefetch.next(step)) for step in range(1, 10)]
         prefetch.close()
         assert served == list(range(1, 10))
 
     def test_starting_in_the_middle_serves_from_there(self) -> None:
-        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch = self.make_prefetch(numbered_batch, 9)
         prefetch.start(6)
         assert [_number(prefetch.next(step)) for step in range(6, 10)] == [6, 7, 8, 9]
         prefetch.close()
 
     def test_starting_again_discards_what_was_built_ahead(self) -> None:
-        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch = self.make_prefetch(numbered_batch, 9)
         prefetch.start(1)
         prefetch.next(1)
         prefetch.start(5)
@@ -46,7 +46,7 @@ class PrefetchContract:
 
         def build(step: int) -> TrainingBatch:
             built.append(step)
-            return _numbered_batch(step)
+            return numbered_batch(step)
 
         prefetch = self.make_prefetch(build, 3)
         prefetch.start(1)
@@ -61,7 +61,7 @@ class PrefetchContract:
 
         def build(step: int) -> TrainingBatch:
             built.append(step)
-            return _numbered_batch(step)
+            return numbered_batch(step)
 
         prefetch = self.make_prefetch(build, 3)
         prefetch.start(4)
@@ -76,7 +76,7 @@ class PrefetchContract:
 
         def build(step: int) -> TrainingBatch:
             # As a collator that fills released buffers again.
-            batch = free.pop() if free else _numbered_batch(step)
+            batch = free.pop() if free else numbered_batch(step)
             for column in batch.tokens.values():
                 column.fill_(step)
             built.append(step)
@@ -94,7 +94,7 @@ class PrefetchContract:
         prefetch.close()
 
     def test_asking_for_another_step_than_the_next_fails_loudly(self) -> None:
-        prefetch = self.make_prefetch(_numbered_batch, 9)
+        prefetch = self.make_prefetch(numbered_batch, 9)
         prefetch.start(1)
         with pytest.raises(Exception, match="3"):
             prefetch.next(3)
@@ -104,7 +104,7 @@ class PrefetchContract:
         def build(step: int) -> TrainingBatch:
             if step == 3:
                 raise ValueError("broken sample in step 3")
-            return _numbered_batch(step)
+            return numbered_batch(step)
 
         prefetch = self.make_prefetch(build, 9)
         prefetch.start(1)
@@ -120,7 +120,7 @@ class PrefetchContract:
         def build(step: int) -> TrainingBatch:
             if step > 1:
                 raise ValueError("never asked for")
-            return _numbered_batch(step)
+            return numbered_batch(step)
 
         prefetch = self.make_prefetch(build, 9)
         prefetch.start(1)
@@ -129,8 +129,26 @@ class PrefetchContract:
         prefetch.close()
         assert _ended(before)
 
+    def test_batches_that_nobody_asks_for_give_their_buffers_back(self) -> None:
+        built: list[int] = []
+        released: list[int] = []
+
+        def build(step: int) -> TrainingBatch:
+            built.append(step)
+            return replace(numbered_batch(step), on_release=lambda: released.append(step))
+
+        prefetch = self.make_prefetch(build, 9)
+        prefetch.start(1)
+        prefetch.next(1).release()
+        _wait_for(lambda: len(built) > 1, seconds=0.05)
+        prefetch.start(5)
+        prefetch.next(5).release()
+        _wait_for(lambda: 6 in built, seconds=0.05)
+        prefetch.close()
+        assert sorted(released) == sorted(built)
+
     def test_metrics_are_seconds_that_were_waited(self) -> None:
-        prefetch = self.make_prefetch(_numbered_batch, 2)
+        prefetch = self.make_prefetch(numbered_batch, 2)
         prefetch.start(1)
         prefetch.next(1)
         metrics = prefetch.metrics()
@@ -150,7 +168,8 @@ def _wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
-def _numbered_batch(step: int) -> TrainingBatch:
+def numbered_batch(step: int) -> TrainingBatch:
+    """One row of three tokens, each the number of the step."""
     import numpy as np
 
     from spurline.data.layout import Segment, lay_out

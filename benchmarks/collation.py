@@ -1,0 +1,226 @@
+"""What a batch costs: the fast collators against core's reference loops, per-row numpy slices and a bare fill.
+
+    python benchmarks/collation.py [--json] [--repeats 15] [--reference-repeats 2]
+
+Two data sets of 1,024 samples for 8 data-parallel ranks, drawn from a store 20 times as large:
+D1: lognormal lengths, mean 500, sigma 0.9, clipped to 16..4096; capacity 8192. D2: uniform 16..200; capacity 1024.
+
+Candidates per layout, which take turns on one thread:
+- reference: core's readable collator, token by token;
+- row slices: numpy, one slice assignment per sample and column, from Python lists, into fresh arrays;
+- fast: compiled kernels into reused buffers; numpy fallback: the same collator without numba;
+- warm fill: the same columns, same dtypes and bytes, filled with a constant; nothing is read.
+Rollouts come in two forms: as trajectory records, which are joined first, and flat already. The gates hold the second,
+like samples, which lie flat in their store; the first is printed beside it.
+
+All candidates are compared with the reference, dtypes included, before any clock runs. Compilation is not timed. Exits
+with 0 whether or not gates are met, and says which are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from collation_inputs import DATA_SETS, Inputs, row_slices, row_slices_rollouts
+from timing import (
+    Gate,
+    Timing,
+    cost_gate,
+    gates_as_json,
+    print_gates,
+    print_timings,
+    round_robin,
+    speedup_gate,
+    timings_as_json,
+)
+
+from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.builtin.padded_collator import PaddedCollator
+from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.data.batch import TrainingBatch
+from spurline.data.packing import pack
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing.collator_contract import assert_batches_equal, clone
+from spurline_collation_fast.flat_segments import flat_turns
+from spurline_collation_fast.kernels import kernels_named
+from spurline_collation_fast.packed_collator import FastPackedCollator
+from spurline_collation_fast.padded_collator import FastPaddedCollator
+from spurline_collation_fast.rollouts_collator import FastRolloutsCollator
+
+RANKS = 8
+PAD = 151643
+LAYOUT = ParallelLayout(data=RANKS)
+NUMBA, NUMPY = kernels_named("numba"), kernels_named("numpy")
+
+# layout -> (reference, row slices, warm fill), for D1 and D2: at least, at least, at most.
+LIMITS: dict[str, dict[str, tuple[float, float, float]]] = {
+    "packed": {"D1": (300, 8.5, 1.3), "D2": (240, 9.5, 2.0)},
+    "padded": {"D1": (75, 3.4, 1.0), "D2": (60, 9.5, 1.0)},
+    "rollouts": {"D1": (80, 3.7, 1.0), "D2": (90, 10.0, 1.0)},
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layout on one data set. bytes: of its token columns."""
+
+    timings: Mapping[str, Timing]
+    bytes: int
+    gates: list[Gate]
+
+
+def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]]:
+    """What is timed, by name; all return equal batches."""
+    if layout == "packed":
+        packed = PackedCollatorConfig(max_tokens=inputs.capacity)
+        rows = pack(inputs.lengths.tolist(), inputs.capacity, RANKS)
+        length = max(sum(int(inputs.lengths[position]) for position in row) for row in rows)
+        collators: list[Any] = [
+            PackedCollator(packed, PAD, LAYOUT),
+            FastPackedCollator(packed, PAD, LAYOUT, NUMBA),
+            FastPackedCollator(packed, PAD, LAYOUT, NUMPY),
+        ]
+
+        def slices() -> TrainingBatch:
+            return row_slices(inputs, pack(inputs.lengths.tolist(), inputs.capacity, RANKS), length, PAD)
+
+    elif layout == "padded":
+        padded = PaddedCollatorConfig()
+        rows = [[position] for rank in range(RANKS) for position in range(rank, len(inputs.lengths), RANKS)]
+        collators = [
+            PaddedCollator(padded, PAD, LAYOUT),
+            FastPaddedCollator(padded, PAD, LAYOUT, NUMBA),
+            FastPaddedCollator(padded, PAD, LAYOUT, NUMPY),
+        ]
+
+        def slices() -> TrainingBatch:
+            return row_slices(inputs, rows, int(inputs.lengths.max()), PAD)
+
+    else:
+        return _rollout_candidates(inputs)
+    reference, fast, fallback = (lambda c=c: c.collate(inputs.view, training=True) for c in collators)
+    return {"reference": reference, "row slices": slices, "fast": fast, "numpy fallback": fallback}
+
+
+def _rollout_candidates(inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]]:
+    config = RolloutsCollatorConfig()
+    reference = RolloutsCollator(config, PAD, LAYOUT)
+    fast = FastRolloutsCollator(config, PAD, LAYOUT, NUMBA)
+    fallback = FastRolloutsCollator(config, PAD, LAYOUT, NUMPY)
+    flat = flat_turns(inputs.trajectories)
+    return {
+        "reference": lambda: reference.collate_rollouts(inputs.trajectories),
+        "row slices": lambda: row_slices_rollouts(inputs, PAD),
+        "fast": lambda: fast.collate_flat(flat),
+        "fast, from trajectories": lambda: fast.collate_rollouts(inputs.trajectories),
+        "numpy fallback": lambda: fallback.collate_flat(flat),
+    }
+
+
+def measure(layout: str, name: str, inputs: Inputs, repeats: int, reference_repeats: int) -> Measured:
+    """Compare, then time all candidates of one layout."""
+    makers = candidates(layout, inputs)
+    expected = makers["reference"]()
+    for maker in makers.values():
+        batch = maker()
+        assert_batches_equal(clone(batch), expected)
+        batch.release()
+    warm = [torch.zeros_like(column).numpy() for column in expected.tokens.values()]
+
+    def fill() -> None:
+        for column in warm:
+            column.fill(7)
+
+    functions: dict[str, Callable[[], object]] = {
+        key: lambda maker=maker: maker().release() for key, maker in makers.items()
+    }
+    functions["warm fill"] = fill
+    counts = dict.fromkeys(functions, repeats) | {"reference": reference_repeats}
+    timings = round_robin(functions, counts)
+    against_reference, against_slices, against_fill = LIMITS[layout][name]
+    fast, slices = timings["fast"], timings["row slices"]
+    gates = [
+        speedup_gate(
+            f"{layout} {name}: times faster than the reference", timings["reference"], fast, against_reference
+        ),
+        speedup_gate(f"{layout} {name}: times faster than row slices", slices, fast, against_slices),
+        cost_gate(f"{layout} {name}: times a warm fill of the same bytes", fast, timings["warm fill"], against_fill),
+    ]
+    if layout == "packed":
+        fallback = timings["numpy fallback"]
+        gates.append(speedup_gate(f"packed {name}: numpy fallback, times faster than row slices", slices, fallback, 3))
+    return Measured(timings, sum(column.nbytes for column in warm), gates)
+
+
+def measure_planning(name: str, inputs: Inputs, repeats: int) -> tuple[dict[str, Timing], dict[str, Any], list[Gate]]:
+    """Time planning, and compare first-fit with multifit rows."""
+    lengths, capacity = inputs.lengths, inputs.capacity
+    plain = lengths.tolist()
+    for algorithm in ("ffd", "bfd", "multifit"):
+        positions, offsets = NUMBA.plan_rows(lengths, capacity, RANKS, algorithm)
+        rows = [positions[start:stop].tolist() for start, stop in itertools.pairwise(offsets.tolist())]
+        assert rows == pack(plain, capacity, RANKS, algorithm), f"{algorithm}: rows differ from the reference"
+    timings = round_robin(
+        {
+            "plain Python ffd": lambda: pack(plain, capacity, RANKS),
+            "ffd": lambda: NUMBA.plan_rows(lengths, capacity, RANKS, "ffd"),
+            "bfd": lambda: NUMBA.plan_rows(lengths, capacity, RANKS, "bfd"),
+            "multifit": lambda: NUMBA.plan_rows(lengths, capacity, RANKS, "multifit"),
+        },
+        repeats,
+    )
+    evenness: dict[str, Any] = {}
+    for algorithm in ("ffd", "bfd", "multifit"):
+        config = PackedCollatorConfig.model_validate({"max_tokens": capacity, "algorithm": algorithm})
+        batch = FastPackedCollator(config, PAD, LAYOUT, NUMBA).collate(inputs.view, training=True)
+        evenness[algorithm] = {key.removeprefix("packing/"): value for key, value in batch.info.items()}
+    gates = [
+        speedup_gate(f"plan {name}: times faster than plain Python", timings["plain Python ffd"], timings["ffd"], 20)
+    ]
+    if name == "D1":
+        gates.append(Gate("multifit D1: fill", evenness["multifit"]["fill"], 0.999, True))
+        gates.append(Gate("multifit D1: straggler factor", evenness["multifit"]["straggler"], 1.001, False))
+    return timings, evenness, gates
+
+
+def main() -> None:
+    """Print the figures and whether the gates are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--reference-repeats", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {}
+    gates: list[Gate] = []
+    for name, shape in DATA_SETS.items():
+        inputs = shape.make()
+        for layout in LIMITS:
+            measured = measure(layout, name, inputs, arguments.repeats, arguments.reference_repeats)
+            gates += measured.gates
+            report[f"{layout} {name}"] = {"bytes": measured.bytes, "timings": timings_as_json(measured.timings)}
+            if not arguments.json:
+                print_timings(f"\n{layout} {name}, {measured.bytes / 1e6:.1f} MB of columns", measured.timings)
+        timings, evenness, planning_gates = measure_planning(name, inputs, 5 * arguments.repeats)
+        gates += planning_gates
+        report[f"planning {name}"] = {"timings": timings_as_json(timings), "rows": evenness}
+        if not arguments.json:
+            print_timings(f"\nplanning {name}", timings)
+            for algorithm, values in evenness.items():
+                print(f"  {algorithm:<10} " + ", ".join(f"{key} {value:.4f}" for key, value in values.items()))
+    if arguments.json:
+        print(json.dumps({**report, "gates": gates_as_json(gates)}, indent=2))
+        return
+    print()
+    print_gates(gates)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What async collation hides, what it costs the main thread, and what its depth buys.
+
+    python benchmarks/prefetch.py [--json] [--steps 60] [--kernels numba|numpy]
+
+The batches are real: D1 of `collation_inputs.py` (1,024 samples of 16 to 4,096 tokens, mean 500, from a store of 20
+times as many), packed into rows of 8,192 for 8 ranks by the plugin's `packed` collator into reused buffers.
+
+Hidden: the loop takes a batch, waits for its device, releases the batch. A device elsewhere is a sleep, as the thread
+that waits for a GPU sleeps; a device here is a chain of matrix products on one thread, which free the GIL as a model on
+the CPU does. The step takes 1.5 times what collation takes beside such a step. The first batch of a round has nothing
+to hide behind and is left out.
+
+Main loop: 30 ms of pure Python per step (a model's step on so large a batch takes longer), alone and with one
+collation per step behind it, by wall clock, in blocks of ten steps, as a single step may happen to have no collation
+behind it. CPU time is no evidence here: a thread that waits for the GIL uses none. For contrast, the same Python while
+core's reference collator, which holds the GIL, is at work.
+
+Jitter: collation at 0.8 of the step, both lognormal; simulated, and by threads that sleep.
+
+The quickest of several rounds or blocks counts, as other processes only ever slow one down; medians are printed beside.
+Gates: >= 95% hidden on either device; main loop <= 3% slower; depth 2 loses less than half of what depth 1 does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from collation_inputs import BATCH, DATA_SETS, STORE_TIMES
+from prefetch_jitter import measure_jitter
+from timing import Gate, gates_as_json, print_gates
+
+from spurline.builtin.configs import PackedCollatorConfig, SerialPrefetchConfig
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.builtin.serial_prefetch import SerialPrefetch
+from spurline.data.batch import TrainingBatch
+from spurline.data.token_store import TokenStore
+from spurline.protocols.collator import Collator, ParallelLayout
+from spurline.protocols.prefetch import BuildBatch, Prefetch
+from spurline_collation_fast.async_prefetch import AsyncPrefetch
+from spurline_collation_fast.configs import AsyncPrefetchConfig, FastPackedCollatorConfig
+from spurline_collation_fast.kernels import best_kernels, kernels_named
+from spurline_collation_fast.packed_collator import FastPackedCollator
+
+LAYOUT = ParallelLayout(data=8)
+STEP_TO_COLLATION = 1.5
+WORK_S = 0.03
+ROUNDS = 7
+BLOCK_STEPS = 10
+
+Step = Callable[[], object]
+MakeStep = Callable[[float], Step]
+
+
+def builder(store: TokenStore, collator: Collator) -> BuildBatch:
+    """The batch of a step: a slice of a fixed shuffle, over and over."""
+    order = np.random.default_rng(1).permutation(len(store))
+
+    def build(step: int) -> TrainingBatch:
+        start = (step - 1) % STORE_TIMES * BATCH
+        return collator.collate(store.view(order[start : start + BATCH]), training=True)
+
+    return build
+
+
+def run_steps(prefetch: Prefetch, step: Step, steps: int) -> tuple[list[float], list[dict[str, float]]]:
+    """Wall seconds and prefetch metrics of each step after the first."""
+    seconds: list[float] = []
+    metrics: list[dict[str, float]] = []
+    prefetch.start(1)
+    for number in range(1, steps + 2):
+        begin = time.perf_counter()
+        batch = prefetch.next(number)
+        step()
+        batch.release()
+        seconds.append(time.perf_counter() - begin)
+        metrics.append(prefetch.metrics())
+    prefetch.close()
+    return seconds[1:], metrics[1:]
+
+
+def collating_ahead(build: BuildBatch) -> AsyncPrefetch:
+    """Never at its last step, so that each step has the collation of a later one behind it."""
+    return AsyncPrefetch(AsyncPrefetchConfig(), build=build, last_step=1_000_000)
+
+
+def collation_seconds(prefetch: Prefetch, step: Step) -> float:
+    """Median of one collation beside such steps, buffers warm."""
+    _, metrics = run_steps(prefetch, step, 2 * STORE_TIMES)
+    return statistics.median(line["time/collate"] for line in metrics[STORE_TIMES:])
+
+
+def sleeping(seconds: float) -> Step:
+    """A device elsewhere."""
+    return partial(time.sleep, seconds)
+
+
+def multiplying(seconds: float) -> Step:
+    """A device on this CPU."""
+    matrix = torch.randn(256, 256)
+    return repeated(lambda: matrix @ matrix, seconds)
+
+
+def python_work() -> int:
+    """A little of what a controller does: look things up, count, compare."""
+    counts: dict[int, int] = {}
+    for number in range(2000):
+        key = number * 7919 % 257
+        counts[key] = counts.get(key, 0) + 1
+    return max(counts.values())
+
+
+def repeated(unit: Step, seconds: float) -> Step:
+    """A step of about this length, made of repetitions of `unit`."""
+    quickest = min(timed(unit) for _ in range(200))
+    count = max(1, round(seconds / quickest))
+
+    def step() -> None:
+        for _ in range(count):
+            unit()
+
+    return step
+
+
+def timed(step: Step) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def measure_hidden(build: BuildBatch, make_step: MakeStep, steps: int) -> dict[str, float]:
+    """Share of the collation that the loop did not wait for."""
+    beside_s = collation_seconds(collating_ahead(build), make_step(WORK_S))
+    step = make_step(STEP_TO_COLLATION * beside_s)
+    shares: list[float] = []
+    waits: list[float] = []
+    for _ in range(ROUNDS):
+        _, metrics = run_steps(collating_ahead(build), step, steps)
+        waited = sum(line["time/collate_wait"] for line in metrics)
+        shares.append(1 - waited / sum(line["time/collate"] for line in metrics))
+        waits.append(1000 * waited / steps)
+    return {
+        "hidden": max(shares),
+        "hidden_median": statistics.median(shares),
+        "collate_ms": 1000 * beside_s,
+        "wait_ms": min(waits),
+        "step_ms": 1000 * STEP_TO_COLLATION * beside_s,
+    }
+
+
+def measure_main_loop(fast: BuildBatch, reference: BuildBatch) -> dict[str, float]:
+    """Milliseconds of one step of Python work: alone, with fast and with GIL-holding collation behind it."""
+    work = repeated(python_work, WORK_S)
+    ready = fast(1)
+    blocks: dict[str, list[float]] = {"alone": [], "fast": [], "reference": []}
+    for _ in range(2 * ROUNDS):
+        # In turns, so that a busy machine slows both.
+        alone = SerialPrefetch(SerialPrefetchConfig(), build=lambda _: ready, last_step=1_000_000)
+        for name, prefetch in (("alone", alone), ("fast", collating_ahead(fast))):
+            blocks[name].append(statistics.mean(run_steps(prefetch, work, BLOCK_STEPS)[0]))
+    for _ in range(2):
+        holding = AsyncPrefetch(AsyncPrefetchConfig(), build=reference, last_step=1)
+        holding.start(1)
+        blocks["reference"].append(statistics.mean(timed(work) for _ in range(BLOCK_STEPS)))
+        holding.close()
+    figures = {f"{name}_ms": 1000 * min(means) for name, means in blocks.items()}
+    return figures | {f"{name}_median_ms": 1000 * statistics.median(means) for name, means in blocks.items()}
+
+
+def main() -> None:
+    """Print the figures and whether the gates are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=60, help="of one round")
+    parser.add_argument("--kernels", choices=["numba", "numpy"], help="default: the best there are")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    data = DATA_SETS["D1"].make()
+    kernels = kernels_named(arguments.kernels) if arguments.kernels else best_kernels()
+    config = FastPackedCollatorConfig(max_tokens=data.capacity)
+    fast = builder(data.view.store, FastPackedCollator(config, 0, LAYOUT, kernels))
+    reference = builder(data.view.store, PackedCollator(PackedCollatorConfig(max_tokens=data.capacity), 0, LAYOUT))
+    alone_s = collation_seconds(SerialPrefetch(SerialPrefetchConfig(), fast, 1_000_000), lambda: None)
+    devices: dict[str, MakeStep] = {"device elsewhere": sleeping, "device here": multiplying}
+    hidden = {name: measure_hidden(fast, make_step, arguments.steps) for name, make_step in devices.items()}
+    loop = measure_main_loop(fast, reference)
+    jitter = measure_jitter(fast(1), 5 * arguments.steps)
+    slowdown = loop["fast_ms"] / loop["alone_ms"] - 1
+    gain = jitter["depth 2"]["simulated"] / jitter["depth 1"]["simulated"]
+    gates = [
+        *(Gate(f"collation hidden, {name}", figures["hidden"], 0.95, True) for name, figures in hidden.items()),
+        Gate("main loop slowdown", slowdown, 0.03, False),
+        Gate("loss by jitter at depth 2 / at depth 1", gain, 0.5, False),
+    ]
+    tables = {**hidden, "main loop": loop, **jitter}
+    if arguments.json:
+        figures = {"kernels": kernels.name, "collate_alone_ms": 1000 * alone_s, **tables}
+        print(json.dumps({"figures": figures, "gates": gates_as_json(gates), "steps": arguments.steps}, indent=2))
+        return
+    print(f"collation alone, {kernels.name} kernels: {1000 * alone_s:.2f} ms")
+    for name, values in tables.items():
+        print(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
+    print_gates(gates)
+
+
+if __name__ == "__main__":
+    main()

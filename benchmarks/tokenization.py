@@ -1,0 +1,200 @@
+"""What tokenizing conversations costs: `parallel` against the two-call way and the tokenizer alone.
+
+    python benchmarks/tokenization.py [--json] [--samples 1000] [--repeats 7]
+
+A byte-level BPE of 16,000 tokens is trained on made-up words, and conversations of about 1.8 KB and 475 tokens are
+made of them (seeded). Compared, in turns within one process:
+
+- two calls: `apply_chat_template(tokenize=True)` of the prompt and of the whole conversation, whose difference in
+  length gives the mask. The usual way.
+- encode_batch: the tokenizer alone on texts that are rendered already, in chunks. The floor.
+- parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
+
+On two threads and on one, each in a process that is held to so many cores. For information: two worker processes on
+eight times the samples, start included. All ways give the same tokens and masks, which is checked first.
+
+Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from timing import Gate, Timing, cost_gate, gates_as_json, print_gates, print_timings, round_robin, speedup_gate
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from spurline.config.run_config import DataConfig, DatasetConfig
+from spurline.data.token_store import TokenStore
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.testing.models import CHAT_TEMPLATE
+from spurline.testing.tokenization_contract import ListDataset
+from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast.divided_labour import ROWS_PER_CHUNK
+from spurline_collation_fast.parallel_tokenization import ParallelTokenization
+
+WORDS_PER_MESSAGE = 70
+MESSAGES = 4
+MORE_FOR_WORKERS = 8
+
+Chat = list[dict[str, str]]
+
+
+class Inputs:
+    """The tokenizer and the conversations; equal in every process."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._random = random.Random(0)
+        letters = "abcdefghijklmnop"
+        self._words = ["".join(self._random.choices(letters, k=self._random.randint(2, 9))) for _ in range(20_000)]
+        self.tokenizer = self._train()
+        self.chats: list[Chat] = [
+            [{"role": ("user", "assistant")[turn % 2], "content": self._text()} for turn in range(MESSAGES)]
+            for _ in range(num_samples)
+        ]
+        self.texts = [str(self.tokenizer.apply_chat_template(chat, tokenize=False)) for chat in self.chats]
+
+    def _text(self, num_words: int = WORDS_PER_MESSAGE) -> str:
+        return " ".join(self._random.choices(self._words, k=num_words))
+
+    def _train(self) -> PreTrainedTokenizerFast:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=16_000,
+            special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator((self._text(300) for _ in range(800)), trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>")
+        tokenizer.chat_template = CHAT_TEMPLATE
+        return tokenizer
+
+
+def two_calls(inputs: Inputs) -> list[tuple[list[int], int]]:
+    """Tokens of each conversation, and how many of them are prompt."""
+    apply = inputs.tokenizer.apply_chat_template
+    made: list[tuple[Any, int]] = []
+    for chat in inputs.chats:
+        prompt = apply(chat[:-1], tokenize=True, add_generation_prompt=True, return_dict=False)
+        made.append((apply(chat, tokenize=True, return_dict=False), len(prompt)))
+    return made
+
+
+def encode_batch(inputs: Inputs) -> None:
+    """Nothing but the tokenizer, on as many texts at a time as `parallel` gives it."""
+    for start in range(0, len(inputs.texts), ROWS_PER_CHUNK):
+        inputs.tokenizer.backend_tokenizer.encode_batch(inputs.texts[start : start + ROWS_PER_CHUNK])
+
+
+def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
+    """Rows to a token store in memory."""
+    config = DatasetConfig(name="rows", format="chat")
+    tokenization = ParallelTokenization(
+        ParallelTokenizationConfig(workers=workers, disable_cache=True),
+        tokenizer=inputs.tokenizer,
+        data=DataConfig(train=(config,), max_length=100_000),
+    )
+    rows = ListDataset([{"messages": chat} for chat in inputs.chats])
+    return tokenization.tokenize([DatasetToTokenize(rows, config)]).store
+
+
+def check_equal(inputs: Inputs) -> None:
+    """Assert that the two-call way and `parallel` mean the same."""
+    store = parallel(inputs)
+    view = store.view(store.row)
+    for row, (tokens, prompt) in enumerate(two_calls(inputs)):
+        assert view.tokens(row).tolist() == tokens
+        # The template writes a line break after the end of the turn, which nobody generates.
+        trained = len(tokens) - prompt - 1
+        assert view.loss_mask(row).tolist() == [0] * prompt + [1] * trained + [0]
+
+
+def measure(num_samples: int, repeats: int) -> dict[str, Timing]:
+    """Seconds of each way on all samples."""
+    inputs = Inputs(num_samples)
+    check_equal(inputs)
+    functions = {
+        "two calls": lambda: two_calls(inputs),
+        "encode_batch": lambda: encode_batch(inputs),
+        "parallel": lambda: parallel(inputs),
+    }
+    return round_robin(functions, {"two calls": min(3, repeats), "encode_batch": repeats, "parallel": repeats})
+
+
+def measure_on(num_threads: int, num_samples: int, repeats: int) -> dict[str, Timing]:
+    """`measure` in a process that has so many cores; the tokenizer's threads are chosen once per process."""
+    environment = {**os.environ, "RAYON_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "true"}
+    arguments = ["--threads", num_threads, "--samples", num_samples, "--repeats", repeats]
+    result = subprocess.run(
+        [sys.executable, __file__, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, check=True
+    )
+    return {name: Timing(**timing) for name, timing in json.loads(result.stdout).items()}
+
+
+def measure_workers(num_samples: int) -> dict[str, float]:
+    """Rows a second of two worker processes, and of this process, once, on more samples."""
+    inputs = Inputs(num_samples)
+    rates: dict[str, float] = {}
+    for name, workers in (("workers: 0", 0), ("workers: 2", 2)):
+        begin = time.perf_counter()
+        parallel(inputs, workers)
+        rates[name] = num_samples / (time.perf_counter() - begin)
+    return rates
+
+
+def gates_of(two: dict[str, Timing], one: dict[str, Timing]) -> list[Gate]:
+    return [
+        speedup_gate("parallel over two calls, 2 threads", two["two calls"], two["parallel"], 2.5),
+        speedup_gate("parallel over two calls, 1 thread", one["two calls"], one["parallel"], 1.5),
+        cost_gate("parallel against encode_batch, 2 threads", two["parallel"], two["encode_batch"], 1.3),
+    ]
+
+
+def main() -> None:
+    """Print the figures and whether the gates are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="measure in this process, on so many cores, and print JSON")
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+        timings = measure(arguments.samples, arguments.repeats)
+        print(json.dumps({name: asdict(timing) for name, timing in timings.items()}))
+        return
+    two, one = (measure_on(threads, arguments.samples, arguments.repeats) for threads in (2, 1))
+    workers = measure_workers(arguments.samples * MORE_FOR_WORKERS)
+    gates = gates_of(two, one)
+    per_sample = {
+        f"{name}, {threads}": timing.min_s / arguments.samples * 1e6
+        for threads, timings in (("2 threads", two), ("1 thread", one))
+        for name, timing in timings.items()
+    }
+    if arguments.json:
+        figures = {"us_per_sample": per_sample, "rows_per_s": workers, "samples": arguments.samples}
+        print(json.dumps({**figures, "gates": gates_as_json(gates)}, indent=2))
+        return
+    print_timings(f"{arguments.samples} samples, 2 threads", two)
+    print_timings(f"{arguments.samples} samples, 1 thread", one)
+    for name, microseconds in per_sample.items():
+        print(f"{name}: {microseconds:.0f} us a sample")
+    for name, rate in workers.items():
+        print(f"{name}, start included, {arguments.samples * MORE_FOR_WORKERS} samples: {rate:,.0f} rows/s")
+    print_gates(gates)
+
+
+if __name__ == "__main__":
+    main()

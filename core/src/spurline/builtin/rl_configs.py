@@ -1,0 +1,203 @@
+"""Config sections of core's algorithms of reinforcement learning. Light: imports no torch and no numpy.
+
+Defaults are the recipe published under the component's name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spurline.config.section import ComponentConfig, Section
+from spurline.protocols.advantage_config import AdvantageConfig
+
+
+class GroupAdvantageConfig(AdvantageConfig):
+    """Base of advantages that compare the samples of one prompt."""
+
+    @property
+    def smallest_group(self) -> int:
+        return 2
+
+
+class GrpoConfig(GroupAdvantageConfig):
+    """Return minus the group's mean, over the group's standard deviation (Shao et al. 2024, arXiv:2402.03300)."""
+
+    name: str = "grpo"
+    normalize_std: bool = True
+    """Divide by the group's sample standard deviation."""
+    eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation."""
+
+
+class DrGrpoConfig(GroupAdvantageConfig):
+    """Return minus the group's mean, not divided by anything (Liu et al. 2025, arXiv:2503.20783)."""
+
+    name: str = "dr_grpo"
+
+
+class RlooConfig(GroupAdvantageConfig):
+    """Return minus the mean of the group's other samples (Ahmadian et al. 2024, arXiv:2402.14740)."""
+
+    name: str = "rloo"
+
+
+class MaxRlConfig(GroupAdvantageConfig):
+    """Return minus the group's mean, over that mean; for rewards >= 0 (Tajwar et al. 2026, arXiv:2602.02710)."""
+
+    name: str = "maxrl"
+    eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to the mean."""
+
+
+class ReinforcePlusPlusConfig(AdvantageConfig):
+    """Baseline first, then normalised over all samples together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+
+    name: str = "reinforce_pp"
+    baseline: Literal["group", "batch"] = "group"
+    """Subtract the mean of the prompt's samples, or the mean over all tokens of their discounted returns."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per token; used with `baseline: batch`."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation."""
+
+    @property
+    def smallest_group(self) -> int:
+        return 2 if self.baseline == "group" else 1
+
+
+class GaeConfig(AdvantageConfig):
+    """Generalised advantage estimation with a critic (Schulman et al. 2016, arXiv:1506.02438)."""
+
+    name: str = "gae"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """Decay of later temporal differences: 0 trusts the critic alone, 1 the rewards alone."""
+    normalize: bool = True
+    """Give the advantages of all trained tokens together mean 0 and standard deviation 1."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation."""
+
+
+class KlConfig(Section):
+    """Penalty for leaving the reference model, the model as it was before training."""
+
+    coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the penalty; with 0 no reference model is loaded."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the KL divergence per token: `k3` is GRPO's; the gradient of `k2` is that of the true KL; that of `k1` is zero
+    on average, so in a loss it holds nothing back."""
+
+
+class PolicyLossConfig(ComponentConfig):
+    """Base of policy losses: a surrogate, plus a KL penalty, minus an entropy bonus."""
+
+    kl: KlConfig = KlConfig()
+    """KL penalty in the loss."""
+    entropy_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the bonus for entropy of the next-token distribution."""
+    entropy_metric: bool = True
+    """Report `policy/entropy` also without a bonus; costs a second pass over the logits."""
+
+
+class PolicyGradientConfig(PolicyLossConfig):
+    """-A log p, the plain policy gradient (REINFORCE, Williams 1992)."""
+
+    name: str = "policy_gradient"
+    importance_ratio: bool = False
+    """Weigh by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
+
+
+class PpoConfig(PolicyLossConfig):
+    """Clipped probability ratio per token (PPO, Schulman et al. 2017, arXiv:1707.06347)."""
+
+    name: str = "ppo"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lowest ratio is 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0, allow_inf_nan=False)
+    """Highest ratio is 1 + clip_high; 0.28 is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476)."""
+    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """Bound the loss of tokens with negative advantage at this ratio, usually 3 (Ye et al. 2020, arXiv:1912.09729)."""
+
+
+class GspoConfig(PolicyLossConfig):
+    """Clipped ratio per sequence (GSPO, Zheng et al. 2025, arXiv:2507.18071); meant for `reduction: sequence_mean`."""
+
+    name: str = "gspo"
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    """Lowest sequence ratio is 1 - clip_low."""
+    clip_high: float = Field(default=4e-4, gt=0, allow_inf_nan=False)
+    """Highest sequence ratio is 1 + clip_high."""
+
+
+class CispoConfig(PolicyLossConfig):
+    """Policy gradient weighted by a clipped, constant ratio (CISPO, MiniMax 2025, arXiv:2506.13585)."""
+
+    name: str = "cispo"
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """Lowest weight is 1 - clip_low; null sets no lower bound, as the paper does."""
+    clip_high: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    """Highest weight is 1 + clip_high; 4 gives the cap of 5 within the range of ScaleRL (arXiv:2510.13786)."""
+
+
+class SapoConfig(PolicyLossConfig):
+    """A soft gate on the ratio instead of a clip (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
+
+    name: str = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Temperature of the gate for tokens with positive advantage."""
+    tau_negative: float = Field(default=1.05, gt=0, allow_inf_nan=False)
+    """Temperature for the others; higher closes the gate earlier."""
+
+
+class ValueLossConfig(ComponentConfig):
+    """Squared error of a critic's values, clipped around its earlier ones (PPO, arXiv:1707.06347)."""
+
+    name: str = "value"
+    clip: float | None = Field(default=0.2, gt=0, allow_inf_nan=False)
+    """How far a value may move from the one before the update until its error stops counting; null is no limit."""
+
+
+class TruncatedImportanceSamplingConfig(ComponentConfig):
+    """Importance weights up to a cap (TIS, Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training")."""
+
+    name: str = "tis"
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or the product of the ratios of a sequence."""
+    cap: float | None = Field(default=2.0, ge=1, allow_inf_nan=False)
+    """Largest weight; null truncates nothing."""
+
+
+class MaskedImportanceSamplingConfig(ComponentConfig):
+    """Importance weights within a band, 0 outside (IcePop, Ling Team 2025, arXiv:2510.18855)."""
+
+    name: str = "mis"
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or the product of the ratios of a sequence."""
+    low: float = Field(default=0.5, gt=0, le=1)
+    """Lowest accepted ratio."""
+    high: float = Field(default=5.0, ge=1, allow_inf_nan=False)
+    """Highest accepted ratio."""
+
+
+class GeometricRejectionConfig(ComponentConfig):
+    """Leave out sequences whose mean ratio per token is off (Liu, Li et al. 2025, "When Speed Kills Stability")."""
+
+    name: str = "geometric_rejection"
+    low: float = Field(default=0.999, gt=0, le=1)
+    """Lowest accepted geometric mean of the ratios."""
+    high: float = Field(default=1.001, ge=1, allow_inf_nan=False)
+    """Highest accepted geometric mean of the ratios."""
+
+
+class SequenceRejectionConfig(ComponentConfig):
+    """Leave out sequences whose ratio as a whole is off (Liu, Li et al. 2025, "When Speed Kills Stability")."""
+
+    name: str = "sequence_rejection"
+    low: float = Field(default=0.5, gt=0, le=1)
+    """Lowest accepted product of the ratios."""
+    high: float = Field(default=2.0, ge=1, allow_inf_nan=False)
+    """Highest accepted product of the ratios."""

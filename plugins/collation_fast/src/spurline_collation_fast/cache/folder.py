@@ -1,0 +1,158 @@
+"""The folder of the token cache: find an entry by its key, write a new one, set a damaged one aside.
+
+Place on the way: tokenization -> TokenCache -> Tokenized with a mapped store. Works without locks: writers fill a
+folder of their own and rename it into place, so readers see a whole entry or none, on shared folders too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from spurline.durable import sync_file
+from spurline.errors import DataError
+from spurline.protocols.tokenization import Tokenized
+from spurline_collation_fast.cache.layout import MANIFEST, CacheKey, DamagedEntry
+from spurline_collation_fast.cache.leftovers import retire, sweep, temporary_folder
+from spurline_collation_fast.cache.mapped_store import open_entry
+from spurline_collation_fast.cache.writer import CacheWriter, disk_errors
+
+ENVIRONMENT_VARIABLE = "SPURLINE_CACHE"
+
+_ATTEMPTS = 5
+"""Times to look again when other processes replace the entry under our hands."""
+
+
+def default_cache_folder() -> Path:
+    """SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
+    return Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/spurline/tokens").expanduser()
+
+
+class TokenCache:
+    """Entries in one folder, each in a subfolder named by its key.
+
+    notes: lines for the user about what was found wrong so far; `commit` and `open` put them into `Tokenized.notes`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.expanduser()
+        self.notes: list[str] = []
+
+    def open(self, key: CacheKey) -> Tokenized | None:
+        """The tokens of this key, or None when they must be made.
+
+        A damaged entry is set aside with a note. The store checks its blocks when they are first touched.
+        """
+        entry = self.folder / key.digest
+        for _ in range(_ATTEMPTS):
+            identity = _identity(entry)
+            if identity is None:
+                return None
+            try:
+                return self._open_entry(entry, key)
+            except DamagedEntry as damage:
+                if _identity(entry) != identity:
+                    continue  # Another process replaced it meanwhile.
+                problem = _set_aside(entry, identity) or "The entry was set aside, and the tokens are made again."
+                self.notes.append(f"token cache: {damage}. {problem}")
+                return None
+        return None
+
+    def write_problem(self) -> str | None:
+        """None when entries can be written here, otherwise a line for the user that says why not."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                return None
+        except OSError as error:
+            return (
+                f"token cache: {self.folder} cannot be written ({error.strerror or error}), so the tokens stay in "
+                "memory and are made again by the next run. Set tokenization.cache_dir to keep them."
+            )
+
+    @contextlib.contextmanager
+    def writer(self, key: CacheKey, *, replace: bool = False) -> Iterator[CacheWriter]:
+        """A sink for the samples of a new entry; `commit` puts it into the cache. Without commit nothing stays.
+
+        replace: a valid entry that is there now gives way to the new one; one that another process commits meanwhile
+        is as new as ours and stays. Raises DataError when the disk is full or fails.
+        """
+        entry = self.folder / key.digest
+        replaced = _identity(entry) if replace else None
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sweep(self.folder)
+            temporary = temporary_folder(self.folder, key.digest)
+        try:
+            writer = CacheWriter(temporary, key, lambda: self._publish(temporary, key, replaced))
+            try:
+                yield writer
+            finally:
+                writer.close()
+        finally:
+            # What cannot be removed now is swept by a later writer, or by `prune`.
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _open_entry(self, entry: Path, key: CacheKey) -> Tokenized:
+        identity = _identity(entry)
+        manifest, store = open_entry(entry, key.labels, lambda: _set_aside(entry, identity))
+        # For `list` and `prune --older-than`; a reader without write access leaves no trace.
+        with contextlib.suppress(OSError):
+            os.utime(entry / MANIFEST)
+        sources = dict(zip(key.labels, manifest.sizes, strict=True))
+        return Tokenized(
+            store, summary={**manifest.summary, "sources": sources}, notes=tuple(self.notes), **manifest.findings
+        )
+
+    def _publish(self, temporary: Path, key: CacheKey, replaced: tuple[int, int] | None) -> Tokenized:
+        """Rename a finished folder into place and open it; when another writer was faster, open that one's entry."""
+        entry = self.folder / key.digest
+        for _ in range(_ATTEMPTS):
+            try:
+                temporary.rename(entry)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                if replaced is not None and _identity(entry) == replaced:
+                    retire(entry)
+                    continue
+                found = self.open(key)
+            else:
+                sync_file(self.folder)
+                found = self.open(key)
+                if found is None:
+                    break
+            if found is not None:
+                return found
+        raise DataError(
+            f"{entry}: the token cache entry cannot be put in place or read back. {' '.join(self.notes)} "
+            "Check the disk, set tokenization.cache_dir to another folder, or tokenization.disable_cache: true."
+        )
+
+
+def _identity(entry: Path) -> tuple[int, int] | None:
+    """Which folder this is, whatever its name; None when there is none."""
+    try:
+        found = entry.stat()
+    except OSError:
+        # A folder that cannot be searched is as good as none; `write_problem` tells the user.
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _set_aside(entry: Path, identity: tuple[int, int] | None) -> str | None:
+    """Retire a damaged entry unless it has been replaced already; None, or why it stays and what to do."""
+    try:
+        if _identity(entry) == identity:
+            retire(entry)
+    except OSError as error:
+        return (
+            f"It cannot be set aside ({error.strerror or error}). Delete {entry}, or set tokenization.cache_dir or "
+            "tokenization.disable_cache."
+        )
+    return None

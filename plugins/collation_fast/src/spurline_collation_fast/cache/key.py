@@ -1,0 +1,125 @@
+"""What identifies tokens: two runs with equal keys would make the same tokens, so one may use the other's.
+
+In: datasets, tokenizer and data settings. Out: a CacheKey. Content counts, names do not: renaming or touching a file
+changes nothing, one changed row, template or library version changes the key. Reads no rows beyond what the dataset's
+own fingerprint needs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from spurline.config.run_config import DataConfig
+from spurline.config.section import OnResume
+from spurline.data.encoding import require_offsets
+from spurline.data.sample_collector import store_labels
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_collation_fast.cache.layout import FORMAT_VERSION, CacheKey, canonical_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKEN_MODULES = (
+    "spurline.builtin.hf_dataset",
+    "spurline.data.arrow_rows",
+    "spurline.data.bad_row",
+    "spurline.data.chat",
+    "spurline.data.encoding",
+    "spurline.data.file_digest",
+    "spurline.data.formats",
+    "spurline.data.local_files",
+    "spurline.data.messages",
+    "spurline.data.pretokenized",
+    "spurline.data.reading",
+    "spurline.data.row_files",
+    "spurline.data.row_view",
+    "spurline.data.sample_collector",
+    "spurline.data.spans",
+    "spurline.data.splits",
+    "spurline.data.summary",
+    "spurline.data.token_store",
+    "spurline_collation_fast.block_encoder",
+    "spurline_collation_fast.divided_labour",
+    "spurline_collation_fast.parallel_tokenization",
+    "spurline_collation_fast.row_ranges",
+    "spurline_collation_fast.sample_block",
+    "spurline_collation_fast.slice_task",
+    "spurline_collation_fast.slice_worker",
+    "spurline_collation_fast.slice_workers",
+    "spurline_collation_fast.token_columns",
+)
+"""The modules whose code decides what an entry holds: tokens, counts, summary. A test compares them with imports."""
+
+LIBRARIES = ("jinja2", "tokenizers", "transformers")
+"""Libraries whose version decides it too."""
+
+_NO_MATTER_IN_DATASET = {"weight", "label"}
+"""They act after tokenization. Paths do not matter either: they are marked free, and the fingerprint is of content."""
+
+_NO_MATTER_IN_DATA = {"train", "eval", "shuffle"}
+"""The datasets themselves are identified by content; shuffling comes later."""
+
+
+def cache_key(datasets: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> CacheKey:
+    """The key of these datasets' tokens. Raises ModelError for a tokenizer that no loss mask can be made with."""
+    require_offsets(tokenizer)
+    parts = {
+        "datasets": [_dataset_part(source) for source in datasets],
+        "tokenizer": _tokenizer_part(tokenizer),
+        "data": data.model_dump(mode="json", exclude=_NO_MATTER_IN_DATA),
+        "code": {
+            "modules": code_version(TOKEN_MODULES),
+            **{library: importlib.metadata.version(library) for library in LIBRARIES},
+        },
+        "format": FORMAT_VERSION,
+    }
+    return CacheKey(xxhash.xxh3_128_hexdigest(canonical_json(parts)), parts, tuple(store_labels(datasets)))
+
+
+def code_version(modules: Iterable[str]) -> str:
+    """Hash of the source of modules, found without importing them."""
+    digest = xxhash.xxh3_128()
+    for name in modules:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, f"no module {name}"
+        assert spec.origin is not None, f"no source of {name}"
+        digest.update(name.encode() + b"\0" + Path(spec.origin).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _dataset_part(source: DatasetToTokenize) -> dict[str, Any]:
+    fields = type(source.config).model_fields
+    free = {name for name, field in fields.items() if OnResume.FREE in field.metadata}
+    return {
+        "fingerprint": source.dataset.fingerprint(),
+        "rows": len(source.dataset),
+        **source.config.model_dump(mode="json", exclude=free | _NO_MATTER_IN_DATASET),
+    }
+
+
+def _tokenizer_part(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+    # Truncation and padding are set anew by each call, so they hold whatever the last one used.
+    del backend["truncation"], backend["padding"]
+    kind = type(tokenizer)
+    source = inspect.getsourcefile(kind)
+    return {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "class_source": _hash(Path(source).read_bytes()) if source else None,
+        "backend": _hash(canonical_json(backend)),
+        "chat_template": _hash(canonical_json(tokenizer.chat_template)) if tokenizer.chat_template else None,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+    }
+
+
+def _hash(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)

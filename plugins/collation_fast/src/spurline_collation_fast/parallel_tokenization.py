@@ -1,0 +1,78 @@
+"""Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
+
+Place on the way: datasets -> cache key -> a cache entry; or blocks of samples (divided_labour) -> SampleCollector ->
+memory or a new entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.data.reading import check_rows
+from spurline.data.sample_collector import SampleCollector
+from spurline.data.token_store import SampleSink
+from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
+from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
+from spurline_collation_fast.cache.key import cache_key
+from spurline_collation_fast.cache.layout import CacheKey
+from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast.divided_labour import DividedLabour
+from spurline_collation_fast.slice_task import SliceTask
+from spurline_collation_fast.tokenization_progress import show_progress
+
+
+class ParallelTokenization:
+    """Tokenizes datasets on all cores; equal to `core/sequential` sample by sample."""
+
+    def __init__(
+        self, config: ParallelTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._data = data
+
+    def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
+        """All samples of all datasets, in order. No row is read when the cache has the tokens."""
+        if self._config.disable_cache:
+            return self._in_memory(datasets)
+        key = cache_key(datasets, self._tokenizer, self._data)
+        cache = TokenCache(self._config.cache_dir or default_cache_folder())
+        if not self._config.force_recache:
+            found = cache.open(key)
+            if found is not None:
+                return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
+        problem = cache.write_problem()
+        if problem is None:
+            return self._fill(cache, key, datasets)
+        return self._in_memory(datasets, (*cache.notes, problem))
+
+    def _in_memory(self, datasets: Sequence[DatasetToTokenize], notes: Sequence[str] = ()) -> Tokenized:
+        """Make the tokens and keep them for this run."""
+        collector, more_notes = self._encode(datasets)
+        return replace(collector.finish(), notes=(*notes, *more_notes))
+
+    def _fill(self, cache: TokenCache, key: CacheKey, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
+        """Make the tokens and keep them as an entry of the cache."""
+        with cache.writer(key, replace=self._config.force_recache) as writer:
+            collector, notes = self._encode(datasets, writer)
+            made = writer.commit(collector.findings())
+        return replace(made, notes=(*made.notes, *notes))
+
+    def _encode(
+        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
+    ) -> tuple[SampleCollector, list[str]]:
+        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user."""
+        for dataset in datasets:
+            check_rows(dataset.dataset)
+        labour = DividedLabour(SliceTask(datasets, self._tokenizer, self._data), self._config)
+        collector = SampleCollector(datasets, sink)
+        # Closed whatever happens here: an error must not leave worker processes behind.
+        with show_progress(labour.num_rows) as advance, closing(labour.blocks(advance)) as blocks:
+            for block in blocks:
+                block.add_to(collector)
+        return collector, labour.notes

@@ -1,0 +1,71 @@
+"""Decide between this process and slice workers by what will be done sooner.
+
+In: what the first rows cost, and how many are left. Out: a number of workers. The choice changes the time, never the
+tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spurline_collation_fast.row_ranges import Chunk
+
+WORKER_START_S = 6.0
+"""Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
+
+CLEARLY = 1.25
+"""Workers have to be this much sooner: processes cost memory, and an estimate can be wrong."""
+
+MEASURE_S = 1.0
+"""How long the first rows are measured."""
+
+MAX_WORKERS = 64
+"""More gain nothing: this process reads what all of them write."""
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """What a row costs in this process. wall_s: with all threads. cpu_s: processor time, all threads together."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class CostMeter:
+    """Measures the cost of rows from when it is made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def cost(self, num_rows: int) -> RowCost:
+        """Cost of one of the `num_rows` rows encoded since."""
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        return RowCost(wall / num_rows, cpu / num_rows)
+
+
+def for_seconds(chunks: Iterator[Chunk], seconds: float) -> Iterator[Chunk]:
+    """Chunks until the time is over; the rest stays in the iterator."""
+    end = time.perf_counter() + seconds
+    for chunk in chunks:
+        yield chunk
+        if time.perf_counter() >= end:
+            return
+
+
+def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
+    """Workers to start for the rest of the rows; 0 when this process will not be clearly later."""
+    workers = min(num_cores, num_rows, MAX_WORKERS)
+    if workers < 2:
+        return 0
+    here = num_rows * cost.wall_s
+    # All start at once, each on a core of its own.
+    there = WORKER_START_S + num_rows * cost.cpu_s / workers
+    return workers if there * CLEARLY < here else 0
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

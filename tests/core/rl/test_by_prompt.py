@@ -1,0 +1,121 @@
+"""Mini-batches counted in prompts, and rows dealt to ranks and back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spurline.builtin.by_prompt import ByPrompt
+from spurline.builtin.configs import ByPromptConfig, RolloutsCollatorConfig, SftSourceConfig
+from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.config.run_config import RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.rank_shards import RankShards
+from spurline.errors import RunFailedError
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.source_config import PromptSourceConfig
+from spurline.rl.trajectory import Trajectory
+from spurline.testing.data import PAD, make_trajectories
+from spurline.testing.fuzzing import fuzzing
+
+# Per prompt a list of samples, each given by its number of turns.
+steps_strategy = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=6)
+
+
+def rollouts(turns_by_prompt: list[list[int]], ranks: int = 1) -> TrainingBatch:
+    """One row per turn; the samples of a prompt share its uid."""
+    trajectories: list[Trajectory] = []
+    for prompt, samples in enumerate(turns_by_prompt):
+        for sample, turns in enumerate(samples):
+            [made] = make_trajectories([[(2, 1 + turn % 3) for turn in range(turns)]], seed=prompt)
+            trajectories.append(Trajectory(f"prompt-{prompt}", sample, made.turns))
+    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout(data=ranks))
+    return collator.collate_rollouts(trajectories)
+
+
+def by_prompt(prompts: int, ranks: int = 1, **settings: Any) -> ByPrompt:
+    source = PromptSourceConfig(name="rollouts", prompts_per_step=prompts)
+    run = cast("RunConfig", SimpleNamespace(source=source))
+    return ByPrompt(ByPromptConfig(**settings), run, ParallelLayout(data=ranks))
+
+
+@given(turns=steps_strategy, ranks=st.integers(1, 8), epochs=st.integers(1, 3), data=st.data())
+@fuzzing(60)
+def test_the_number_of_optimizer_steps_never_depends_on_turns(turns, ranks, epochs, data):
+    prompts = len(turns)
+    size = data.draw(st.sampled_from([size for size in range(1, prompts + 1) if prompts % size == 0]))
+    cutter = by_prompt(prompts, ranks, prompts_per_minibatch=size, update_epochs=epochs)
+    parts = cutter.cut(rollouts(turns, ranks))
+    assert len(parts) == cutter.steps_per_batch() == prompts // size * epochs
+    for number, part in enumerate(parts):
+        part.check()
+        assert part.num_rows % ranks == 0
+        first = number % (prompts // size) * size
+        uids = part.without_padding_rows().segments["uid"].values.tolist()
+        expected = [f"prompt-{prompt}" for prompt in range(first, first + size) for _ in range(sum(turns[prompt]))]
+        assert uids == expected
+
+
+@given(samples=st.integers(1, 4), prompts=st.sampled_from([2, 4, 6]), size=st.sampled_from([1, 2]))
+@fuzzing(20)
+def test_with_one_row_per_sample_the_pairs_are_the_fixed_size_slices(samples, prompts, size):
+    cutter = by_prompt(prompts, prompts_per_minibatch=size)
+    batch = rollouts([[1] * samples] * prompts)
+    rows = size * samples
+    assert cutter.pairs(batch) == [(start, start + rows) for start in range(0, prompts * samples, rows)]
+
+
+def test_rows_of_a_prompt_that_are_apart_are_an_error_naming_it():
+    batch = rollouts([[1, 1], [1]]).take([0, 2, 1])
+    with pytest.raises(RunFailedError, match="rows of prompt 'prompt-0' are not neighbours: row 2"):
+        by_prompt(2).cut(batch)
+
+
+@pytest.mark.parametrize("expected", [1, 3])
+def test_another_number_of_prompts_than_configured_is_an_error_naming_the_last(expected):
+    with pytest.raises(RunFailedError, match=rf"rows of 2 prompts, .*is {expected} \(last prompt: 'prompt-1'\)"):
+        by_prompt(expected).cut(rollouts([[1], [2]]))
+
+
+def test_a_size_that_does_not_divide_the_step_is_refused_with_the_fix():
+    source = PromptSourceConfig(name="rollouts", prompts_per_step=6)
+    config = ByPromptConfig(prompts_per_minibatch=4)
+    [problem] = config.problems(cast("RunConfig", SimpleNamespace(source=source)))
+    assert "does not divide source.prompts_per_step: 6" in problem.message
+    [problem] = config.problems(cast("RunConfig", SimpleNamespace(source=SftSourceConfig())))
+    assert "draws no prompts" in problem.message
+
+
+@given(turns=steps_strategy, ranks=st.integers(1, 8))
+@fuzzing(60)
+def test_values_computed_by_ranks_return_to_their_rows_without_padding(turns, ranks):
+    batch = rollouts(turns, ranks)
+    shards = RankShards.scatter(batch, ranks)
+    assert len(shards.parts) == ranks
+    assert len({part.num_rows for part in shards.parts}) == 1
+    for part, rows in zip(shards.parts, shards.rows, strict=True):
+        part.check()
+        real = part.without_padding_rows()
+        expected = batch.without_padding_rows().take(rows)
+        assert real.segments["uid"].values.tolist() == expected.segments["uid"].values.tolist()
+    # What a rank computes: a number that only this row has, and garbage for padding.
+    computed = [torch.where(part.is_padding_row, torch.nan, part.tokens["advantages"].sum(1)) for part in shards.parts]
+    assert torch.equal(shards.gather(computed), batch.without_padding_rows().tokens["advantages"].sum(1))
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8), ranks=st.integers(1, 5))
+@fuzzing(60)
+def test_rows_of_one_unit_are_never_dealt_to_two_ranks(sizes, ranks):
+    batch = rollouts([[1] * sum(sizes)])
+    units = np.repeat(np.arange(len(sizes)), sizes)
+    batch = TrainingBatch(**{**vars(batch), "unit_ids": torch.from_numpy(units)})
+    shards = RankShards.scatter(batch, ranks)
+    assert np.concatenate(shards.rows).tolist() == list(range(sum(sizes)))
+    owners = [set(units[rows].tolist()) for rows in shards.rows]
+    assert sum(len(owned) for owned in owners) == len(sizes)

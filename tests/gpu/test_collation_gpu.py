@@ -1,0 +1,41 @@
+"""Batches of the fast collators lie in pinned memory, so that copies to the GPU need not wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("spurline_collation_fast")
+
+from spurline.builtin.configs import PackedCollatorConfig
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing.collator_contract import assert_batches_equal
+from spurline.testing.data import make_view
+from spurline_collation_fast.packed_collator import FastPackedCollator
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CONFIG, PAD, LAYOUT = PackedCollatorConfig(max_tokens=64), 0, ParallelLayout()
+
+
+def test_columns_are_pinned_once_the_process_uses_the_gpu() -> None:
+    torch.cuda.init()
+    batch = FastPackedCollator(CONFIG, PAD, LAYOUT).collate(make_view([9, 30, 41]), training=True)
+    for column in batch.tokens.values():
+        assert column.is_pinned()
+        assert column.pin_memory().data_ptr() == column.data_ptr(), "pinning again copied"
+    assert_batches_equal(batch, PackedCollator(CONFIG, PAD, LAYOUT).collate(make_view([9, 30, 41]), training=True))
+
+
+def test_a_copy_sent_before_the_release_is_not_touched_by_the_next_batch() -> None:
+    torch.cuda.init()
+    collator = FastPackedCollator(CONFIG, PAD, LAYOUT)
+    for seed in range(20):
+        batch = collator.collate(make_view([9, 30, 41], seed), training=True)
+        expected = batch.tokens["input_ids"].clone()
+        sent = batch.tokens["input_ids"].to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        batch.release()
+        collator.collate(make_view([50, 60], seed + 100), training=True).release()
+        assert torch.equal(sent.cpu(), expected)

@@ -1,0 +1,176 @@
+"""Async on equals async off, tensor by tensor: the real source, over epochs, from any step, with evaluation between."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from spurline import load_config
+from spurline.builtin.configs import SerialPrefetchConfig
+from spurline.builtin.serial_prefetch import SerialPrefetch
+from spurline.components import DataComponents, build_data
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.backend import Backend, LossSums
+from spurline.protocols.prefetch import Prefetch
+from spurline_collation_fast.async_prefetch import AsyncPrefetch
+from spurline_collation_fast.configs import AsyncPrefetchConfig
+
+NUM_SAMPLES = 64
+BATCH_SIZE = 7
+EPOCHS = 3
+STEPS = -(-NUM_SAMPLES * EPOCHS // BATCH_SIZE)
+"""Neither a sample count nor an epoch is a multiple of the batch: each epoch ends inside a batch."""
+
+COLLATORS: list[dict[str, Any]] = [
+    {"name": "core/padded"},
+    {"name": "core/padded", "pad_side": "left", "pad_to_multiple_of": 8},
+    {"name": "core/packed", "max_tokens": 128},
+    {"name": "core/packed", "max_tokens": 192, "align_to": 4},
+]
+DEPTHS = [1, 2, 5]
+
+Frozen = dict[str, Any]
+
+
+@pytest.fixture(params=COLLATORS, ids=lambda settings: "-".join(str(value) for value in settings.values()))
+def collator(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
+
+
+@pytest.fixture
+def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path, collator: Any) -> dict[str, Any]:
+    held_out = tmp_path / "held_out.jsonl"
+    rows = spurline_chat_file.read_text().splitlines()[:30]
+    held_out.write_text("".join(json.dumps(json.loads(row)) + "\n" for row in reversed(rows)))
+    return {
+        "plugins": ["collation_fast"],
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(spurline_tiny_model)},
+        "data": {"train": str(spurline_chat_file), "eval": str(held_out), "max_length": 128},
+        "batch_size": BATCH_SIZE,
+        "epochs": EPOCHS,
+        "tokenization": "core/sequential",
+        "collator": collator,
+        "backend": {"name": "local", "device": "cpu"},
+    }
+
+
+class Parts:
+    """The data components of one run, its source in front; each run has its own, as collators may reuse buffers."""
+
+    def __init__(self, config: dict[str, Any], stack: ExitStack, **changes: Any) -> None:
+        self.data: DataComponents = build_data(load_config(config | changes), stack)
+        self.source = self.data.source
+
+    def evaluate(self) -> list[Frozen]:
+        """The batches that an evaluation hands to the backend."""
+        recorder = Recorder()
+        assert self.data.evaluation is not None
+        self.data.evaluation.evaluate(cast(Backend, recorder))
+        return recorder.seen
+
+
+class Recorder:
+    """Stands in for a backend that evaluates."""
+
+    def __init__(self) -> None:
+        self.seen: list[Frozen] = []
+
+    def evaluate(self, batch: TrainingBatch, objective: object) -> LossSums:
+        self.seen.append(frozen(batch))
+        return LossSums(loss=1.0, weight=1.0, tokens=1)
+
+
+def frozen(batch: TrainingBatch) -> Frozen:
+    """Everything in a batch, copied: it may be compared after the release."""
+
+    def content(column: torch.Tensor) -> tuple[Any, ...]:
+        return column.dtype, tuple(column.shape), column.numpy().tobytes()
+
+    return {
+        "tokens": {name: content(column) for name, column in batch.tokens.items()},
+        "segments": {
+            name: (c.values.dtype, c.values.tolist(), c.offsets.tolist()) for name, c in batch.segments.items()
+        },
+        "rows": (content(batch.unit_ids), content(batch.is_padding_row)),
+        "info": dict(batch.info),
+    }
+
+
+def serve(prefetch: Prefetch, first: int, last: int) -> list[Frozen]:
+    prefetch.start(first)
+    try:
+        return [serve_one(prefetch, step) for step in range(first, last + 1)]
+    finally:
+        prefetch.close()
+
+
+def serve_one(prefetch: Prefetch, step: int) -> Frozen:
+    batch = prefetch.next(step)
+    seen = frozen(batch)
+    batch.release()
+    return seen
+
+
+def serial(parts: Parts) -> SerialPrefetch:
+    return SerialPrefetch(SerialPrefetchConfig(), build=parts.source.build, last_step=parts.source.total_steps)
+
+
+def ahead(parts: Parts, depth: int) -> AsyncPrefetch:
+    config = AsyncPrefetchConfig(depth=depth, timeout_s=60)
+    return AsyncPrefetch(config, build=parts.source.build, last_step=parts.source.total_steps)
+
+
+def test_every_step_of_three_epochs_is_equal_and_epochs_differ(config: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        expected = serve(serial(Parts(config, stack)), 1, STEPS)
+        parts = Parts(config, stack)
+        assert parts.source.total_steps == STEPS
+        for depth in DEPTHS:
+            assert serve(ahead(parts, depth), 1, STEPS) == expected, f"depth {depth}"
+    uids = [batch["segments"]["uid"][1] for batch in expected]
+    seen = Counter(uid for batch in uids for uid in batch)
+    assert len(seen) == NUM_SAMPLES
+    assert set(seen.values()) == {EPOCHS, EPOCHS + 1}, "the last batch wraps into one epoch more"
+    assert len({tuple(batch) for batch in uids}) == STEPS, "two batches are the same"
+
+
+@pytest.mark.parametrize("first", [2, 10, NUM_SAMPLES // BATCH_SIZE + 1, STEPS])
+def test_a_resume_in_the_middle_of_an_epoch_serves_what_was_to_come(config: dict[str, Any], first: int) -> None:
+    with ExitStack() as stack:
+        expected = serve(serial(Parts(config, stack)), 1, STEPS)
+        for depth in DEPTHS:
+            assert serve(ahead(Parts(config, stack), depth), first, STEPS) == expected[first - 1 :], f"depth {depth}"
+
+
+def test_going_back_after_having_looked_ahead_serves_the_same_batches_again(config: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        expected = serve(serial(Parts(config, stack)), 1, STEPS)
+        prefetch = ahead(Parts(config, stack), depth=3)
+        for first in (8, 3, 20):
+            prefetch.start(first)
+            seen = [serve_one(prefetch, step) for step in range(first, first + 4)]
+            assert seen == expected[first - 1 : first + 3]
+        prefetch.close()
+
+
+def test_evaluations_in_between_change_no_batch_and_are_equal_themselves(config: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        plain = Parts(config, stack, prefetch="core/serial")
+        expected, scores = serve(serial(plain), 1, STEPS), plain.evaluate()
+        assert len(scores) == -(-30 // BATCH_SIZE)
+        for depth in DEPTHS:
+            parts = Parts(config, stack, prefetch={"name": "async", "depth": depth})
+            prefetch = ahead(parts, depth)
+            prefetch.start(1)
+            for step in range(1, STEPS + 1):
+                assert serve_one(prefetch, step) == expected[step - 1], f"depth {depth}, step {step}"
+                if step % 4 == 0:
+                    assert parts.evaluate() == scores, f"depth {depth}, evaluation after step {step}"
+            prefetch.close()

@@ -1,0 +1,172 @@
+"""`spurline cache`: what people see of the cache, and how they clean it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cache_entries import make_chunks, make_key, write
+
+from spurline.cli import main
+from spurline_collation_fast.cache import leftovers
+from spurline_collation_fast.cache.folder import TokenCache
+
+KEYS = [make_key("one", ("first", "with a [bold] name")), make_key("two")]
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path) -> Path:
+    """A cache of two entries."""
+    for key in KEYS:
+        write(TokenCache(tmp_path), key, make_chunks())
+    return tmp_path
+
+
+def cache(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> tuple[int, str]:
+    """Exit code and output of a subcommand."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["cache", *words, "--cache-dir", str(folder)])
+    captured = capsys.readouterr()
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code, captured.out + captured.err
+
+
+def damage(folder: Path, index: int = 0) -> Path:
+    path = folder / KEYS[index].digest / "tokens.bin"
+    content = bytearray(path.read_bytes())
+    content[70_000] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def age(folder: Path, index: int, days: float) -> None:
+    then = time.time() - days * 86400
+    os.utime(folder / KEYS[index].digest / "manifest.json", (then, then))
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom spurline.cli import main\n"
+        "try: main(['cache', 'prune', '--help'])\nexcept SystemExit: pass\n"
+        "print('HEAVY', [name for name in ('numpy', 'torch', 'transformers', 'rich.table') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "--older-than" in result.stdout
+    assert result.stdout.rstrip().endswith("HEAVY []"), result.stdout
+
+
+def test_path_prints_the_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache(capsys, tmp_path, "path") == (0, f"{tmp_path}\n")
+    monkeypatch.setenv("SPURLINE_CACHE", str(tmp_path / "from environment"))
+    with pytest.raises(SystemExit):
+        main(["cache", "path"])
+    assert capsys.readouterr().out == f"{tmp_path / 'from environment'}\n"
+
+
+def test_list_shows_each_entry_with_its_datasets(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    age(cache_folder, 1, 3)
+    damage(cache_folder, 1)
+    leftovers.temporary_folder(cache_folder, KEYS[0].digest)
+    code, output = cache(capsys, cache_folder, "list")
+    assert code == 0
+    first, second = output.splitlines()[1:3]
+    assert KEYS[0].digest[:12] in first
+    assert "first, with a [bold] name" in first
+    assert "480" in first
+    assert KEYS[1].digest[:12] in second
+    assert "damaged" in second
+    assert "2 entries" in output
+    assert "1 unfinished or set aside" in output
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "prune"])
+def test_a_cache_that_does_not_exist_is_empty(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    code, output = cache(capsys, tmp_path / "missing", command)
+    assert code == 0
+    assert "0 " in output
+    assert not (tmp_path / "missing").exists()
+
+
+def test_verify_passes_whole_entries(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
+    code, output = cache(capsys, cache_folder, "verify")
+    assert code == 0
+    assert "2 entries read, 0 damaged" in output
+
+
+def test_verify_names_the_damaged_block_and_sets_the_entry_aside(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path
+) -> None:
+    path = damage(cache_folder)
+    code, output = cache(capsys, cache_folder, "verify", KEYS[0].digest[:8])
+    assert code == 1
+    assert f"{path} block 1" in output
+    assert "1 entry read, 1 damaged" in output
+    assert TokenCache(cache_folder).open(KEYS[0]) is None
+    assert cache(capsys, cache_folder, "verify")[0] == 0
+
+
+def test_verify_of_an_unknown_key_lists_what_there_is(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
+    code, output = cache(capsys, cache_folder, "verify", "xyz")
+    assert code == 2
+    assert KEYS[0].digest in output
+
+
+def test_prune_removes_damaged_entries_and_leftovers_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path
+) -> None:
+    path = damage(cache_folder)
+    shutil.copytree(cache_folder / KEYS[1].digest, cache_folder / ".retired-x-1")
+    abandoned = cache_folder / f".writing-{KEYS[0].digest}-1-ab-another-host"
+    abandoned.mkdir()
+    os.utime(abandoned, (1, 1))
+    writing = leftovers.temporary_folder(cache_folder, KEYS[0].digest)
+    code, output = cache(capsys, cache_folder, "prune", "--dry-run")
+    assert code == 0
+    assert "would be freed" in output
+    assert len(list(cache_folder.iterdir())) == 5
+    code, output = cache(capsys, cache_folder, "prune")
+    assert code == 0
+    assert str(path) in output
+    assert sorted(cache_folder.iterdir()) == sorted([writing, cache_folder / KEYS[1].digest])
+
+
+def test_prune_removes_entries_that_no_run_has_opened_for_long(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path
+) -> None:
+    for index in (0, 1):
+        age(cache_folder, index, 40)
+    TokenCache(cache_folder).open(KEYS[0])
+    code, output = cache(capsys, cache_folder, "prune", "--older-than", "30")
+    assert code == 0
+    assert "unused for 40 days" in output
+    assert [path.name for path in cache_folder.iterdir()] == [KEYS[0].digest]
+
+
+def test_prune_all_empties_the_cache_under_a_reader(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
+    opened = TokenCache(cache_folder).open(KEYS[0])
+    assert opened is not None
+    assert cache(capsys, cache_folder, "prune", "--all")[0] == 0
+    assert list(cache_folder.iterdir()) == []
+    assert opened.store.lengths().sum() == len(opened.store.tokens)
+
+
+def test_what_cannot_be_removed_is_named(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    code, output = cache(capsys, cache_folder, "prune", "--all")
+    assert code == 1
+    assert output.count("cannot be removed: Permission denied") == 2

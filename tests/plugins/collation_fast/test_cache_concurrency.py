@@ -1,0 +1,148 @@
+"""Writers race, are killed, and replace entries that others read: the cache is valid at every instant."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_entries import FINDINGS, assert_same_store, begin, in_memory, make_chunks, make_key, start_writer, write
+
+from spurline_collation_fast.cache import leftovers
+from spurline_collation_fast.cache.folder import TokenCache
+
+CHUNKS = 60
+KEY = make_key()
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_instant_leaves_the_old_entry_the_new_one_or_none(tmp_path: Path) -> None:
+    kills = 200 if os.environ.get("SPURLINE_SOAK") else 20
+    old, new = make_chunks(seed=1, count=3), make_chunks(seed=2, count=CHUNKS)
+    stores = {in_memory(chunks).fingerprint: in_memory(chunks) for chunks in (old, new)}
+    whole = start_writer(tmp_path, 2, CHUNKS)
+    start = time.monotonic()
+    assert whole.communicate("begin\n", timeout=60)[0].strip() == in_memory(new).fingerprint
+    duration = time.monotonic() - start
+    instants = random.Random(0)
+    found = {"none": 0, "old": 0, "new": 0}
+    for kill in range(kills):
+        if kill % 2:
+            write(TokenCache(tmp_path), KEY, old, replace=True)
+        else:
+            leftovers.retire(tmp_path / KEY.digest)
+        process = start_writer(tmp_path, 2, CHUNKS, *(["replace"] if kill % 2 else []))
+        begin(process)
+        time.sleep(instants.uniform(0, duration))
+        process.kill()
+        process.communicate(timeout=60)
+        cache = TokenCache(tmp_path)
+        opened = cache.open(KEY)
+        assert cache.notes == []
+        if opened is not None:
+            assert_same_store(opened.store, stores[opened.store.fingerprint])
+        assert opened is not None or not kill % 2 or _is_between_two_renames(tmp_path), "the old entry is gone"
+        fingerprint = opened.store.fingerprint if opened is not None else None
+        found[{None: "none", in_memory(old).fingerprint: "old"}.get(fingerprint, "new")] += 1
+        assert_same_store(write(cache, KEY, new, replace=True).store, in_memory(new))
+        assert not list(tmp_path.glob(".writing-*")), "the next writer sweeps what a dead one left"
+    assert all(found.values()), f"the instants missed a state: {found}"
+    print("FOUND", found)
+
+
+def _is_between_two_renames(folder: Path) -> bool:
+    """A writer that replaces an entry sets it aside before it puts its own in place."""
+    return any((path / "manifest.json").exists() for path in folder.glob(".writing-*"))
+
+
+def test_eight_writers_of_one_key_agree_on_one_entry(tmp_path: Path) -> None:
+    expected = in_memory(make_chunks(seed=3, count=CHUNKS))
+    processes = [start_writer(tmp_path, 3, CHUNKS, *(["replace"] if number % 2 else [])) for number in range(8)]
+    for process in processes:
+        begin(process)
+    answers = [process.communicate(timeout=120) for process in processes]
+    assert [out.strip() for out, _ in answers] == [expected.fingerprint] * 8, answers
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".retired-")] == [KEY.digest]
+    opened = TokenCache(tmp_path).open(KEY)
+    assert opened is not None
+    assert_same_store(opened.store, expected)
+
+
+def test_the_slower_of_two_writers_opens_the_entry_of_the_faster(tmp_path: Path) -> None:
+    chunks = make_chunks()
+    with TokenCache(tmp_path).writer(KEY) as slower:
+        for chunk in chunks:
+            slower.extend(*chunk)
+        write(TokenCache(tmp_path), KEY, chunks)
+        before = (tmp_path / KEY.digest).stat().st_ino
+        assert_same_store(slower.commit(FINDINGS).store, in_memory(chunks))
+    assert (tmp_path / KEY.digest).stat().st_ino == before
+    assert [path.name for path in tmp_path.iterdir()] == [KEY.digest]
+
+
+def test_replacing_gives_way_to_an_entry_that_is_newer_than_the_writers_start(tmp_path: Path) -> None:
+    write(TokenCache(tmp_path), KEY, make_chunks(seed=1))
+    with TokenCache(tmp_path).writer(KEY, replace=True) as slower:
+        write(TokenCache(tmp_path), KEY, make_chunks(seed=2), replace=True)
+        for chunk in make_chunks(seed=3):
+            slower.extend(*chunk)
+        assert_same_store(slower.commit(FINDINGS).store, in_memory(make_chunks(seed=2)))
+
+
+def test_an_entry_stays_readable_while_it_is_replaced(tmp_path: Path) -> None:
+    old, new = make_chunks(seed=1), make_chunks(seed=2)
+    reader = write(TokenCache(tmp_path), KEY, old).store
+    assert_same_store(write(TokenCache(tmp_path), KEY, new, replace=True).store, in_memory(new))
+    assert_same_store(reader, in_memory(old))
+    [aside] = tmp_path.glob(".retired-*")
+    assert_same_store(TokenCache(tmp_path).open(KEY).store, in_memory(new))  # type: ignore[union-attr]
+    long_ago = time.time() - 8 * 86400
+    os.utime(aside, (long_ago, long_ago))
+    write(TokenCache(tmp_path), make_key("another"), new)
+    assert not aside.exists()
+    np.testing.assert_array_equal(reader.view(np.array([1])).tokens(0), in_memory(old).view(np.array([1])).tokens(0))
+
+
+def test_a_damaged_winner_is_replaced_by_the_loser_of_the_race(tmp_path: Path) -> None:
+    chunks = make_chunks()
+    cache = TokenCache(tmp_path)
+    with cache.writer(KEY) as slower:
+        for chunk in chunks:
+            slower.extend(*chunk)
+        write(TokenCache(tmp_path), KEY, chunks)
+        (tmp_path / KEY.digest / "tokens.bin").write_bytes(b"")
+        tokenized = slower.commit(FINDINGS)
+    assert_same_store(tokenized.store, in_memory(chunks))
+    assert "tokens.bin has 0 bytes" in tokenized.notes[0]
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    class BrokenError(Exception):
+        pass
+
+    with pytest.raises(BrokenError), TokenCache(tmp_path).writer(KEY) as writer:  # noqa: PT012
+        writer.extend(*make_chunks()[0])
+        raise BrokenError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_sweeps_dead_writers_of_this_host_only(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(60)
+    mine = leftovers.temporary_folder(tmp_path, KEY.digest)
+    names = mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"), mine.name.replace(f"-{os.getpid()}-", "-1-")
+    of_the_dead, of_another = (tmp_path / name for name in names)
+    elsewhere = tmp_path / f"{names[0]}-other-host"
+    odd = tmp_path / ".writing-odd"
+    for folder in (of_the_dead, of_another, elsewhere, odd):
+        folder.mkdir()
+        (folder / "tokens.bin").write_bytes(b"1")
+    write(TokenCache(tmp_path), KEY, make_chunks())
+    assert sorted(path for path in tmp_path.iterdir() if path.name.startswith(".")) == sorted(
+        (mine, of_another, elsewhere, odd)
+    )

@@ -1,0 +1,126 @@
+"""Read-only folders and full disks: hits are served, failures say what to do, and nothing half-written stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_entries import assert_same_store, in_memory, make_chunks, make_key, write
+
+from spurline.errors import DataError
+from spurline_collation_fast.cache import writer as cache_writer
+from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
+
+KEY = make_key()
+
+
+def test_hits_are_served_from_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(TokenCache(tmp_path), KEY, make_chunks())
+    before = sorted(tmp_path.rglob("*"))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    # Root may write anywhere, so the system calls refuse in place of the file system.
+    for name in ("utime", "rename", "mkdir", "unlink"):
+        monkeypatch.setattr(os, name, refuse)
+    opened = TokenCache(tmp_path).open(KEY)
+    assert opened is not None
+    assert opened.notes == ()
+    assert_same_store(opened.store, in_memory(make_chunks()))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("place", ["/proc/self/cache", "a file/cache"])
+def test_a_folder_that_cannot_be_written_is_a_miss_and_says_so(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a file").write_text("in the way")
+    cache = TokenCache(tmp_path / place)
+    assert cache.open(KEY) is None
+    problem = cache.write_problem()
+    assert problem is not None
+    assert str(cache.folder) in problem
+    assert "tokenization.cache_dir" in problem
+    with pytest.raises(DataError, match="the token cache cannot be written"):
+        write(cache, KEY, make_chunks())
+
+
+def test_a_writable_folder_is_made_and_has_no_problem(tmp_path: Path) -> None:
+    cache = TokenCache(tmp_path / "deep" / "cache")
+    assert cache.write_problem() is None
+    assert list(cache.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("array", range(5), ids=["tokens", "loss_mask", "offsets", "source", "row"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_nothing_and_says_where_and_what_to_do(
+    tmp_path: Path, array: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = cache_writer._ArrayFile.append, []
+
+    def append(file: Any, values: Any) -> None:
+        calls.append(len(values))
+        if len(calls) == 2 + 5 * 3 + array:  # The first call writes the first offset; then five for each chunk.
+            real(file, values[: len(values) // 2])
+            raise OSError(code, os.strerror(code))
+        real(file, values)
+
+    monkeypatch.setattr(cache_writer._ArrayFile, "append", append)
+    with pytest.raises(DataError) as caught:
+        write(TokenCache(tmp_path), KEY, make_chunks())
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}: no space left for the token cache")
+    assert "cache_dir" in message
+    assert "disable_cache" in message
+    assert "spurline cache prune" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(cache_writer, "sync_file", fail)
+    with pytest.raises(DataError, match="cannot be written: Input/output error"):
+        write(TokenCache(tmp_path), KEY, make_chunks())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_size_limit_of_the_system_is_met_as_a_full_disk(tmp_path: Path) -> None:
+    program = f"""
+import resource
+from pathlib import Path
+from cache_entries import TokenCache, make_chunks, make_key, write
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+write(TokenCache(Path({str(tmp_path)!r})), make_key(), make_chunks())
+"""
+    support = Path(__file__).parents[2] / "support"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(support)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "DataError" in result.stderr
+    assert "no space left for the token cache" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_caller_is_not_taken_for_one_of_the_cache(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), TokenCache(tmp_path).writer(KEY):
+        (tmp_path / "data.jsonl").read_text()
+
+
+def test_the_folder_is_that_of_the_environment_else_in_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SPURLINE_CACHE", raising=False)
+    assert default_cache_folder() == tmp_path / ".cache/spurline/tokens"
+    monkeypatch.setenv("SPURLINE_CACHE", "~/elsewhere")
+    assert default_cache_folder() == tmp_path / "elsewhere"

@@ -1,0 +1,122 @@
+"""A store in the cache is the store in memory, at a constant cost of opening."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_entries import FINDINGS, LABELS, assert_same_store, in_memory, make_chunks, make_key, write
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.data.summary import summarize
+from spurline.protocols.tokenization import Tokenized
+from spurline_collation_fast.cache import block_guard, mapped_store
+from spurline_collation_fast.cache.folder import TokenCache
+from spurline_collation_fast.cache.layout import BLOCK_BYTES
+from spurline_collation_fast.cache.mapped_store import MappedTokenStore
+
+sample = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 1)), max_size=20)
+chunk = st.tuples(st.lists(sample, max_size=5), st.integers(0, 1), st.integers(0, 2**40))
+
+
+@settings(max_examples=60, deadline=None)
+@given(chunks=st.lists(chunk, max_size=5), eager=st.booleans())
+def test_any_samples_come_back_as_the_store_in_memory_would_give_them(chunks: list[Any], eager: bool) -> None:
+    arguments = []
+    for samples, source, first_row in chunks:
+        flat = [pair for pairs in samples for pair in pairs]
+        tokens = np.array([token for token, _ in flat], np.int32)
+        mask = np.array([bit for _, bit in flat], np.uint8)
+        lengths = np.array([len(pairs) for pairs in samples], np.int64)
+        arguments.append((tokens, mask, lengths, source, first_row + np.arange(len(samples))))
+    expected = in_memory(arguments)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped_store, "EAGER_BYTES", 2**30 if eager else -1)
+        written = write(TokenCache(Path(folder)), make_key(), arguments)
+        opened = TokenCache(Path(folder)).open(make_key())
+        assert opened is not None
+        in_ram = Tokenized(expected, FINDINGS.dropped, FINDINGS.truncated, FINDINGS.examples)
+        for tokenized in (written, opened):
+            assert_same_store(tokenized.store, expected)
+            np.testing.assert_array_equal(tokenized.store.lengths(), expected.lengths())
+            assert summarize(tokenized) == summarize(in_ram)
+            assert (tokenized.dropped, tokenized.truncated, tokenized.examples) == (
+                FINDINGS.dropped,
+                FINDINGS.truncated,
+                FINDINGS.examples,
+            )
+
+
+def test_the_sink_builds_the_same_store_before_it_is_committed(tmp_path: Path) -> None:
+    chunks = make_chunks()
+    with TokenCache(tmp_path).writer(make_key()) as writer:
+        for arguments in chunks:
+            writer.extend(*arguments)
+        assert_same_store(writer.build(), in_memory(chunks))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_renamed_dataset_finds_its_tokens_under_its_new_label(tmp_path: Path) -> None:
+    write(TokenCache(tmp_path), make_key(), make_chunks())
+    opened = TokenCache(tmp_path).open(make_key(labels=("new", "second")))
+    assert opened is not None
+    assert opened.store.uid(0) == "new:0"
+    assert list(summarize(opened)["sources"]) == ["new", "second"]
+
+
+def test_opening_a_large_entry_checks_no_block_and_a_view_only_those_it_touches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One sample per 64 KiB of tokens, four per 64 KiB of masks.
+    length = BLOCK_BYTES // 4
+    tokens = np.arange(8 * length, dtype=np.int32)
+    chunk = (tokens, np.ones(len(tokens), np.uint8), np.full(8, length), 0, np.arange(8))
+    monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
+    store = write(TokenCache(tmp_path), make_key(), [chunk]).store
+    checked: list[int] = []
+    digest = block_guard.xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(
+        block_guard.xxhash, "xxh3_64_intdigest", lambda content: checked.append(len(content)) or digest(content)
+    )
+    assert isinstance(store, MappedTokenStore)
+    assert store.sizes() == (8, 0)
+    assert store.fingerprint
+    assert checked == []
+    store.view(np.array([2, 2]))
+    small = [9 * 8, 8 * 4, 8 * 8]
+    assert sorted(checked) == sorted([*small, BLOCK_BYTES, BLOCK_BYTES]), "offsets, source, row, tokens, mask"
+    checked.clear()
+    store.view(np.array([2, 3]))
+    assert checked == [BLOCK_BYTES], "one block of tokens; the masks of sample 3 lie in the block of sample 2"
+    assert not store.guard.complete
+    store.view(np.arange(8))
+    assert store.guard.complete
+    checked.clear()
+    store.view(np.arange(8))
+    assert checked == []
+
+
+def test_a_sample_longer_than_several_blocks_is_checked_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
+    tokens = np.arange(BLOCK_BYTES * 3 + 5, dtype=np.int32)
+    chunk = (tokens, np.ones(len(tokens), np.uint8), np.array([3, len(tokens) - 3]), 0, np.arange(2))
+    store = write(TokenCache(tmp_path), make_key(), [chunk]).store
+    assert isinstance(store, MappedTokenStore)
+    store.view(np.array([1]))
+    assert store.guard.complete
+
+
+def test_an_empty_store_can_be_cached(tmp_path: Path) -> None:
+    write(TokenCache(tmp_path), make_key(), [])
+    opened = TokenCache(tmp_path).open(make_key())
+    assert opened is not None
+    assert len(opened.store) == 0
+    assert opened.store.sizes() == (0, 0)
+    assert opened.store.labels == LABELS
+    assert_same_store(opened.store, in_memory([]))

@@ -1,0 +1,195 @@
+"""The fast collators equal core's reference bit for bit, with compiled kernels and with numpy ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fast_kernels import dirty_kernels
+
+from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.builtin.padded_collator import PaddedCollator
+from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.data.token_store import TokenStore, TokenStoreBuilder
+from spurline.errors import DataError
+from spurline.protocols.collator import ParallelLayout
+from spurline.rl.trajectory import Trajectory, Turn
+from spurline.testing import CollatorContract, RolloutCollatorContract
+from spurline.testing.collator_contract import assert_batches_equal, clone
+from spurline.testing.data import make_store, make_trajectories, make_view
+from spurline_collation_fast.kernels import Kernels
+from spurline_collation_fast.packed_collator import FastPackedCollator
+from spurline_collation_fast.padded_collator import FastPaddedCollator
+from spurline_collation_fast.rollouts_collator import FastRolloutsCollator
+
+PAD = 999
+
+
+class OnBothKernels:
+    """Subclass with `reference`, `fast` and `config`."""
+
+    reference: Any
+    fast: Any
+    config: Any
+    kernels: Kernels
+
+    @pytest.fixture(autouse=True, scope="class", params=["numba", "numpy"])
+    @classmethod
+    def _with_kernels(cls, request: pytest.FixtureRequest) -> None:
+        request.cls.kernels = dirty_kernels(request.param)
+
+    def make_collator(self, pad_token_id: int, layout: Any) -> Any:
+        return self.fast(self.config, pad_token_id, layout, self.kernels)
+
+    def make_reference(self, pad_token_id: int, layout: Any) -> Any:
+        return self.reference(self.config, pad_token_id, layout)
+
+
+class TestPaddedRight(OnBothKernels, CollatorContract):
+    reference, fast, config = PaddedCollator, FastPaddedCollator, PaddedCollatorConfig()
+
+
+class TestPaddedLeft(OnBothKernels, CollatorContract):
+    reference, fast = PaddedCollator, FastPaddedCollator
+    config = PaddedCollatorConfig(pad_side="left", pad_to_multiple_of=8)
+
+
+class TestPadded(OnBothKernels, CollatorContract):
+    reference, fast, config = PaddedCollator, FastPaddedCollator, PaddedCollatorConfig(pad_to_multiple_of=200)
+
+
+class TestPacked(OnBothKernels, CollatorContract):
+    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=128)
+
+
+class TestPackedToTheBrim(OnBothKernels, CollatorContract):
+    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=64)
+
+
+class TestPackedBestFit(OnBothKernels, CollatorContract):
+    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=128, algorithm="bfd")
+
+
+class TestPackedMultifit(OnBothKernels, CollatorContract):
+    reference, fast = PackedCollator, FastPackedCollator
+    config = PackedCollatorConfig(max_tokens=128, algorithm="multifit")
+
+
+class TestPackedAligned(OnBothKernels, CollatorContract):
+    reference, fast = PackedCollator, FastPackedCollator
+    config = PackedCollatorConfig(max_tokens=256, align_to=64, pad_to_max=True)
+
+
+class TestRolloutsAsSamples(OnBothKernels, CollatorContract):
+    reference, fast, config = RolloutsCollator, FastRolloutsCollator, RolloutsCollatorConfig()
+
+
+class TestRolloutsRight(OnBothKernels, RolloutCollatorContract):
+    reference, fast, config = RolloutsCollator, FastRolloutsCollator, RolloutsCollatorConfig()
+
+
+class TestRolloutsLeft(OnBothKernels, RolloutCollatorContract):
+    reference, fast = RolloutsCollator, FastRolloutsCollator
+    config = RolloutsCollatorConfig(pad_side="left", pad_to_multiple_of=8)
+
+
+class TestPackedRollouts(OnBothKernels, RolloutCollatorContract):
+    one_turn_per_row = False
+    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=64)
+
+
+class TestPackedRolloutsEvenedOut(OnBothKernels, RolloutCollatorContract):
+    one_turn_per_row = False
+    reference, fast = PackedCollator, FastPackedCollator
+    config = PackedCollatorConfig(max_tokens=192, align_to=4, algorithm="multifit")
+
+
+@pytest.mark.parametrize("kernels", ["numba", "numpy"])
+def test_with_pipeline_stages_every_row_is_as_long_as_allowed(kernels: str) -> None:
+    layout = ParallelLayout(data=2, pipeline=2)
+    config = PackedCollatorConfig(max_tokens=96)
+    batch = FastPackedCollator(config, PAD, layout, dirty_kernels(kernels)).collate(make_view([5, 9]), training=True)
+    assert batch.length == 96
+    assert_batches_equal(batch, PackedCollator(config, PAD, layout).collate(make_view([5, 9]), training=True))
+
+
+@pytest.mark.parametrize("method", ["collate", "collate_rollouts"])
+def test_what_cannot_fit_is_refused_in_the_words_of_the_reference(method: str) -> None:
+    config, layout = PackedCollatorConfig(max_tokens=32, align_to=8), ParallelLayout()
+    collators = PackedCollator(config, PAD, layout), FastPackedCollator(config, PAD, layout)
+    messages: list[str] = []
+    for collator in collators:
+        calls = {
+            "collate": lambda c=collator: c.collate(make_view([5, 33, 40]), training=True),
+            "collate_rollouts": lambda c=collator: c.collate_rollouts(make_trajectories([[(3, 4), (20, 21)]])),
+        }
+        with pytest.raises(DataError) as error:
+            calls[method]()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert "after alignment" in messages[0]
+
+
+def test_a_turn_whose_column_has_another_length_is_refused() -> None:
+    turn = Turn(np.arange(3), np.arange(4), np.ones(4), advantages=np.ones(5))
+    other = Turn(np.arange(3), np.arange(4), np.ones(4), advantages=np.ones(3))
+    collator = FastRolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
+    with pytest.raises(AssertionError, match="one value per token"):
+        collator.collate_rollouts([Trajectory("p", 0, (turn, other))])
+
+
+def test_lists_arrays_and_tensors_with_gradients_give_one_batch() -> None:
+    forms = (list, np.array, lambda values: torch.tensor(values, dtype=torch.float64, requires_grad=True))
+    batches = []
+    for form in forms:
+        builder = TokenStoreBuilder(["forms"])
+        builder.add(form([5.0, 6.0, 7.0]), form([0.0, 1.0, 1.0]), 0, 0)
+        collator = FastPackedCollator(PackedCollatorConfig(max_tokens=16), PAD, ParallelLayout())
+        batches.append(collator.collate(builder.build().view(np.array([0])), training=True))
+    for batch in batches[1:]:
+        assert_batches_equal(batch, batches[0])
+
+
+def test_a_mapped_store_collates_like_one_in_memory(tmp_path: Any) -> None:
+    store = make_store([5, 9, 3])
+    np.save(tmp_path / "tokens.npy", store.tokens)
+    mapped = TokenStore(
+        np.load(tmp_path / "tokens.npy", mmap_mode="r"),
+        store.loss_mask,
+        store.offsets,
+        store.source,
+        store.row,
+        store.labels,
+    )
+    collator = FastPaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout())
+    indices = np.array([2, 0, 1])
+    batch = collator.collate(mapped.view(indices), training=True)
+    assert_batches_equal(batch, collator.collate(store.view(indices), training=True))
+
+
+def test_names_stay_readable_after_the_buffers_went_back() -> None:
+    collator = FastPackedCollator(PackedCollatorConfig(max_tokens=32), PAD, ParallelLayout())
+    batch = collator.collate(make_view([9, 8, 7]), training=True)
+    taken, uids = batch.take([0]), ["random:0", "random:1", "random:2"]
+    batch.release()
+    collator.collate(make_view([30, 20]), training=True)
+    assert sorted(batch.segments["uid"].values.tolist()) == sorted(taken.segments["uid"].values.tolist()) == uids
+
+
+def test_an_unreleased_batch_is_never_overwritten_and_a_released_one_is_reused() -> None:
+    collator = FastPaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout())
+    held = [collator.collate(make_view([9, 8, 7], seed), training=True) for seed in range(6)]
+    copies = [clone(batch) for batch in held]
+    places = {batch.tokens["input_ids"].data_ptr() for batch in held}
+    assert len(places) == 6
+    for batch, copy in zip(held, copies, strict=True):
+        assert_batches_equal(batch, copy)
+    held[3].release()
+    held[3].release()
+    again = collator.collate(make_view([4, 4, 4]), training=True)
+    other = collator.collate(make_view([4, 4, 4]), training=True)
+    assert again.tokens["input_ids"].data_ptr() == held[3].tokens["input_ids"].data_ptr()
+    assert other.tokens["input_ids"].data_ptr() not in places

@@ -1,0 +1,204 @@
+"""Which kernels run, where their code is cached, and that an error in any of them is noticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fast_kernels import WRITERS, dirty_first
+from mutants import Mutant, mutants, plain
+
+import spurline_collation_fast
+from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig
+from spurline.builtin.packed_collator import PackedCollator
+from spurline.builtin.padded_collator import PaddedCollator
+from spurline.data.batch import TrainingBatch
+from spurline.data.packing import PackingAlgorithm
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing.collator_contract import assert_batches_equal
+from spurline.testing.data import make_trajectories, make_view
+from spurline_collation_fast.kernels import Kernels, best_kernels, fitting, loops
+from spurline_collation_fast.packed_collator import FastPackedCollator
+from spurline_collation_fast.packing import Planner
+from spurline_collation_fast.padded_collator import FastPaddedCollator
+
+PAD = 999
+
+_BOUND = "at_most = min(order.shape[0], 2 * lengths.sum() // capacity + 1)"
+_LARGER = "a larger tree has more leaves than rows are opened"
+_ROOT = "the root is written but never read: the search begins at its children"
+
+# Mutants that compute the same, and why.
+SAME: dict[tuple[str, str], str] = {
+    ("first_fit", f"{_BOUND} -> {_BOUND.replace('1)', '2)')}"): _LARGER,
+    ("first_fit", f"{_BOUND} -> {_BOUND.replace('2 *', '3 *')}"): _LARGER,
+    ("first_fit", "leaves < at_most -> leaves <= at_most"): _LARGER,
+    ("first_fit", "leaves = 1 -> leaves = 2"): _LARGER,
+    (
+        "first_fit",
+        "room = np.full(2 * leaves, capacity, np.int64) -> room = np.full(3 * leaves, capacity, np.int64)",
+    ): "entries behind the leaves are never read",
+    ("first_fit", "node > 1 -> node > 2"): _ROOT,
+    ("first_fit", "node > 1 -> node >= 1"): _ROOT,
+    ("first_fit", "num_rows = 0 -> num_rows = 1"): "matters without samples only, and then the row stays empty",
+    (
+        "best_fit",
+        "place > 0 and keys[place - 1] > key -> place > 0 and keys[place - 1] >= key",
+    ): "no two keys are equal: each has the number of its row in it",
+    (
+        "best_fit",
+        "place > 0 and keys[place - 1] > key -> place >= 0 and keys[place - 1] > key",
+    ): "keys[-1] is 0, which no key is below, until the last row opens, and that row's key is the largest",
+    ("arrange_rows", "donor = -1 -> donor = -2"): "any negative number says that there is no donor yet",
+    ("arrange_rows", "donor = 0 -> donor = 1"): "the search passes over all rows, wherever it begins",
+    ("arrange_rows", "donors[donor] = 0 -> donors[donor] = 1"): "a donor with one sample left gives nothing either",
+}
+
+
+def kernels_from(loop_names: dict[str, Any], fitting_names: dict[str, Any]) -> Kernels:
+    """Kernels of these functions, run as plain Python."""
+    planner = Planner(*(fitting_names[name] for name in ("first_fit", "best_fit", "arrange_rows")))
+    writers = [loop_names[name] for name in WRITERS]
+    return dirty_first(Kernels("mutant", *writers, planner.plan_rows))
+
+
+def padded(pad_side: str, lengths: list[int], ranks: int) -> Callable[[Kernels | None], TrainingBatch]:
+    """One sample a row; fast with kernels, the reference without."""
+    config = PaddedCollatorConfig.model_validate({"pad_side": pad_side})
+    samples = make_view(lengths, 1)
+
+    def collate(kernels: Kernels | None) -> TrainingBatch:
+        arguments = (config, PAD, ParallelLayout(data=ranks))
+        collator = FastPaddedCollator(*arguments, kernels) if kernels else PaddedCollator(*arguments)
+        return collator.collate(samples, training=True)
+
+    return collate
+
+
+def packed(
+    algorithm: PackingAlgorithm, lengths: list[int], ranks: int, align_to: int = 1, turns: Any = None
+) -> Callable[[Kernels | None], TrainingBatch]:
+    """Several samples, or turns, a row."""
+    config = PackedCollatorConfig(max_tokens=20, algorithm=algorithm, align_to=align_to)
+    samples, trajectories = make_view(lengths, 2), make_trajectories(turns or [], 3, routed_experts=True)
+
+    def collate(kernels: Kernels | None) -> TrainingBatch:
+        arguments = (config, PAD, ParallelLayout(data=ranks))
+        collator = FastPackedCollator(*arguments, kernels) if kernels else PackedCollator(*arguments)
+        return collator.collate_rollouts(trajectories) if turns else collator.collate(samples, training=True)
+
+    return collate
+
+
+MIXED = np.random.default_rng(5).integers(1, 21, 30).tolist()
+CORPUS = [
+    padded("right", [3, 1, 9, 2, 1], 2),
+    padded("left", [3, 1, 9, 2, 1], 2),
+    padded("right", [8, 9, 7, 9], 1),
+    padded("left", [8, 9, 7, 9], 3),
+    packed("ffd", MIXED, 4),
+    packed("bfd", MIXED, 4),
+    packed("multifit", MIXED, 4),
+    packed("ffd", [1, 6, 3, 8, 20, 20, 15, 15, 5, 5], 2, align_to=4),
+    packed("bfd", [12, 8, 7, 7, 7, 6, 6, 3, 3, 2, 2, 1, 1, 1], 3),
+    packed("ffd", [2, 2, 2, 9, 9, 1, 1, 1, 1], 5),
+    packed("ffd", [10] * 10, 1),
+    packed("ffd", [3, 4], 4),
+    packed("bfd", [], 2),
+    packed("bfd", [17, 15, 4, 1], 1),
+    packed("ffd", [2, 2, 2, 2, 2], 4),
+    packed("ffd", [20, 20], 3),
+    packed("ffd", [10, 10, 10, 10], 3),
+    packed("ffd", [], 2, align_to=4, turns=[[(3, 4), (0, 5)], [(2, 0), (1, 1)], [(0, 1)], [(9, 9)]]),
+    packed("ffd", [], 2, align_to=2, turns=[[(0, 2), (1, 0)], [(0, 1)], [(9, 9)]]),
+]
+REFERENCES = [collate(None) for collate in CORPUS]
+
+
+def noticed(kernels: Kernels) -> bool:
+    """Whether any batch of the corpus differs from the reference."""
+    for collate, expected in zip(CORPUS, REFERENCES, strict=True):
+        try:
+            assert_batches_equal(collate(kernels), expected)
+        except (AssertionError, IndexError, ValueError, ZeroDivisionError):
+            return True
+    return False
+
+
+def test_the_source_of_the_kernels_gives_the_reference_when_run_as_plain_python() -> None:
+    assert not noticed(kernels_from(plain(loops), plain(fitting)))
+
+
+def survivors(found: list[Mutant], build: Callable[[dict[str, Any]], Kernels]) -> set[tuple[str, str]]:
+    return {(mutant.function, mutant.change) for mutant in found if not noticed(build(mutant.namespace))}
+
+
+@pytest.mark.parametrize("module", [loops, fitting], ids=["loops", "fitting"])
+def test_every_error_put_into_a_kernel_is_noticed(module: Any) -> None:
+    found = list(mutants(module))
+    assert len(found) > 30
+    others = plain(fitting if module is loops else loops)
+
+    def build(namespace: dict[str, Any]) -> Kernels:
+        return kernels_from(namespace, others) if module is loops else kernels_from(others, namespace)
+
+    names = {mutant.function for mutant in found}
+    assert survivors(found, build) == {key for key in SAME if key[0] in names}
+
+
+def test_kernels_are_compiled_where_numba_is_installed() -> None:
+    assert best_kernels().name == "numba"
+
+
+def run_python(code: str, environment: dict[str, str]) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_without_numba_the_numpy_kernels_are_taken() -> None:
+    code = "import sys; sys.modules['numba'] = None\n"
+    code += "from spurline_collation_fast.kernels import best_kernels; print(best_kernels().name)"
+    assert run_python(code, {}) == "numpy"
+
+
+COMPILE = """
+import numpy, spurline_collation_fast
+from spurline_collation_fast.kernels import kernels_named
+plan = kernels_named("numba").plan_rows
+positions, offsets = plan(numpy.array([3, 4, 5]), 8, 2, "ffd")
+print(spurline_collation_fast.__file__, positions.tolist(), offsets.tolist(), plan.__self__.first_fit.stats)
+"""
+
+
+@pytest.mark.slow
+def test_code_is_cached_for_the_user_when_the_package_folder_cannot_be_written(tmp_path: Path) -> None:
+    source = Path(spurline_collation_fast.__file__).parent
+    copy = tmp_path / "site" / "spurline_collation_fast"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    # A file in the way of the cache folder refuses writing to everyone, also to root.
+    (copy / "kernels" / "__pycache__").write_text("")
+    paths = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "XDG_CACHE_HOME": str(tmp_path / "user"),
+        "NUMBA_CACHE_DIR": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    first, second = run_python(COMPILE, environment), run_python(COMPILE, environment)
+    assert first.startswith(str(copy))
+    assert list((tmp_path / "user").rglob("*.nbi")), "nothing was cached for the user"
+    assert "cache_misses=Counter()" in second.replace("{}", "") or "cache_hits=Counter({(" in second, second

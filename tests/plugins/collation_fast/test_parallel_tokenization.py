@@ -1,0 +1,294 @@
+"""`parallel` gives what `core/sequential` gives, whoever does the work and wherever the tokens are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worker_rows import TrappedRows, chat_rows, data_config, source
+
+from spurline import load_config
+from spurline.builtin.configs import HfDatasetConfig, SequentialTokenizationConfig
+from spurline.builtin.hf_dataset import HfDataset
+from spurline.builtin.sequential_tokenization import SequentialTokenization
+from spurline.config.run_config import DataConfig
+from spurline.data.reading import open_datasets
+from spurline.data.summary import summarize
+from spurline.errors import DataError
+from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
+from spurline.testing import TokenizationContract
+from spurline.testing.models import tiny_tokenizer
+from spurline_collation_fast import divided_labour
+from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast.parallel_tokenization import ParallelTokenization
+from spurline_collation_fast.row_ranges import Chunk, RowLine
+from spurline_collation_fast.worker_choice import RowCost, workers_worth_starting
+
+TOKENIZER = tiny_tokenizer()
+
+
+class TestInThisProcess(TokenizationContract):
+    def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
+        config = ParallelTokenizationConfig(workers=0, disable_cache=True)
+        return ParallelTokenization(config, tokenizer=tokenizer, data=data)
+
+
+class TestWhereItIsSoonest(TokenizationContract):
+    def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
+        return ParallelTokenization(ParallelTokenizationConfig(disable_cache=True), tokenizer=tokenizer, data=data)
+
+
+@pytest.mark.slow
+class TestInWorkers(TokenizationContract):
+    def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
+        config = ParallelTokenizationConfig(workers=2, disable_cache=True)
+        return ParallelTokenization(config, tokenizer=tokenizer, data=data)
+
+
+def sequential(sources: Sequence[DatasetToTokenize], tokenizer: Any = TOKENIZER, **config: Any) -> Tokenized:
+    data = data_config(*sources, **config)
+    return SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tokenizer, data=data).tokenize(sources)
+
+
+def parallel(sources: Sequence[DatasetToTokenize], settings: Mapping[str, Any], **config: Any) -> Tokenized:
+    made = ParallelTokenizationConfig(**{"disable_cache": True, **settings})
+    return ParallelTokenization(made, tokenizer=TOKENIZER, data=data_config(*sources, **config)).tokenize(sources)
+
+
+def assert_equal(result: Tokenized, expected: Tokenized) -> None:
+    for name in ("tokens", "loss_mask", "offsets", "source", "row"):
+        got, wanted = getattr(result.store, name), getattr(expected.store, name)
+        assert got.dtype == wanted.dtype, name
+        assert np.array_equal(got, wanted), name
+    assert result.store.labels == expected.store.labels
+    for name in ("dropped", "truncated", "examples"):
+        assert getattr(result, name) == getattr(expected, name), name
+
+
+def mixed_files(folder: Path) -> list[DatasetToTokenize]:
+    """Datasets of every format, in files, some with rows that are cut, left out or malformed."""
+    random = np.random.default_rng(3)
+    words = ["alpha", "ἄλφα", "词", "🙂", " ", "\n", "x" * 40]
+    text = lambda: " ".join(random.choice(words, random.integers(1, 9)))  # noqa: E731
+    chat = [
+        {"messages": [{"role": role, "content": text()} for role in ("user", "assistant") * random.integers(1, 3)]}
+        for _ in range(300)
+    ]
+    chat[250] = {"text": "not a conversation"}  # type: ignore[dict-item]
+    alpaca = [{"instruction": text(), "input": text() if row % 2 else "", "output": text()} for row in range(90)]
+    pairs = [{"prompt": text(), "completion": text()} for _ in range(90)]
+    for name, rows in (("chat", chat), ("alpaca", alpaca), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    ids = [random.integers(0, 250, random.integers(1, 200)).tolist() for _ in range(400)]
+    tokens = pyarrow.table({"input_ids": ids, "num_actions": [len(row) // 2 * (len(row) % 9 > 0) for row in ids]})
+    pyarrow.parquet.write_table(tokens, folder / "tokens.parquet")
+    configs = [
+        HfDatasetConfig(path=str(folder / name), on_bad_row="skip" if name == "chat.jsonl" else "error")
+        for name in ("chat.jsonl", "tokens.parquet", "alpaca.jsonl", "pairs.jsonl")
+    ]
+    return [DatasetToTokenize(HfDataset(config), config) for config in configs]
+
+
+@pytest.mark.parametrize("workers", [0, "auto", 1, 3])
+def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp_path: Path) -> None:
+    sources = mixed_files(tmp_path)
+    rules = {"max_length": 120, "train_on": "all_assistants"}
+    expected = sequential(sources, **rules)
+    assert {"malformed_row", "no_loss_tokens"} <= expected.dropped.keys()
+    assert expected.truncated > 0
+    result = parallel(sources, {"workers": workers}, **rules)
+    assert_equal(result, expected)
+    assert result.notes == ()
+
+
+def test_rows_measured_here_and_rows_of_workers_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = mixed_files(tmp_path)
+    monkeypatch.setattr(divided_labour, "ROWS_PER_CHUNK", 70)
+    monkeypatch.setattr(divided_labour, "MEASURE_S", 0.0)
+    left: list[int] = []
+    monkeypatch.setattr(
+        divided_labour, "workers_worth_starting", lambda num_rows, cost, cores: left.append(num_rows) or 2
+    )
+    assert_equal(parallel(sources, {"workers": "auto"}), sequential(sources))
+    assert left == [880 - 2 * 70]
+
+
+ROWS = st.one_of(
+    st.builds(lambda text: {"prompt": text, "completion": text[::-1]}, st.text(max_size=12)),
+    st.builds(lambda ids: {"prompt": "p", "completion": "c" * len(ids)}, st.lists(st.none(), max_size=30)),
+    st.just({"prompt": "no completion"}),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    row_lists=st.lists(st.lists(ROWS, min_size=1, max_size=12), min_size=1, max_size=3),
+    chunk=st.integers(1, 5),
+    max_length=st.integers(2, 20),
+    too_long=st.sampled_from(["truncate", "drop", "error"]),
+    on_bad_row=st.sampled_from(["skip", "error"]),
+)
+def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
+    row_lists: list[list[dict[str, str]]], chunk: int, max_length: int, too_long: str, on_bad_row: str
+) -> None:
+    sources = [
+        source(TrappedRows(rows, label=f"d{number}"), format="prompt_completion", on_bad_row=on_bad_row)
+        for number, rows in enumerate(row_lists)
+    ]
+    rules = {"max_length": max_length, "too_long": too_long}
+
+    def outcome(tokenize: Any, *arguments: Any) -> Tokenized | str:
+        try:
+            return tokenize(sources, *arguments, **rules)
+        except DataError as error:
+            return str(error)
+
+    expected = outcome(sequential)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divided_labour, "ROWS_PER_CHUNK", chunk)
+        result = outcome(parallel, {"workers": 0})
+    if isinstance(expected, str) or isinstance(result, str):
+        assert result == expected
+    else:
+        assert_equal(result, expected)
+
+
+def test_the_first_bad_row_is_the_error_though_later_rows_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Any] = chat_rows(30)
+    rows[3] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * 500}]}
+    monkeypatch.setattr(divided_labour, "ROWS_PER_CHUNK", 4)
+    sources = [source(TrappedRows(rows, {4: "cannot be read"}))]
+    for tokenize in (sequential, lambda *a, **k: parallel(*a, {"workers": 0}, **k)):
+        with pytest.raises(DataError, match=r"rows\.jsonl:4: the sample has"):
+            tokenize(sources, max_length=300, too_long="error")
+
+
+def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_forced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dataset = TrappedRows(chat_rows(20))
+    dataset.open = lambda: None  # type: ignore[attr-defined]
+    sources = [source(dataset)]
+    monkeypatch.setattr(divided_labour, "ROWS_PER_CHUNK", 4)
+    monkeypatch.setattr(divided_labour, "MEASURE_S", 0.0)
+    monkeypatch.setattr(divided_labour, "workers_worth_starting", lambda *arguments: 2)
+    result = parallel(sources, {"workers": "auto"})
+    assert_equal(result, sequential(sources))
+    [note] = result.notes
+    assert note.startswith("tokenized in one process instead of 2: the data cannot be given to another one")
+    with pytest.raises(DataError, match=r"tokenization\.workers: 3: the data cannot be given.*workers: 0"):
+        parallel(sources, {"workers": 3})
+
+
+def test_the_sections_of_a_whole_run_reach_the_workers(spurline_chat_file: Path, spurline_tiny_model: Path) -> None:
+    # The config classes of a run are put together while it is loaded; no module has them.
+    loaded = load_config(
+        {
+            "run_dir": "unused",
+            "plugins": ["collation_fast"],
+            "model": {"path": str(spurline_tiny_model)},
+            "data": {"train": {"path": str(spurline_chat_file), "columns": {"messages": "messages"}}},
+            "batch_size": 2,
+            "steps": 1,
+            "tokenization": {"workers": 1, "disable_cache": True},
+        }
+    )
+    data, registry = loaded.config.data, loaded.host.registry
+    sources = open_datasets(data.train, registry, row_limit=40)
+    made: Any = registry.create("tokenization", loaded.config.tokenization, tokenizer=TOKENIZER, data=data)
+    assert isinstance(made, ParallelTokenization)
+    assert_equal(made.tokenize(sources), sequential(sources))
+
+
+class Unread(TrappedRows):
+    """Rows that must not be looked at."""
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        raise AssertionError(f"row {row} was read")
+
+
+def test_tokens_in_the_cache_are_served_without_reading_a_row(tmp_path: Path) -> None:
+    cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
+    sources = [source(TrappedRows(chat_rows(30)))]
+    expected = sequential(sources, max_length=40)
+    first = parallel(sources, cached, max_length=40)
+    assert_equal(first, expected)
+    assert first.notes == ()
+    again = parallel([source(Unread(chat_rows(30)))], cached, max_length=40)
+    assert_equal(again, expected)
+    [note] = again.notes
+    assert note.startswith(f"tokens read from the cache: {tmp_path}")
+    assert summarize(again) | {"notes": []} == summarize(expected)
+
+
+def test_force_recache_makes_the_tokens_again_and_replaces_them(tmp_path: Path) -> None:
+    cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
+    sources = [source(TrappedRows(chat_rows(5)))]
+    parallel(sources, cached)
+    [entry] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    before = entry.stat().st_ino
+    forced = parallel(sources, {**cached, "force_recache": True})
+    assert_equal(forced, sequential(sources))
+    assert entry.stat().st_ino != before
+
+
+def test_a_damaged_entry_is_made_again_with_a_note(tmp_path: Path) -> None:
+    cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
+    sources = [source(TrappedRows(chat_rows(5)))]
+    parallel(sources, cached)
+    [manifest] = tmp_path.glob("*/manifest.json")
+    manifest.write_text("{}")
+    again = parallel(sources, cached)
+    assert_equal(again, sequential(sources))
+    [note] = again.notes
+    assert "manifest.json" in note
+    assert [note.split(":")[0] for note in parallel(sources, cached).notes] == ["tokens read from the cache"]
+
+
+def test_a_cache_folder_that_cannot_be_written_keeps_tokens_in_memory_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    sources = [source(TrappedRows(chat_rows(5)))]
+    cached = {"disable_cache": False, "cache_dir": tmp_path / "file" / "cache", "workers": 0}
+    result = parallel(sources, cached)
+    assert_equal(result, sequential(sources))
+    [note] = result.notes
+    assert "cannot be written" in note
+
+
+def test_an_error_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
+    with pytest.raises(DataError, match="is broken"):
+        parallel([source(TrappedRows(chat_rows(5), {4: "is broken"}))], cached)
+    assert list(tmp_path.rglob("*.bin")) == []
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "cost", "cores", "expected"),
+    [
+        (10_000, RowCost(600e-6, 1100e-6), 2, 0),
+        (1_000_000, RowCost(600e-6, 1100e-6), 2, 0),
+        (1_000_000, RowCost(600e-6, 600e-6), 8, 8),
+        (1_000_000, RowCost(600e-6, 600e-6), 1, 0),
+        (1_000_000, RowCost(600e-6, 600e-6), 1000, 64),
+        (1_000, RowCost(600e-6, 600e-6), 8, 0),
+    ],
+)
+def test_workers_are_started_only_where_they_are_clearly_sooner(
+    num_rows: int, cost: RowCost, cores: int, expected: int
+) -> None:
+    assert workers_worth_starting(num_rows, cost, cores) == expected
+
+
+def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:
+    line = RowLine([3, 0, 4])
+    assert list(line.chunks(range(1, 7), 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
+    assert list(line.chunks(range(2, 4), 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 1)]
+    assert list(line.chunks(range(0), 2)) == []
