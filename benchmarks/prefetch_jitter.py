@@ -49,7 +49,7 @@ def simulate(produce: Sequence[float], consume: Sequence[float], depth: int) -> 
 
 
 def sleep_through(ready: TrainingBatch, steps: int, depth: int) -> tuple[float, list[float], list[float]]:
-    """Seconds in all, and what each production and consumption really took: a sleep is longer than it was asked to be."""
+    """Seconds in all, and what each production and consumption really took, as sleeps overrun."""
     produce, consume = ([MEAN_STEP_S * value for value in values] for values in draw(steps))
     produced: list[float] = []
     consumed: list[float] = []

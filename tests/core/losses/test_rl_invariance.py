@@ -114,7 +114,7 @@ def rank_gradients(
 @pytest.mark.parametrize("precision", sorted(TOLERANCES))
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @given(data=st.data(), seed=st.integers(0, 1000))
-@settings(max_examples=20, database=None)
+@settings(max_examples=8, database=None)
 def test_any_layout_split_and_number_of_ranks_gives_the_gradients_of_one_padded_batch(
     precision: str, loss: str, data: st.DataObject, seed: int
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 from spurline import load_config
 from spurline.builtin.configs import SerialPrefetchConfig
@@ -18,6 +17,7 @@ from spurline.components import DataComponents, build_data
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend, LossSums
 from spurline.protocols.prefetch import Prefetch
+from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline_collation_fast.async_prefetch import AsyncPrefetch
 from spurline_collation_fast.configs import AsyncPrefetchConfig
 
@@ -34,8 +34,6 @@ COLLATORS: list[dict[str, Any]] = [
     {"name": "core/packed", "max_tokens": 192, "align_to": 4},
 ]
 DEPTHS = [1, 2, 5]
-
-Frozen = dict[str, Any]
 
 
 @pytest.fixture(params=COLLATORS, ids=lambda settings: "-".join(str(value) for value in settings.values()))
@@ -68,7 +66,7 @@ class Parts:
         self.data: DataComponents = build_data(load_config(config | changes), stack)
         self.source = self.data.source
 
-    def evaluate(self) -> list[Frozen]:
+    def evaluate(self) -> list[TrainingBatch]:
         """The batches that an evaluation hands to the backend."""
         recorder = Recorder()
         assert self.data.evaluation is not None
@@ -80,30 +78,14 @@ class Recorder:
     """Stands in for a backend that evaluates."""
 
     def __init__(self) -> None:
-        self.seen: list[Frozen] = []
+        self.seen: list[TrainingBatch] = []
 
     def evaluate(self, batch: TrainingBatch, objective: object) -> LossSums:
-        self.seen.append(frozen(batch))
+        self.seen.append(clone(batch))
         return LossSums(loss=1.0, weight=1.0, tokens=1)
 
 
-def frozen(batch: TrainingBatch) -> Frozen:
-    """Everything in a batch, copied: it may be compared after the release."""
-
-    def content(column: torch.Tensor) -> tuple[Any, ...]:
-        return column.dtype, tuple(column.shape), column.numpy().tobytes()
-
-    return {
-        "tokens": {name: content(column) for name, column in batch.tokens.items()},
-        "segments": {
-            name: (c.values.dtype, c.values.tolist(), c.offsets.tolist()) for name, c in batch.segments.items()
-        },
-        "rows": (content(batch.unit_ids), content(batch.is_padding_row)),
-        "info": dict(batch.info),
-    }
-
-
-def serve(prefetch: Prefetch, first: int, last: int) -> list[Frozen]:
+def serve(prefetch: Prefetch, first: int, last: int) -> list[TrainingBatch]:
     prefetch.start(first)
     try:
         return [serve_one(prefetch, step) for step in range(first, last + 1)]
@@ -111,11 +93,17 @@ def serve(prefetch: Prefetch, first: int, last: int) -> list[Frozen]:
         prefetch.close()
 
 
-def serve_one(prefetch: Prefetch, step: int) -> Frozen:
+def serve_one(prefetch: Prefetch, step: int) -> TrainingBatch:
     batch = prefetch.next(step)
-    seen = frozen(batch)
+    seen = clone(batch)
     batch.release()
     return seen
+
+
+def assert_all_equal(batches: list[TrainingBatch], expected: list[TrainingBatch]) -> None:
+    assert len(batches) == len(expected)
+    for batch, wanted in zip(batches, expected, strict=True):
+        assert_batches_equal(batch, wanted)
 
 
 def serial(parts: Parts) -> SerialPrefetch:
@@ -133,8 +121,8 @@ def test_every_step_of_three_epochs_is_equal_and_epochs_differ(config: dict[str,
         parts = Parts(config, stack)
         assert parts.source.total_steps == STEPS
         for depth in DEPTHS:
-            assert serve(ahead(parts, depth), 1, STEPS) == expected, f"depth {depth}"
-    uids = [batch["segments"]["uid"][1] for batch in expected]
+            assert_all_equal(serve(ahead(parts, depth), 1, STEPS), expected)
+    uids = [batch.segments["uid"].values.tolist() for batch in expected]
     seen = Counter(uid for batch in uids for uid in batch)
     assert len(seen) == NUM_SAMPLES
     assert set(seen.values()) == {EPOCHS, EPOCHS + 1}, "the last batch wraps into one epoch more"
@@ -146,7 +134,7 @@ def test_a_resume_in_the_middle_of_an_epoch_serves_what_was_to_come(config: dict
     with ExitStack() as stack:
         expected = serve(serial(Parts(config, stack)), 1, STEPS)
         for depth in DEPTHS:
-            assert serve(ahead(Parts(config, stack), depth), first, STEPS) == expected[first - 1 :], f"depth {depth}"
+            assert_all_equal(serve(ahead(Parts(config, stack), depth), first, STEPS), expected[first - 1 :])
 
 
 def test_going_back_after_having_looked_ahead_serves_the_same_batches_again(config: dict[str, Any]) -> None:
@@ -156,7 +144,7 @@ def test_going_back_after_having_looked_ahead_serves_the_same_batches_again(conf
         for first in (8, 3, 20):
             prefetch.start(first)
             seen = [serve_one(prefetch, step) for step in range(first, first + 4)]
-            assert seen == expected[first - 1 : first + 3]
+            assert_all_equal(seen, expected[first - 1 : first + 3])
         prefetch.close()
 
 
@@ -170,7 +158,7 @@ def test_evaluations_in_between_change_no_batch_and_are_equal_themselves(config:
             prefetch = ahead(parts, depth)
             prefetch.start(1)
             for step in range(1, STEPS + 1):
-                assert serve_one(prefetch, step) == expected[step - 1], f"depth {depth}, step {step}"
+                assert_batches_equal(serve_one(prefetch, step), expected[step - 1])
                 if step % 4 == 0:
-                    assert parts.evaluate() == scores, f"depth {depth}, evaluation after step {step}"
+                    assert_all_equal(parts.evaluate(), scores)
             prefetch.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_helpers import wait_for
 
 from spurline.data.batch import TrainingBatch
 from spurline.errors import RunFailedError
@@ -57,7 +57,7 @@ def test_never_more_than_depth_batches_exist_besides_the_one_in_use(depth: int) 
     for step in range(1, 13):
         batch = prefetch.next(step)
         due = min(step + depth, 12)
-        wait_until(lambda due=due: due in existing, f"step {due} to be begun")
+        wait_for(lambda due=due: due in existing, f"step {due} to be begun")
         batch.release()
     prefetch.close()
     assert most[0] == depth + 1
@@ -74,7 +74,7 @@ def test_building_ahead_goes_on_while_the_loop_holds_its_batch() -> None:
     prefetch = make(build, depth=3)
     prefetch.start(1)
     prefetch.next(1)
-    wait_until(lambda: built == [1, 2, 3, 4], "steps 2 to 4 to be built")
+    wait_for(lambda: built == [1, 2, 3, 4], "steps 2 to 4 to be built")
     prefetch.close()
 
 
@@ -183,10 +183,3 @@ def train_and_fail(prefetch: AsyncPrefetch, after_step: int, begun: threading.Ev
             prefetch.next(step)
         assert begun is None or begun.wait(30)
         raise ZeroDivisionError("the step")
-
-
-def wait_until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, f"waited 30 s for {what}"
-        time.sleep(0.001)

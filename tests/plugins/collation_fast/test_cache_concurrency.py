@@ -52,7 +52,6 @@ def test_a_writer_killed_at_any_instant_leaves_the_old_entry_the_new_one_or_none
         assert_same_store(write(cache, KEY, new, replace=True).store, in_memory(new))
         assert not list(tmp_path.glob(".writing-*")), "the next writer sweeps what a dead one left"
     assert all(found.values()), f"the instants missed a state: {found}"
-    print("FOUND", found)
 
 
 def _is_between_two_renames(folder: Path) -> bool:
@@ -94,16 +93,19 @@ def test_replacing_gives_way_to_an_entry_that_is_newer_than_the_writers_start(tm
         assert_same_store(slower.commit(FINDINGS).store, in_memory(make_chunks(seed=2)))
 
 
-def test_an_entry_stays_readable_while_it_is_replaced(tmp_path: Path) -> None:
+def test_an_entry_stays_readable_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.time()
     old, new = make_chunks(seed=1), make_chunks(seed=2)
     reader = write(TokenCache(tmp_path), KEY, old).store
     assert_same_store(write(TokenCache(tmp_path), KEY, new, replace=True).store, in_memory(new))
     assert_same_store(reader, in_memory(old))
     [aside] = tmp_path.glob(".retired-*")
     assert_same_store(TokenCache(tmp_path).open(KEY).store, in_memory(new))  # type: ignore[union-attr]
-    long_ago = time.time() - 8 * 86400
-    os.utime(aside, (long_ago, long_ago))
+    monkeypatch.setattr(leftovers.time, "time", lambda: started + 6 * 86400)
     write(TokenCache(tmp_path), make_key("another"), new)
+    assert aside.exists()
+    monkeypatch.setattr(leftovers.time, "time", lambda: started + 8 * 86400)
+    write(TokenCache(tmp_path), make_key("a third"), new)
     assert not aside.exists()
     np.testing.assert_array_equal(reader.view(np.array([1])).tokens(0), in_memory(old).view(np.array([1])).tokens(0))
 

@@ -56,4 +56,4 @@ def _sequence_ratio(inputs: TokenLossInputs) -> Tensor:
     log_ratio = inputs.logprobs - inputs.columns["old_logprobs"]
     sums = log_ratio.new_zeros(inputs.num_segments).index_add(0, inputs.segment_index, log_ratio)
     counts = torch.bincount(inputs.segment_index, minlength=inputs.num_segments).clamp(min=1)
-    return bounded_exp(sums)[inputs.segment_index]
+    return bounded_exp(sums / counts)[inputs.segment_index]

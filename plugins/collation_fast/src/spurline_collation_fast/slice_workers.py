@@ -132,7 +132,9 @@ class SliceWorkers:
         """Queue a worker's lines as they come; an empty one says that there are no more."""
         assert process.stdout is not None
         for line in process.stdout:
-            self._news.put((number, line))
+            # What a killed worker did not finish saying says nothing.
+            if line.endswith(b"\n"):
+                self._news.put((number, line))
         self._news.put((number, b""))
 
     def _next_block(self, worker: _Worker) -> dict[str, Any] | None:

@@ -60,9 +60,9 @@ def is_within(log_ratio: Tensor, low: float, high: float) -> Tensor:
 
 
 def corrected(batch: TrainingBatch, factors: Tensor, **shares: Tensor) -> Corrected:
-    """Factors for the tokens with loss, 1 elsewhere, and `shares` (bool [R, L]) of those tokens as metrics."""
+    """The factors, and as metrics their mean and `shares` (bool [R, L]), both of the tokens with loss."""
     trained = trained_tokens(batch)
     count = max(int(trained.sum()), 1)
     metrics = {f"correction/{name}": float((where & trained).sum()) / count for name, where in shares.items()}
     metrics["correction/factor"] = float(factors[trained].sum()) / count
-    return Corrected(torch.where(trained, factors, 1.0).float(), metrics)
+    return Corrected(factors.float(), metrics)

@@ -46,7 +46,8 @@ class TokenCache:
     def open(self, key: CacheKey) -> Tokenized | None:
         """The tokens of this key, or None when they must be made.
 
-        A damaged entry is set aside with a note. The store checks its blocks when they are first touched.
+        A damaged entry is set aside with a note. The store checks its blocks when they are first touched. Datasets
+        have the labels of the key; `Tokenized.examples` name files as they were called when the tokens were made.
         """
         entry = self.folder / key.digest
         for _ in range(_ATTEMPTS):

@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _WRITING, _RETIRED = ".writing-", ".retired-"
+_ASIDE = re.compile(re.escape(_RETIRED) + r"\w+-(?P<since>\d+)-\w+")
 _WRITER = re.compile(re.escape(_WRITING) + r"\w+-(?P<pid>\d+)-\w+-(?P<host>.+)")
+
+_DAY_S = 86400
 
 DAYS_ASIDE = 7
 """Entries set aside are kept this long, since on a shared folder another host may have them mapped: NFS takes the
@@ -35,12 +38,11 @@ def temporary_folder(folder: Path, digest: str) -> Path:
 
 def retire(entry: Path) -> Path | None:
     """Move an entry out of the way; its new place, or None when another process was faster."""
-    aside = entry.with_name(f"{_RETIRED}{entry.name}-{secrets.token_hex(4)}")
+    aside = entry.with_name(f"{_RETIRED}{entry.name}-{time.time():.0f}-{secrets.token_hex(4)}")
     try:
         entry.rename(aside)
     except FileNotFoundError:
         return None
-    os.utime(aside)
     return aside
 
 
@@ -54,18 +56,19 @@ def leftovers(folder: Path) -> Iterator[Path]:
 def sweep(folder: Path) -> None:
     """Remove what nobody can need: folders of dead writers of this host, and what was set aside long ago."""
     for path in leftovers(folder):
-        if _days_untouched(path) > DAYS_ASIDE if _is_retired(path) else _writer_is_dead(path):
+        if _days_aside(path) > DAYS_ASIDE or _writer_is_dead(path):
             # What cannot be removed is another user's; `prune` reports it.
             shutil.rmtree(path, ignore_errors=True)
 
 
 def is_abandoned(path: Path) -> bool:
     """Whether `prune` may remove a leftover: anything but a folder that is being written."""
-    return _is_retired(path) or _writer_is_dead(path) or _days_untouched(path) > DAYS_UNTOUCHED
+    return path.name.startswith(_RETIRED) or _writer_is_dead(path) or _days_untouched(path) > DAYS_UNTOUCHED
 
 
-def _is_retired(path: Path) -> bool:
-    return path.name.startswith(_RETIRED)
+def _days_aside(path: Path) -> float:
+    named = _ASIDE.fullmatch(path.name)
+    return (time.time() - int(named["since"])) / _DAY_S if named is not None else 0.0
 
 
 def _writer_is_dead(path: Path) -> bool:
@@ -78,17 +81,16 @@ def _writer_is_dead(path: Path) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass
+        return False  # Alive, and another user's.
     return False
 
 
 def _days_untouched(path: Path) -> float:
-    """Days since a folder was set aside, or last written to."""
+    """Days since anything was written into a folder."""
     try:
-        files = [] if _is_retired(path) else list(path.iterdir())
-        return (time.time() - max(file.stat().st_mtime for file in (path, *files))) / 86400
-    except FileNotFoundError:
-        return 0.0  # Renamed into place or removed by another process in this very moment.
+        return (time.time() - max(file.stat().st_mtime for file in (path, *path.iterdir()))) / _DAY_S
+    except OSError:
+        return 0.0  # Put into place or removed in this very moment, or not ours to look into.
 
 
 def _host() -> str:
