@@ -292,3 +292,23 @@ def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:
     assert list(line.chunks(range(1, 7), 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
     assert list(line.chunks(range(2, 4), 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 1)]
     assert list(line.chunks(range(0), 2)) == []
+
+
+def test_data_that_changes_under_the_tokenization_is_an_error_and_not_an_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chat.jsonl"
+    line = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+    path.write_text(line * 3)
+    config = HfDatasetConfig(path=str(path))
+    original = ParallelTokenization._encode
+
+    def encode_while_the_file_grows(self: Any, *arguments: Any) -> Any:
+        made = original(self, *arguments)
+        path.write_text(line * 4)
+        return made
+
+    monkeypatch.setattr(ParallelTokenization, "_encode", encode_while_the_file_grows)
+    with pytest.raises(DataError, match="chat: the data changed while it was being tokenized"):
+        parallel([DatasetToTokenize(HfDataset(config), config)], {"workers": 0, "cache_dir": tmp_path / "cache"})
+    assert not list((tmp_path / "cache").rglob("manifest*"))

@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.data.bad_row import BadRowError
 from spurline.data.chat import ChatRenderer, TemplateRewritesHistory
-from spurline.data.formats import FormatName, Row, TextPair, detect_format, read_row
+from spurline.data.formats import FormatName, Row, TextPair, format_of, read_row
 from spurline.data.pretokenized import TokenRow
-from spurline.data.row_view import unknown_column_problem
 from spurline.data.spans import Span, mask_of_spans
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -86,7 +85,7 @@ class RowEncoder:
         self._chat = ChatRenderer(tokenizer)
         self._vocabulary = len(tokenizer)
         require_offsets(tokenizer)
-        self.format: FormatName = self._detect()
+        self.format: FormatName = format_of(source)
 
     def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
         """One outcome per row, in the order given. The first row that is an error is the one raised."""
@@ -126,25 +125,6 @@ class RowEncoder:
         if prepared.error is not None:
             raise prepared.error
         return outcomes
-
-    def _detect(self) -> FormatName:
-        problem = unknown_column_problem(self._config.columns)
-        if problem is not None:
-            raise DataError(f"{self._dataset.label}: {problem}")
-        if self._config.format != "auto":
-            return self._config.format
-        for row in range(len(self._dataset)):
-            try:
-                columns = list(self._dataset[row])
-            except DataError:
-                if self._config.on_bad_row == "error":
-                    raise
-                continue
-            try:
-                return detect_format(self._config, columns)
-            except DataError as error:
-                raise DataError(f"{self._dataset.location(row)}: {error}") from error
-        raise DataError(f"{self._dataset.label}: no usable sample: none of its {len(self._dataset)} rows can be read.")
 
     def _prepare(self, row: int) -> _Text | TokenRow | Dropped:
         skip = self._config.on_bad_row == "skip"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from spurline.config.run_config import DatasetConfig
 from spurline.data.bad_row import BadRowError, describe
 from spurline.data.messages import Message, assistant_turns, read_messages, read_tools, with_system
 from spurline.data.pretokenized import TokenRow, read_token_row
-from spurline.data.row_view import RowView
+from spurline.data.row_view import RowView, unknown_column_problem
 from spurline.errors import DataError, listing
+
+if TYPE_CHECKING:
+    from spurline.protocols.tokenization import DatasetToTokenize
 
 FormatName = Literal["chat", "alpaca", "prompt_completion", "pretokenized"]
 
@@ -82,6 +85,28 @@ def detect_format(config: DatasetConfig, columns: Iterable[str]) -> FormatName:
         f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. Rename columns with "
         f"`columns: {{messages: {names[0] if names else 'NAME'}}}`, or set `format`."
     )
+
+
+def format_of(source: DatasetToTokenize) -> FormatName:
+    """The format of a dataset: what its config says, or what the first row that can be read looks like."""
+    dataset, config = source.dataset, source.config
+    problem = unknown_column_problem(config.columns)
+    if problem is not None:
+        raise DataError(f"{dataset.label}: {problem}")
+    if config.format != "auto":
+        return config.format
+    for row in range(len(dataset)):
+        try:
+            columns = list(dataset[row])
+        except DataError:
+            if config.on_bad_row == "error":
+                raise
+            continue
+        try:
+            return detect_format(config, columns)
+        except DataError as error:
+            raise DataError(f"{dataset.location(row)}: {error}") from error
+    raise DataError(f"{dataset.label}: no usable sample: none of its {len(dataset)} rows can be read.")
 
 
 def read_row(row: Mapping[str, Any], config: DatasetConfig, name: FormatName, *, has_chat_template: bool) -> Any:

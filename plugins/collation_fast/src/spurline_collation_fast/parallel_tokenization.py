@@ -16,6 +16,7 @@ from spurline.config.run_config import DataConfig
 from spurline.data.reading import check_rows
 from spurline.data.sample_collector import SampleCollector
 from spurline.data.token_store import SampleSink
+from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key
@@ -60,6 +61,9 @@ class ParallelTokenization:
         """Make the tokens and keep them as an entry of the cache."""
         with cache.writer(key, replace=self._config.force_recache) as writer:
             collector, notes = self._encode(datasets, writer)
+            if cache_key(datasets, self._tokenizer, self._data).digest != key.digest:
+                names = ", ".join(item.dataset.label for item in datasets)
+                raise DataError(f"{names}: the data changed while it was being tokenized. Run the same command again.")
             made = writer.commit(collector.findings())
         return replace(made, notes=(*made.notes, *notes))
 

@@ -100,7 +100,6 @@ def _dataset_part(source: DatasetToTokenize) -> dict[str, Any]:
     free = {name for name, field in fields.items() if OnResume.FREE in field.metadata}
     return {
         "fingerprint": source.dataset.fingerprint(),
-        "rows": len(source.dataset),
         **source.config.model_dump(mode="json", exclude=free | _NO_MATTER_IN_DATASET),
     }
 
