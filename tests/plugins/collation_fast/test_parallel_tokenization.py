@@ -310,5 +310,8 @@ def test_data_that_changes_under_the_tokenization_is_an_error_and_not_an_entry(
 
     monkeypatch.setattr(ParallelTokenization, "_encode", encode_while_the_file_grows)
     with pytest.raises(DataError, match="chat: the data changed while it was being tokenized"):
-        parallel([DatasetToTokenize(HfDataset(config), config)], {"workers": 0, "cache_dir": tmp_path / "cache"})
+        parallel(
+            [DatasetToTokenize(HfDataset(config), config)],
+            {"workers": 0, "disable_cache": False, "cache_dir": tmp_path / "cache"},
+        )
     assert not list((tmp_path / "cache").rglob("manifest*"))
