@@ -96,10 +96,10 @@ def _num_trajectories(batch: TrainingBatch) -> int:
     """Attempts at a prompt in the batch. A sample that is there twice, as an epoch's end may have it, counts twice."""
     columns = (batch.segments[name].values.tolist() for name in ("uid", "sample", "turn"))
     copies = Counter(zip(*columns, strict=True))
-    first_turns: dict[tuple[str, int], int] = {}
-    for uid, sample, turn in copies:
-        first_turns[uid, sample] = min(turn, first_turns.get((uid, sample), turn))
-    return sum(copies[uid, sample, turn] for (uid, sample), turn in first_turns.items())
+    attempts: Counter[tuple[str, int]] = Counter()
+    for (uid, sample, _), count in copies.items():
+        attempts[uid, sample] = max(count, attempts[uid, sample])
+    return attempts.total()
 
 
 def _normalizer(value: float) -> float:

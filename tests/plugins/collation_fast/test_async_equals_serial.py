@@ -29,9 +29,11 @@ STEPS = -(-NUM_SAMPLES * EPOCHS // BATCH_SIZE)
 
 COLLATORS: list[dict[str, Any]] = [
     {"name": "core/padded"},
-    {"name": "core/padded", "pad_side": "left", "pad_to_multiple_of": 8},
-    {"name": "core/packed", "max_tokens": 128},
     {"name": "core/packed", "max_tokens": 192, "align_to": 4},
+    {"name": "padded"},
+    {"name": "padded", "pad_side": "left", "pad_to_multiple_of": 8},
+    {"name": "packed", "max_tokens": 128},
+    {"name": "packed", "max_tokens": 192, "align_to": 4},
 ]
 DEPTHS = [1, 2, 5]
 
