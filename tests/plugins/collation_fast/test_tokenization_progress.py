@@ -20,6 +20,7 @@ def test_nothing_is_written_where_no_one_watches(capfd: pytest.CaptureFixture[st
 
 
 def test_a_terminal_shows_rows_done_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
     screen = io.StringIO()
     terminal = functools.partial(Console, file=screen, force_terminal=True, width=100)
     monkeypatch.setattr(tokenization_progress, "Console", lambda stderr: terminal())
