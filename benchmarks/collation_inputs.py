@@ -1,4 +1,4 @@
-"""The data of the collation benchmark, and its baseline of per-row numpy slices.
+"""The data of the collation benchmark, and its baselines: per-row numpy slices, per-token loops.
 
 Seeds: lengths 0, samples 1, rollouts 2. The store holds 20 times the batch, whose samples lie scattered in it.
 """
@@ -130,6 +130,10 @@ def row_slices(inputs: Inputs, rows: Sequence[Sequence[int]], length: int, pad: 
             columns["position_ids"][r, start:stop] = ascending[: len(tokens)]
             columns["loss_weights"][r, start + 1 : stop] = mask[1:]
             start = stop
+    return _finished(inputs, rows, columns)
+
+
+def _finished(inputs: Inputs, rows: Sequence[Sequence[int]], columns: dict[str, NDArray[Any]]) -> TrainingBatch:
     positions = np.array([position for row in rows for position in row], np.int64)
     used = [sum(len(inputs.lists[position][0]) for position in row) for row in rows]
     info = {"packing/straggler": straggler_factor(used, 8)}
@@ -141,9 +145,7 @@ def row_slices(inputs: Inputs, rows: Sequence[Sequence[int]], length: int, pad: 
 def row_slices_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
     """Rollouts, one turn a row, in the same manner."""
     length = int(inputs.lengths.max())
-    columns = _fresh(BATCH, length, pad)
-    for name, dtype in (("rollout_logprobs", "f4"), ("advantages", "f4"), ("token_versions", "i4")):
-        columns[name] = np.zeros((BATCH, length), dtype)
+    columns = _fresh_rollouts(length, pad)
     ascending = np.arange(length)
     for r, turn in enumerate(inputs.turn_lists):
         prompt, stop = len(turn["prompt_ids"]), int(inputs.lengths[r])
@@ -155,9 +157,52 @@ def row_slices_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
         columns["rollout_logprobs"][r, prompt:stop] = turn["logprobs"]
         columns["advantages"][r, prompt:stop] = turn["advantages"]
         columns["token_versions"][r, prompt:stop] = turn["versions"]
+    return _finished_rollouts(inputs, columns)
+
+
+def _finished_rollouts(inputs: Inputs, columns: dict[str, NDArray[Any]]) -> TrainingBatch:
     uids = [trajectory.uid for trajectory in inputs.trajectories]
     samples = np.array([trajectory.sample for trajectory in inputs.trajectories], np.int32)
     return _batch(columns, [1] * BATCH, uids, samples, inputs.lengths, {})
+
+
+def token_loops(inputs: Inputs, rows: Sequence[Sequence[int]], length: int, pad: int) -> TrainingBatch:
+    """Padded and packed batches by one Python statement per token and column, from the store's arrays."""
+    columns = _fresh(len(rows), length, pad)
+    ids, numbers, places, weights = (columns[name] for name in TOKEN_COLUMNS)
+    for r, row in enumerate(rows):
+        start = 0
+        for number, position in enumerate(row, start=1):
+            tokens, mask = inputs.view.tokens(position), inputs.view.loss_mask(position)
+            for offset in range(len(tokens)):
+                ids[r, start + offset] = tokens[offset]
+                numbers[r, start + offset] = number
+                places[r, start + offset] = offset
+                weights[r, start + offset] = mask[offset] if offset else 0
+            start += len(tokens)
+    return _finished(inputs, rows, columns)
+
+
+def token_loops_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
+    """Rollouts, one turn a row, in the same manner."""
+    length = int(inputs.lengths.max())
+    columns = _fresh_rollouts(length, pad)
+    ids, numbers, places, weights = (columns[name] for name in TOKEN_COLUMNS)
+    for r, trajectory in enumerate(inputs.trajectories):
+        turn: Any = trajectory.turns[0]
+        prompt = len(turn.prompt_ids)
+        for offset in range(prompt + len(turn.response_ids)):
+            numbers[r, offset] = 1
+            places[r, offset] = offset
+            if offset < prompt:
+                ids[r, offset] = turn.prompt_ids[offset]
+                continue
+            ids[r, offset] = turn.response_ids[offset - prompt]
+            weights[r, offset] = turn.loss_mask[offset - prompt]
+            columns["rollout_logprobs"][r, offset] = turn.logprobs[offset - prompt]
+            columns["advantages"][r, offset] = turn.advantages[offset - prompt]
+            columns["token_versions"][r, offset] = turn.versions[offset - prompt]
+    return _finished_rollouts(inputs, columns)
 
 
 def _fresh(num_rows: int, length: int, pad: int) -> dict[str, NDArray[Any]]:
@@ -166,6 +211,13 @@ def _fresh(num_rows: int, length: int, pad: int) -> dict[str, NDArray[Any]]:
     for name, dtype in TOKEN_COLUMNS.items():
         if name != "input_ids":
             columns[name] = np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+    return columns
+
+
+def _fresh_rollouts(length: int, pad: int) -> dict[str, NDArray[Any]]:
+    columns = _fresh(BATCH, length, pad)
+    for name, dtype in (("rollout_logprobs", "f4"), ("advantages", "f4"), ("token_versions", "i4")):
+        columns[name] = np.zeros((BATCH, length), dtype)
     return columns
 
 

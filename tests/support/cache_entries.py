@@ -1,17 +1,21 @@
 """Make token cache entries in tests, here or in processes that are killed and race.
 
-As a program: `cache_entries.py FOLDER SEED CHUNKS [replace]` says `ready`, waits for a line, writes the entry and
-prints the fingerprint of what it got. Imports no tokenizer library, so that such a process starts at once.
+As a program: `cache_entries.py FOLDER SEED CHUNKS [replace] [LINE]` says `ready`, waits for a line and writes the
+entry. It names each chunk before it writes it, says `committing`, then how many lines of code the commit ran, and the
+fingerprint of what it got. With LINE it kills itself before that line of the commit. Imports no tokenizer library, so
+that such a process starts at once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,12 +100,46 @@ def begin(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+def read_until(process: subprocess.Popen[str], announced: str) -> None:
+    """Wait for the writer to say this."""
+    assert process.stdout is not None
+    while (line := process.stdout.readline()) != f"{announced}\n":
+        assert line, process.communicate(timeout=60)
+
+
+class _LineCounter:
+    """Counts the lines of our own code that run, and ends the process by SIGKILL before line number `deadly`."""
+
+    def __init__(self, deadly: int | None) -> None:
+        self.lines = 0
+        self._deadly = deadly
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if "spurline" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            if self.lines == self._deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.lines += 1
+        return self
+
+
 def _main() -> None:
     folder, seed, chunks, *options = sys.argv[1:]
     samples = make_chunks(int(seed), int(chunks))
+    counter = _LineCounter(next((int(option) for option in options if option.isdecimal()), None))
     print("ready", flush=True)
     sys.stdin.readline()
-    print(write(TokenCache(Path(folder)), make_key(), samples, replace="replace" in options).store.fingerprint)
+    with TokenCache(Path(folder)).writer(make_key(), replace="replace" in options) as writer:
+        for number, chunk in enumerate(samples):
+            print(number, flush=True)
+            writer.extend(*chunk)
+        print("committing", flush=True)
+        sys.settrace(counter)
+        store = writer.commit(FINDINGS).store
+        sys.settrace(None)
+    print(counter.lines)
+    print(store.fingerprint)
 
 
 if __name__ == "__main__":

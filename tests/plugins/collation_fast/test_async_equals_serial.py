@@ -19,6 +19,7 @@ from spurline.protocols.backend import Backend, LossSums
 from spurline.protocols.prefetch import Prefetch
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline_collation_fast.async_prefetch import AsyncPrefetch
+from spurline_collation_fast.cache import mapped_store
 from spurline_collation_fast.configs import AsyncPrefetchConfig
 
 NUM_SAMPLES = 64
@@ -163,4 +164,40 @@ def test_evaluations_in_between_change_no_batch_and_are_equal_themselves(config:
                 assert_batches_equal(serve_one(prefetch, step), expected[step - 1])
                 if step % 4 == 0:
                     assert_all_equal(parts.evaluate(), scores)
+            prefetch.close()
+
+
+def test_a_mixture_whose_datasets_wrap_at_different_steps_is_equal(
+    config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    held_out = config["data"]["eval"]
+    mixture = [{"path": str(spurline_chat_file), "weight": 0.7}, {"path": held_out, "weight": 1.3}]
+    config["data"] = {**config["data"], "train": mixture}
+    with ExitStack() as stack:
+        plain = Parts(config, stack)
+        steps = plain.source.total_steps
+        per_epoch = round(0.7 * NUM_SAMPLES) + round(1.3 * 30)
+        assert steps == -(-per_epoch * EPOCHS // BATCH_SIZE)
+        expected = serve(serial(plain), 1, steps)
+        for depth in DEPTHS:
+            assert_all_equal(serve(ahead(Parts(config, stack), depth), 1, steps), expected)
+
+
+def test_tokens_from_the_cache_checked_while_batches_are_built_give_the_same_batches(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_store, "EAGER_BYTES", -1)
+    tokenization = {"name": "parallel", "workers": 0, "cache_dir": str(tmp_path / "cache")}
+    with ExitStack() as stack:
+        plain = Parts(config, stack)
+        expected, scores = serve(serial(plain), 1, STEPS), plain.evaluate()
+        Parts(config, stack, tokenization=tokenization)
+        for depth in DEPTHS:
+            parts = Parts(config, stack, tokenization=tokenization, prefetch={"name": "async", "depth": depth})
+            assert "from the cache" in str(parts.source.summary()["notes"])
+            prefetch = ahead(parts, depth)
+            prefetch.start(1)
+            # Both look at blocks that nobody has checked yet, on two threads.
+            assert_all_equal(parts.evaluate(), scores)
+            assert_all_equal([serve_one(prefetch, step) for step in range(1, STEPS + 1)], expected)
             prefetch.close()

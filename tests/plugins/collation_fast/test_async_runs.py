@@ -12,9 +12,11 @@ import pytest
 from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
 
 from spurline import Run, load_config
+from spurline.builtin.packed_collator import PackedCollator
 from spurline.builtin.sft_source import SftSource
 from spurline.checkpoint import CheckpointStore
 from spurline.data.batch import TrainingBatch
+from spurline.data.token_store import TokenView
 from spurline.hookspecs import hookimpl
 
 ASYNC_ONLY = "collation/hidden"
@@ -68,6 +70,21 @@ def test_a_run_with_async_collation_stopped_and_resumed_equals_a_serial_run(
     assert comparable(pieces["run_dir"]) == comparable(whole["run_dir"])
     assert_same_weights(tmp_path / "async", tmp_path / "serial")
     assert all(0 <= line[ASYNC_ONLY] <= 1 for line in read_metrics(pieces["run_dir"]))
+
+
+@pytest.mark.parametrize(
+    "collator", [{"name": "packed", "max_tokens": 256}, {"name": "padded"}], ids=["packed", "padded"]
+)
+def test_a_run_whose_buffers_are_filled_again_while_it_trains_equals_a_serial_run_of_the_reference(
+    config: dict[str, Any], tmp_path: Path, collator: dict[str, Any]
+) -> None:
+    reference = {**collator, "name": f"core/{collator['name']}"}
+    train(config | {"run_dir": str(tmp_path / "serial"), "prefetch": "core/serial", "collator": reference})
+    train(
+        config | {"run_dir": str(tmp_path / "async"), "prefetch": {"name": "async", "depth": 2}, "collator": collator}
+    )
+    assert comparable(str(tmp_path / "async")) == comparable(str(tmp_path / "serial"))
+    assert_same_weights(tmp_path / "async", tmp_path / "serial")
 
 
 def test_enabling_the_plugin_collates_ahead_and_shows_it_in_the_report(config: dict[str, Any]) -> None:
@@ -124,6 +141,26 @@ def test_a_failing_step_with_a_failing_build_behind_it_ends_the_run_with_the_err
         train(config | {"prefetch": {"name": "async", "depth": depth}}, FailOnceBegun(3, built))
     assert not hasattr(raised.value, "__notes__")
     assert raised.value.__context__ is None
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_broken_batch_of_an_evaluation_ends_the_run_with_its_error_and_leaves_no_thread(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    original = PackedCollator.collate
+
+    def collate(self: PackedCollator, samples: TokenView, *, training: bool) -> TrainingBatch:
+        if not training:
+            raise ValueError("broken held-out sample")
+        return original(self, samples, training=training)
+
+    monkeypatch.setattr(PackedCollator, "collate", collate)
+    trained, before = Trained(), set(threading.enumerate())
+    with pytest.raises(ValueError, match="broken held-out sample") as raised:
+        train(config | {"prefetch": {"name": "async", "depth": depth}}, trained)
+    assert any(entry.name == "collate" for entry in raised.traceback), "the error lost its own traceback"
+    assert trained.steps == [1, 2], "the first evaluation belongs to step 3"
     assert set(threading.enumerate()) <= before
 
 

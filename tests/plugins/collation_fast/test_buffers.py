@@ -14,7 +14,7 @@ from spurline_collation_fast.buffers import BufferPool, Lease
 
 
 def acquire(pool: BufferPool, count: int = 10) -> Lease:
-    return pool.acquire({"ids": ((count, 3), np.int64), "weights": ((count, 3), np.float32)})
+    return pool.acquire({"ids": ((count, 3), np.dtype(np.int64)), "weights": ((count, 3), np.dtype(np.float32))})
 
 
 @given(script=st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=40))
@@ -37,8 +37,8 @@ def test_leases_in_use_never_share_memory(script: list[tuple[bool, int]]) -> Non
 def test_columns_have_their_shape_and_dtype_and_begin_at_cache_lines() -> None:
     lease = acquire(BufferPool(), 7)
     assert {name: (array.shape, array.dtype) for name, array in lease.arrays.items()} == {
-        "ids": ((7, 3), np.int64),
-        "weights": ((7, 3), np.float32),
+        "ids": ((7, 3), np.dtype(np.int64)),
+        "weights": ((7, 3), np.dtype(np.float32)),
     }
     assert all(tensor.data_ptr() % 64 == 0 for tensor in lease.tensors.values())
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fast_kernels import WRITERS, dirty_first
+from fast_kernels import dirty_first
 from mutants import Mutant, mutants, plain
 
 import spurline_collation_fast
@@ -26,19 +26,21 @@ from spurline.testing.collator_contract import assert_batches_equal
 from spurline.testing.data import make_trajectories, make_view
 from spurline_collation_fast.kernels import Kernels, best_kernels, fitting, loops
 from spurline_collation_fast.packed_collator import FastPackedCollator
-from spurline_collation_fast.packing import Planner
 from spurline_collation_fast.padded_collator import FastPaddedCollator
 
 PAD = 999
 
 _BOUND = "at_most = min(order.shape[0], 2 * lengths.sum() // capacity + 1)"
 _LARGER = "a larger tree has more leaves than rows are opened"
+_COUNTS = "a count of a length that no sample has stays 0"
 _ROOT = "the root is written but never read: the search begins at its children"
 
 # Mutants that compute the same, and why.
 SAME: dict[tuple[str, str], str] = {
     ("first_fit", f"{_BOUND} -> {_BOUND.replace('1)', '2)')}"): _LARGER,
     ("first_fit", f"{_BOUND} -> {_BOUND.replace('2 *', '3 *')}"): _LARGER,
+    ("longest_first", "longest = 0 -> longest = 1"): _COUNTS,
+    ("longest_first", "free = np.zeros(longest + 2, np.int64) -> free = np.zeros(longest + 3, np.int64)"): _COUNTS,
     ("first_fit", "leaves < at_most -> leaves <= at_most"): _LARGER,
     ("first_fit", "leaves = 1 -> leaves = 2"): _LARGER,
     (
@@ -64,9 +66,9 @@ SAME: dict[tuple[str, str], str] = {
 
 def kernels_from(loop_names: dict[str, Any], fitting_names: dict[str, Any]) -> Kernels:
     """Kernels of these functions, run as plain Python."""
-    planner = Planner(*(fitting_names[name] for name in ("first_fit", "best_fit", "arrange_rows")))
-    writers = [loop_names[name] for name in WRITERS]
-    return dirty_first(Kernels("mutant", *writers, planner.plan_rows))
+    return dirty_first(
+        Kernels("mutant", loop_names["write_rows"], loop_names["write_values"], fitting_names["pack_rows"])
+    )
 
 
 def padded(pad_side: str, lengths: list[int], ranks: int) -> Callable[[Kernels | None], TrainingBatch]:
@@ -106,6 +108,14 @@ CORPUS = [
     packed("ffd", MIXED, 4),
     packed("bfd", MIXED, 4),
     packed("multifit", MIXED, 4),
+    packed("multifit", [1, 1, 1, 3, 3, 2, 1, 1, 1, 2, 2], 2),
+    packed("multifit", [4, 6, 6, 2, 7, 7, 9, 8], 2),
+    packed("multifit", [7, 8, 3, 9, 1, 1, 9, 9, 3, 2], 2),
+    packed("multifit", [9, 2, 4, 4, 5, 1, 3, 4], 4),
+    packed("multifit", [3, 1, 3, 3, 3, 1], 4),
+    packed("multifit", [1, 1, 1], 4),
+    packed("ffd", [3, 0, 2, 0, 4], 2),
+    packed("ffd", [17, 12, 16, 9, 17, 12, 7, 1], 2),
     packed("ffd", [1, 6, 3, 8, 20, 20, 15, 15, 5, 5], 2, align_to=4),
     packed("bfd", [12, 8, 7, 7, 7, 6, 6, 3, 3, 2, 2, 1, 1, 1], 3),
     packed("ffd", [2, 2, 2, 9, 9, 1, 1, 1, 1], 5),
@@ -178,9 +188,9 @@ def test_without_numba_the_numpy_kernels_are_taken() -> None:
 COMPILE = """
 import numpy, spurline_collation_fast
 from spurline_collation_fast.kernels import kernels_named
-plan = kernels_named("numba").plan_rows
-positions, offsets = plan(numpy.array([3, 4, 5]), 8, 2, "ffd")
-stats = plan.__self__.first_fit.stats
+pack_rows = kernels_named("numba").pack_rows
+pack_rows(numpy.array([3, 4, 5]), 1, 8, 2, 0)
+stats = pack_rows.stats
 print(spurline_collation_fast.__file__, sum(stats.cache_hits.values()), "hits", sum(stats.cache_misses.values()))
 """
 

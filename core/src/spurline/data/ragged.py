@@ -86,8 +86,7 @@ class LazyRagged(Ragged):
 
     def __init__(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> None:
         # Frozen, so fields are set past __setattr__; no check of the number of values, which are not there yet.
-        object.__setattr__(self, "_compute", compute)
-        object.__setattr__(self, "offsets", offsets)
+        self.__dict__.update(_compute=compute, offsets=offsets)
 
     @functools.cached_property
     def values(self) -> NDArray[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

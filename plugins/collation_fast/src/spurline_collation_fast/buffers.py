@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 Buffer = NDArray[np.uint8]
 
@@ -23,12 +23,14 @@ _ALIGNMENT = 64
 
 
 class Lease:
-    """Columns in memory of a pool, until released. Releasing may come from any thread, and twice."""
+    """Columns in memory of a pool, until released; `size` is their bytes. Releasing may come from any thread, and
+    twice."""
 
-    def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]]) -> None:
+    def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]], size: int) -> None:
         self._pool = pool
         self._buffer: Buffer | None = buffer
         self.arrays = arrays
+        self.size = size
         self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def release(self) -> None:
@@ -47,17 +49,19 @@ class BufferPool:
         self._max_free = max_free
         self._free: list[Buffer] = []
 
-    def acquire(self, columns: Mapping[str, tuple[tuple[int, ...], DTypeLike]]) -> Lease:
+    def acquire(self, columns: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> Lease:
         """Columns of these shapes and dtypes; what is in them is undefined."""
-        layout: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
+        starts: list[int] = []
         size = 0
-        for name, (shape, kind) in columns.items():
-            dtype = np.dtype(kind)
-            layout.append((name, shape, dtype, size))
+        for shape, dtype in columns.values():
+            starts.append(size)
             size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         buffer = self._take(size)
-        arrays = {name: np.ndarray(shape, dtype, buffer, start) for name, shape, dtype, start in layout}
-        return Lease(self, buffer, arrays)
+        arrays = {
+            name: np.ndarray(shape, dtype, buffer, start)
+            for (name, (shape, dtype)), start in zip(columns.items(), starts, strict=True)
+        }
+        return Lease(self, buffer, arrays, size)
 
     def put_back(self, buffer: Buffer) -> None:
         """For Lease, which holds the lock."""

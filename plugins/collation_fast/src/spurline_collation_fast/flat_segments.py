@@ -7,8 +7,7 @@ and costs nothing; trajectories are joined once, column by column.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +15,10 @@ from numpy.typing import NDArray
 from spurline.data.token_store import TokenView
 from spurline.data.turn_segments import turn_name
 from spurline.rl.trajectory import Trajectory, Turn
+from spurline_collation_fast.kernels import Table
 
-Table = NDArray[np.int64]
 
-
-@dataclass(frozen=True)
-class FlatColumn:
+class FlatColumn(NamedTuple):
     """Values of one token column.
 
     values: [V, ...]. Segment i has `skips[i]` zeros, then values from `values[begins[i]]` on to its end.
@@ -32,13 +29,12 @@ class FlatColumn:
     skips: Table
 
 
-@dataclass(frozen=True)
-class FlatSegments:
+class FlatSegments(NamedTuple):
     """n segments, not placed yet.
 
     tokens: int32 [T]; segment i is `tokens[begins[i] : begins[i] + lengths[i]]`. values: `loss_weights` and optional
-    columns by name. uids: makes the uid of each of these segments, object [k] for positions int64 [k].
-    samples, turns: int32 [n]. name: what messages call the segment at a position.
+    columns by name. tokens and values are read-only arrays. uids: makes the uid of each of these segments, object [k]
+    for positions int64 [k]. samples, turns: int32 [n]. name: what messages call the segment at a position.
     """
 
     tokens: NDArray[np.int32]
@@ -54,16 +50,17 @@ class FlatSegments:
 def flat_samples(view: TokenView) -> FlatSegments:
     """The samples of a view; nothing is copied but their bounds."""
     store, indices = view.store, view.indices
-    begins = store.offsets[indices]
-    lengths = store.offsets[indices + 1] - begins
+    offsets = np.asarray(store.offsets)
+    begins = offsets[indices]
+    lengths = offsets[indices + 1] - begins
     # Nothing predicts a first token, so its mask is skipped.
     skips = np.minimum(lengths, 1)
-    nothing = np.zeros(len(view), np.int32)
+    nothing = np.zeros(len(indices), np.int32)
     return FlatSegments(
-        tokens=store.tokens,
+        tokens=read_only(store.tokens),
         begins=begins,
         lengths=lengths,
-        values={"loss_weights": FlatColumn(store.loss_mask, begins + skips, skips)},
+        values={"loss_weights": FlatColumn(read_only(store.loss_mask), begins + skips, skips)},
         uids=lambda positions: _strings(store.uid(index) for index in indices[positions].tolist()),
         samples=nothing,
         turns=nothing,
@@ -84,9 +81,9 @@ def flat_turns(trajectories: Sequence[Trajectory]) -> FlatSegments:
     begins, response_begins = _starts(lengths), _starts(responses)
     # Nothing predicts the first token of a segment, even where there is no prompt.
     skips = np.maximum(prompts, np.minimum(lengths, 1))
-    weights = _joined([turn.loss_mask for turn in turns], responses, np.uint8)
+    weights = read_only(_joined([turn.loss_mask for turn in turns], responses, np.uint8))
     return FlatSegments(
-        tokens=_join([part for turn in turns for part in (turn.prompt_ids, turn.response_ids)], np.int32),
+        tokens=read_only(_join([part for turn in turns for part in (turn.prompt_ids, turn.response_ids)], np.int32)),
         begins=begins,
         lengths=lengths,
         values={
@@ -97,7 +94,7 @@ def flat_turns(trajectories: Sequence[Trajectory]) -> FlatSegments:
         uids=lambda positions: uids[positions],
         samples=samples,
         turns=numbers,
-        name=lambda position: turn_name(uids[position], int(samples[position]), int(numbers[position])),
+        name=lambda position: turn_name(str(uids[position]), int(samples[position]), int(numbers[position])),
     )
 
 
@@ -117,7 +114,7 @@ def _optional_columns(turns: Sequence[Turn], responses: Table, like: FlatColumn)
     for name, field in _TURN_FIELDS.items():
         parts = [getattr(turn, field) for turn in turns]
         if parts and all(part is not None for part in parts):
-            columns[name] = FlatColumn(_joined(parts, responses, parts[0].dtype), like.begins, like.skips)
+            columns[name] = FlatColumn(read_only(_joined(parts, responses, parts[0].dtype)), like.begins, like.skips)
     return columns
 
 
@@ -126,7 +123,7 @@ def _routed_experts(turns: Sequence[Turn], lengths: Table, begins: Table) -> dic
     parts = [turn.routed_experts for turn in turns if turn.routed_experts is not None]
     if not parts or len(parts) < len(turns):
         return {}
-    return {"routed_experts": FlatColumn(_joined(parts, lengths, np.int16), begins, np.zeros_like(begins))}
+    return {"routed_experts": FlatColumn(read_only(_joined(parts, lengths, np.int16)), begins, np.zeros_like(begins))}
 
 
 def _joined(parts: Sequence[NDArray[Any]], lengths: Table, dtype: Any) -> NDArray[Any]:
@@ -136,6 +133,13 @@ def _joined(parts: Sequence[NDArray[Any]], lengths: Table, dtype: Any) -> NDArra
 
 def _join(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def read_only(values: NDArray[Any]) -> NDArray[Any]:
+    """So that numba sees one type for values in memory and for mapped ones, and compiles once."""
+    view = np.asarray(values).view()
+    view.flags.writeable = False
+    return view
 
 
 def _starts(lengths: Table) -> Table:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from spurline.builtin.configs import PackedCollatorConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.packing import refuse_what_cannot_fit, straggler_factor
+from spurline.data.packing import refuse_what_cannot_fit
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
 from spurline.rl.trajectory import Trajectory
 from spurline_collation_fast.flat_segments import FlatSegments, flat_samples, flat_turns
-from spurline_collation_fast.kernels import Kernels, best_kernels
+from spurline_collation_fast.kernels import ALGORITHMS, Kernels, best_kernels
 from spurline_collation_fast.row_writer import Placement, RowWriter
 
 
@@ -31,6 +29,7 @@ class FastPackedCollator:
         self._config = config
         self._ranks = layout.data
         self._align_to = math.lcm(config.align_to, layout.align_to)
+        self._algorithm = ALGORITHMS.index(config.algorithm)
         self._fixed_length = config.pad_to_max or layout.pipeline > 1
         self._kernels = kernels or best_kernels()
         self._writer = RowWriter(pad_token_id, self._kernels)
@@ -43,19 +42,13 @@ class FastPackedCollator:
 
     def collate_flat(self, segments: FlatSegments, shorter: str) -> TrainingBatch:
         """shorter: how a user makes segments shorter, for the message about one that cannot fit."""
-        capacity = self._config.max_tokens
-        aligned = segments.lengths if self._align_to == 1 else -(-segments.lengths // self._align_to) * self._align_to
-        if aligned.max(initial=0) > capacity:
+        capacity, align_to = self._config.max_tokens, self._align_to
+        if segments.lengths.max(initial=0) > capacity // align_to * align_to:
+            aligned = -(-segments.lengths // align_to) * align_to
             refuse_what_cannot_fit(segments.lengths.tolist(), aligned.tolist(), capacity, segments.name, shorter)
-        positions, row_offsets = self._kernels.plan_rows(aligned, capacity, self._ranks, self._config.algorithm)
-        ends = np.zeros(len(positions) + 1, np.int64)
-        np.cumsum(aligned[positions], out=ends[1:])
-        row_starts = ends[row_offsets]
-        used = np.diff(row_starts)
-        columns = ends[:-1] - np.repeat(row_starts[:-1], np.diff(row_offsets))
-        length = capacity if self._fixed_length else max(self._align_to, int(used.max()))
-        return self._writer.write(
-            segments,
-            Placement(positions, row_offsets, columns, length),
-            {"packing/straggler": straggler_factor(used.tolist(), self._ranks)},
+        positions, row_offsets, columns, used, straggler = self._kernels.pack_rows(
+            segments.lengths, align_to, capacity, self._ranks, self._algorithm
         )
+        length = capacity if self._fixed_length else max(align_to, used)
+        placement = Placement(positions, row_offsets, columns, length)
+        return self._writer.write(segments, placement, {"packing/straggler": straggler})

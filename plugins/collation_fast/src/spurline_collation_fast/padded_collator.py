@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,9 +13,12 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.packing import round_up
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
-from spurline_collation_fast.flat_segments import FlatSegments, Table, flat_samples
-from spurline_collation_fast.kernels import Kernels, best_kernels
+from spurline_collation_fast.flat_segments import FlatSegments, flat_samples
+from spurline_collation_fast.kernels import Kernels, Table, best_kernels
 from spurline_collation_fast.row_writer import Placement, RowWriter
+
+Rows = tuple[Table, Table, Table]
+"""Sample positions row by row, row offsets into them, and zeros for each: for as many samples, the same every time."""
 
 
 class FastPaddedCollator:
@@ -32,25 +37,22 @@ class FastPaddedCollator:
         self._writer = RowWriter(pad_token_id, kernels or best_kernels())
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        segments = flat_samples(samples)
-        count = len(segments.lengths)
-        num_rows = round_up(max(count, 1), self._ranks)
-        # Sample i goes to rank i mod ranks, and the rows of a rank lie together; rows beyond the samples stay empty.
-        sample_of_row = np.arange(num_rows).reshape(-1, self._ranks).T.ravel()
-        filled = sample_of_row < count
-        return self._write(segments, sample_of_row[filled], _counted(filled))
+        return self._write(flat_samples(samples), _dealt_out)
 
-    def _write(self, segments: FlatSegments, positions: Table, row_offsets: Table) -> TrainingBatch:
-        """positions: which segment each filled row holds."""
+    def _write(self, segments: FlatSegments, rows_of: Callable[[int, int], Rows]) -> TrainingBatch:
+        """rows_of: which segment each row holds, from the number of segments and of ranks."""
+        positions, row_offsets, starts = rows_of(len(segments.lengths), self._ranks)
         length = round_up(int(segments.lengths.max(initial=1)), self._multiple)
-        starts = np.zeros(len(positions), np.int64)
         if self._config.pad_side == "left":
             starts = length - segments.lengths[positions]
         return self._writer.write(segments, Placement(positions, row_offsets, starts, length))
 
 
-def _counted(filled: np.ndarray) -> Table:
-    """Row offsets of rows that hold one segment or none."""
-    offsets = np.zeros(len(filled) + 1, np.int64)
-    np.cumsum(filled, out=offsets[1:])
-    return offsets
+@functools.lru_cache(maxsize=8)
+def _dealt_out(count: int, num_ranks: int) -> Rows:
+    """Sample i goes to rank i mod ranks, and the rows of a rank lie together; rows beyond the samples stay empty."""
+    sample_of_row = np.arange(round_up(max(count, 1), num_ranks)).reshape(-1, num_ranks).T.ravel()
+    filled = sample_of_row < count
+    row_offsets = np.zeros(len(filled) + 1, np.int64)
+    np.cumsum(filled, out=row_offsets[1:])
+    return sample_of_row[filled], row_offsets, np.zeros(count, np.int64)

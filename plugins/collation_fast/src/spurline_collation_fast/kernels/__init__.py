@@ -1,7 +1,7 @@
 """The innermost loops of collation, and the one place that chooses how they run.
 
 With numba they are `loops.py` and `fitting.py`, compiled (`compiled.py`); without it, `slices.py` gives the same
-results by numpy slices and core's plain packing. What each one must do is said in `loops.py`.
+results by numpy slices and core's plain packing. What each one must do is said in `loops.py` and `fitting.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Plan = Callable[[NDArray[np.int64], int, int, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
+from spurline.data.packing import PackingAlgorithm
+
+Table = NDArray[np.int64]
+PackRows = Callable[[Table, int, int, int, int], tuple[Table, Table, Table, int, float]]
+
+ALGORITHMS: tuple[PackingAlgorithm, ...] = ("ffd", "bfd", "multifit")
+"""Compiled code knows them by their place here."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of the loops. write_*: see `loops.py`. plan_rows: see `packing.plan_rows`."""
+    """One implementation of the loops. write_*: see `loops.py`. pack_rows: see `fitting.py`."""
 
     name: str
-    write_tokens: Callable[..., None]
-    write_segment_ids: Callable[..., None]
-    write_positions: Callable[..., None]
+    write_rows: Callable[..., int]
     write_values: Callable[..., None]
-    plan_rows: Plan
+    pack_rows: PackRows
 
 
 @functools.cache

@@ -9,9 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import njit
+from numba.extending import register_jitable
 
-from spurline_collation_fast.kernels import Kernels, fitting, loops
-from spurline_collation_fast.packing import Planner
+from spurline_collation_fast.kernels import (
+    Kernels,
+    fitting,
+    intrinsics,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    loops,
+    memory,
+)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,13 +28,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return njit(nogil=True)(function)
 
 
+for helper in (*loops.HELPERS, *fitting.HELPERS, memory.fetch_ahead):
+    register_jitable(helper)
+
 KERNELS = Kernels(
     name="numba",
-    write_tokens=_compiled(loops.write_tokens),
-    write_segment_ids=_compiled(loops.write_segment_ids),
-    write_positions=_compiled(loops.write_positions),
+    write_rows=_compiled(loops.write_rows),
     write_values=_compiled(loops.write_values),
-    plan_rows=Planner(
-        _compiled(fitting.first_fit), _compiled(fitting.best_fit), _compiled(fitting.arrange_rows)
-    ).plan_rows,
+    pack_rows=_compiled(fitting.pack_rows),
 )

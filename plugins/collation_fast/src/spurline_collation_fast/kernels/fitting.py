@@ -9,6 +9,84 @@ from __future__ import annotations
 import numpy as np
 
 
+def pack_rows(lengths, align_to, capacity, num_ranks, algorithm):
+    """Which samples share a row, and where in it; equal to `spurline.data.packing.pack` of the aligned lengths.
+
+    lengths: int64 [n], none above `capacity` when rounded up to `align_to`. algorithm: place in `ALGORITHMS`.
+    Returns sample positions int64 [S] row by row; row offsets into them, int64 [R + 1], R a multiple of `num_ranks`,
+    rows rank by rank; the column at which each segment begins, int64 [S]; the tokens of the fullest row; and the
+    straggler factor.
+    """
+    aligned = lengths if align_to == 1 else -(-lengths // align_to) * align_to
+    order = longest_first(aligned)
+    row_of = np.empty(lengths.shape[0], np.int64)
+    num_rows = (
+        best_fit(aligned, order, capacity, row_of) if algorithm == 1 else first_fit(aligned, order, capacity, row_of)
+    )
+    target = max(num_ranks, -(-num_rows // num_ranks) * num_ranks)
+    if algorithm == 2:
+        num_rows = even_out(aligned, order, capacity, target, row_of, num_rows)
+        target = max(num_ranks, -(-num_rows // num_ranks) * num_ranks)
+    positions, row_offsets = np.empty(lengths.shape[0], np.int64), np.empty(target + 1, np.int64)
+    arrange_rows(order, row_of, num_rows, num_ranks, positions, row_offsets)
+    columns = np.empty(lengths.shape[0], np.int64)
+    length, straggler = place_in_rows(aligned, positions, row_offsets, num_ranks, columns)
+    return positions, row_offsets, columns, length, straggler
+
+
+def longest_first(lengths):
+    """Positions by falling length; ties: higher position first. Lengths are counted, so it takes linear time."""
+    longest = 0
+    for length in lengths:
+        longest = max(longest, length)
+    free = np.zeros(longest + 2, np.int64)
+    for length in lengths:
+        free[longest - length + 1] += 1
+    for place in range(longest):
+        free[place + 1] += free[place]
+    order = np.empty(lengths.shape[0], np.int64)
+    for position in range(lengths.shape[0] - 1, -1, -1):
+        place = longest - lengths[position]
+        order[free[place]] = position
+        free[place] += 1
+    return order
+
+
+def even_out(lengths, order, capacity, target, row_of, num_rows):
+    """First fit with the smallest capacity, by bisection, that needs at most `target` rows; returns their number."""
+    trial = np.empty_like(row_of)
+    low, high = max(1, -(-lengths.sum() // target)), capacity
+    for length in lengths:
+        low = max(low, length)
+    while low < high:
+        middle = (low + high) // 2
+        needed = first_fit(lengths, order, middle, trial)
+        if needed <= target:
+            row_of[:] = trial
+            num_rows, high = needed, middle
+        else:
+            low = middle + 1
+    return num_rows
+
+
+def place_in_rows(aligned, positions, row_offsets, num_ranks, columns):
+    """The column of each segment; returns the tokens of the fullest row and those of the fullest rank over the mean."""
+    longest_row = fullest = total = 0
+    per_rank = (row_offsets.shape[0] - 1) // num_ranks
+    for rank in range(num_ranks):
+        of_rank = 0
+        for row in range(rank * per_rank, (rank + 1) * per_rank):
+            used = 0
+            for segment in range(row_offsets[row], row_offsets[row + 1]):
+                columns[segment] = used
+                used += aligned[positions[segment]]
+            longest_row = max(longest_row, used)
+            of_rank += used
+        fullest = max(fullest, of_rank)
+        total += of_rank
+    return longest_row, fullest * num_ranks / total if total else 1.0
+
+
 def first_fit(lengths, order, capacity, row_of):
     """Each sample into the first row with room; returns the number of rows.
 
@@ -97,13 +175,19 @@ def arrange_rows(order, row_of, num_rows, num_ranks, positions, row_offsets):
         row_of[moved] = row
         counts[row] = 1
     per_rank = target // num_ranks
+    place_of = np.empty(target, np.int64)
     for row in range(target):
-        row_offsets[row % num_ranks * per_rank + row // num_ranks + 1] = counts[row]
+        place_of[row] = row % num_ranks * per_rank + row // num_ranks
+        row_offsets[place_of[row] + 1] = counts[row]
     row_offsets[0] = 0
     for row in range(target):
         row_offsets[row + 1] += row_offsets[row]
     free = row_offsets[:-1].copy()
     for sample in order:
-        row = row_of[sample] % num_ranks * per_rank + row_of[sample] // num_ranks
-        positions[free[row]] = sample
-        free[row] += 1
+        place = place_of[row_of[sample]]
+        positions[free[place]] = sample
+        free[place] += 1
+
+
+HELPERS = (longest_first, first_fit, best_fit, even_out, arrange_rows, place_in_rows)
+"""What `pack_rows` calls; numba compiles them along."""

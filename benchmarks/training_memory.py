@@ -1,0 +1,306 @@
+"""What a run over many samples costs besides its steps: memory, and the time to open its data.
+
+    make models/tiny-qwen3
+    python benchmarks/training_memory.py [--json] [--rows 1000000] [--steps 30] [--repeats 5] [--skip-tokenizing]
+
+Training: 10,000 and 1,000,000 chats as JSON lines, the tiny model, and the config that a user would write; `Run.train`
+for so many steps of 256 samples, each run in a process of its own, with the tokens in the cache. They are put there by
+the real cache writer under the real key, but are random (16 to 64 a sample): tokenizing a million rows would take
+minutes and leave the same kind of entry. RssAnon (mapped pages are not in it) is read from outside every few
+milliseconds: the peak of the steps after the third, and of the whole process.
+
+Opening: config to first batch in a process that has all modules loaded: config checked, tokenizer loaded, cache key
+made, entry found and opened, order drawn, batch packed. For information, the same in the fresh process of each run,
+where importing torch and loading weights come on top.
+
+Tokenizing: 20,000 and 200,000 rows into an empty cache, in one process and with two workers; RssAnon of the parent.
+
+Gates: peak at 1,000,000 samples within 200 MB of 10,000; 1,000,000 opened in under a second; tokenizing 200,000 rows
+within 200 MB of 20,000. Needs 0.6 GB in the folder for temporary files (TMPDIR).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from timing import Gate, gates_as_json, print_gates, print_timings, round_robin, timings_as_json
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "models" / "tiny-qwen3"
+
+SMALL = 10_000
+TOKENIZED = (20_000, 200_000)
+WORKERS = (0, 2)
+BATCH_SIZE = 256
+WARM_STEPS = 3
+"""Steps after which the buffers of model, optimizer and collator have grown to their sizes."""
+
+SAMPLE_EVERY_S = 0.005
+ROWS_PER_WRITE = 4096
+LIMIT_MB = 200
+SETTLED_AFTER_S = 2.5
+"""A file that has just been written is hashed again instead of being taken for the one remembered."""
+
+Marks = dict[str, float]
+"""Instants by name, of the system's monotonic clock, which all processes share."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A finished process: when it was at what, and its RssAnon in MB over time."""
+
+    marks: Marks
+    readings: list[tuple[float, float]]
+    notes: list[str]
+
+    def peak(self, begin: str | None = None, end: str | None = None) -> float:
+        """Largest RssAnon between two marks; the whole process by default."""
+        first = self.marks[begin] if begin else 0.0
+        last = self.marks[end] if end else float("inf")
+        return max(megabytes for instant, megabytes in self.readings if first <= instant <= last)
+
+
+def write_rows(path: Path, count: int) -> None:
+    """Chats of 23 to 63 tokens for the tiny tokenizer, drawn from a few thousand."""
+    source = random.Random(0)
+    lines: list[str] = []
+    for _ in range(5000):
+        digits = source.choices("123456789", k=source.randint(3, 13))
+        question, answer = f"Sort: {' '.join(digits)}", " ".join(sorted(digits))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(source.choices(lines, k=count))
+
+
+def write_config(folder: Path, rows: int, steps: int, **tokenization: object) -> Path:
+    """The config of a run over this many rows, as a user would write it; JSON is YAML."""
+    config = {
+        "plugins": ["collation_fast"],
+        "run_dir": str(folder / f"run-{rows}"),
+        "model": {"path": str(MODEL)},
+        "data": {"train": str(folder / f"{rows}.jsonl"), "max_length": 64},
+        "batch_size": BATCH_SIZE,
+        "steps": steps,
+        "tokenization": {"name": "parallel", "cache_dir": str(folder / "cache"), **tokenization},
+        "collator": {"name": "packed", "max_tokens": 512},
+        "backend": {"name": "local", "device": "cpu", "num_threads": 1},
+    }
+    path = folder / f"{rows}.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def watch(mode: str, config: Path) -> Watched:
+    """Run this file in that mode and read its memory from outside until it ends."""
+    started = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, __file__, "--mode", mode, str(config)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        readings: list[tuple[float, float]] = []
+        while process.poll() is None:
+            megabytes = anonymous_mb(process.pid)
+            if megabytes is not None:
+                readings.append((time.monotonic(), megabytes))
+            time.sleep(SAMPLE_EVERY_S)
+        assert process.stdout is not None
+        output = process.stdout.read()
+    assert process.returncode == 0, f"{mode} {config} ended with {process.returncode}"
+    said = json.loads(output.splitlines()[-1])
+    return Watched({"process": started, **said["marks"]}, readings, said["notes"])
+
+
+def fill_cache(config: Path, rows: int) -> None:
+    """Put an entry for the data of this config into its cache: as many samples as rows."""
+    from spurline import load_config
+    from spurline.data.reading import open_datasets
+    from spurline.data.sample_collector import Findings
+    from spurline.data.tokenizer import load_tokenizer
+    from spurline_collation_fast.cache.folder import TokenCache
+    from spurline_collation_fast.cache.key import cache_key
+
+    loaded = load_config(config)
+    run = loaded.config
+    datasets = open_datasets(run.data.train, loaded.host.registry)
+    numbers, vocabulary = np.random.default_rng(0), json.loads((MODEL / "config.json").read_text())["vocab_size"]
+    key = cache_key(datasets, load_tokenizer(run.model), run.data)
+    with TokenCache(config.parent / "cache").writer(key) as writer:
+        for first in range(0, rows, ROWS_PER_WRITE):
+            lengths = numbers.integers(16, 65, min(ROWS_PER_WRITE, rows - first))
+            tokens = numbers.integers(0, vocabulary, int(lengths.sum()), dtype=np.int32)
+            # The answer is the second half of each sample.
+            inside = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            mask = (2 * inside >= np.repeat(lengths, lengths)).astype(np.uint8)
+            writer.extend(tokens, mask, lengths, 0, np.arange(first, first + len(lengths)))
+        writer.commit(Findings({}, 0, {}))
+
+
+def anonymous_mb(pid: int) -> float | None:
+    """RssAnon of a process in MB; None when it has no memory any more."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    lines = [line for line in status.splitlines() if line.startswith("RssAnon")]
+    return int(lines[0].split()[1]) * 1024 / 1e6 if lines else None
+
+
+def tokenize(config: Path) -> tuple[Marks, list[str]]:
+    """Child: open the data of a config; tokenizes when the cache does not have it."""
+    from spurline import load_config
+    from spurline.components import build_data
+
+    marks = {"config": time.monotonic()}
+    with ExitStack() as stack:
+        data = build_data(load_config(config), stack)
+        marks["data"] = time.monotonic()
+        notes: Any = data.source.summary()["notes"]
+        return marks, list(notes)
+
+
+def train(config: Path) -> tuple[Marks, list[str]]:
+    """Child: the whole run."""
+    from spurline import Run, load_config
+    from spurline.hookspecs import hookimpl
+
+    marks = {"config": time.monotonic()}
+
+    class Clock:
+        @hookimpl
+        def on_run_start(self, run: Run) -> None:
+            notes.extend(run.source.summary()["notes"])  # type: ignore[arg-type]
+
+        @hookimpl(wrapper=True)
+        def train_step(self, step: int) -> Any:
+            if step == 1:
+                marks["first batch"] = time.monotonic()
+            return (yield)
+
+        @hookimpl
+        def on_step_end(self, step: int) -> None:
+            marks["warm" if step == WARM_STEPS else "trained"] = time.monotonic()
+
+    notes: list[str] = []
+    loaded = load_config(config)
+    loaded.host.attach(Clock(), "clock")
+    assert Run(loaded).train().status == "finished"
+    return marks, notes
+
+
+def measure_opening(configs: dict[int, Path], repeats: int) -> dict[str, Any]:
+    """Config to first batch, in this process, data by data in turn."""
+    from spurline import load_config
+    from spurline.components import build_data
+
+    def open_and_build(config: Path) -> None:
+        with ExitStack() as stack:
+            build_data(load_config(config), stack).source.build(1).release()
+
+    return round_robin(
+        {f"{rows:,} samples": lambda config=config: open_and_build(config) for rows, config in configs.items()}, repeats
+    )
+
+
+def measure_tokenizing(folder: Path) -> dict[str, dict[str, float]]:
+    """Peaks of processes that tokenize, and how long it took."""
+    measured: dict[str, dict[str, float]] = {}
+    for rows in TOKENIZED:
+        write_rows(folder / f"{rows}.jsonl", rows)
+        for workers in WORKERS:
+            config = write_config(folder, rows, 1, workers=workers, cache_dir=str(folder / f"cache-{workers}"))
+            watched = watch("tokenize", config)
+            assert not any("from the cache" in note for note in watched.notes), watched.notes
+            seconds = watched.marks["data"] - watched.marks["config"]
+            measured[tokenized(rows, workers)] = {"whole_peak_mb": watched.peak(), "seconds": seconds}
+    return measured
+
+
+def tokenized(rows: int, workers: int) -> str:
+    """Name of a case of `measure_tokenizing`."""
+    return f"{rows:,} rows, {workers} workers"
+
+
+def measure_training(config: Path) -> dict[str, float]:
+    """Peaks of a run over cached tokens, and its way to the first batch."""
+    watched = watch("train", config)
+    assert any("from the cache" in note for note in watched.notes), watched.notes
+    marks = watched.marks
+    return {
+        "steps_peak_mb": watched.peak("warm", "trained"),
+        "whole_peak_mb": watched.peak(),
+        "until_first_batch_peak_mb": watched.peak(end="first batch"),
+        "config_to_first_batch_s": marks["first batch"] - marks["config"],
+        "process_to_first_batch_s": marks["first batch"] - marks["process"],
+    }
+
+
+def growth_gate(name: str, large: dict[str, float], small: dict[str, float], key: str) -> Gate:
+    """The larger case takes at most `LIMIT_MB` more."""
+    return Gate(f"RssAnon, {name}, MB", large[key] - small[key], LIMIT_MB, False)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="samples of the large run")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--skip-tokenizing", action="store_true")
+    parser.add_argument("--mode", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.mode:
+        mode, config = arguments.mode
+        marks, notes = {"tokenize": tokenize, "train": train}[mode](Path(config))
+        print("\n" + json.dumps({"marks": marks, "notes": notes}))
+        return
+    sizes = (SMALL, arguments.rows)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        # Hashes of files are remembered there; the user's own are none of ours.
+        os.environ["SPURLINE_CACHE"] = str(folder / "memory")
+        tokenizing = {} if arguments.skip_tokenizing else measure_tokenizing(folder)
+        for rows in sizes:
+            write_rows(folder / f"{rows}.jsonl", rows)
+        time.sleep(SETTLED_AFTER_S)
+        configs = {rows: write_config(folder, rows, arguments.steps) for rows in sizes}
+        for rows, config in configs.items():
+            fill_cache(config, rows)
+        training = {f"{rows:,} samples": measure_training(config) for rows, config in configs.items()}
+        opening = measure_opening(configs, arguments.repeats)
+    small, large = (f"{rows:,} samples" for rows in sizes)
+    gates = [
+        growth_gate(f"{large} - {small}, steps", training[large], training[small], "steps_peak_mb"),
+        growth_gate(f"{large} - {small}, whole run", training[large], training[small], "whole_peak_mb"),
+        Gate(f"config to first batch, {large}, s", opening[large].min_s, 1.0, False, opening[large].min_cpu_s),
+        *(
+            growth_gate(f"tokenizing with {workers} workers", tokenizing[many], tokenizing[few], "whole_peak_mb")
+            for workers in WORKERS
+            for few, many in [[tokenized(rows, workers) for rows in TOKENIZED]]
+            if tokenizing
+        ),
+    ]
+    if arguments.json:
+        figures = {"tokenizing": tokenizing, "training": training, "opening": timings_as_json(opening)}
+        print(json.dumps({**figures, "gates": gates_as_json(gates)}, indent=2))
+        return
+    for name, figures in {**tokenizing, **training}.items():
+        print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in figures.items()))
+    print_timings("config to first batch", opening)
+    print_gates(gates)
+
+
+if __name__ == "__main__":
+    main()
