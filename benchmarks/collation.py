@@ -14,8 +14,8 @@ Candidates per layout, which take turns on one thread:
   read.
 The limits on reference loops are held against core's reference. The loops they were set against took 4 us a token; the
 per-token loops come closer to that (1 us), so their ratios are printed with the same limits, but decide nothing.
-Rollouts come in two forms: as trajectory records, which are joined first, and flat already. The gates hold the second,
-like samples, which lie flat in their store; the first is printed beside it.
+Rollouts are trajectory records, as training has them, and joining them counts. "fast, joined before" has them in flat
+arrays already, which no run does; it is printed to say what joining costs, and decides nothing.
 
 All candidates are compared with the reference, dtypes included, before any clock runs. Compilation is not timed. Exits
 with 0 whether or not gates are met, and says which are not.
@@ -130,9 +130,9 @@ def _rollout_candidates(inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]
         "reference": lambda: reference.collate_rollouts(inputs.trajectories),
         "per-token loops": lambda: token_loops_rollouts(inputs, PAD),
         "row slices": lambda: row_slices_rollouts(inputs, PAD),
-        "fast": lambda: fast.collate_flat(flat),
-        "fast, from trajectories": lambda: fast.collate_rollouts(inputs.trajectories),
-        "numpy fallback": lambda: fallback.collate_flat(flat),
+        "fast": lambda: fast.collate_rollouts(inputs.trajectories),
+        "fast, joined before": lambda: fast.collate_flat(flat),
+        "numpy fallback": lambda: fallback.collate_rollouts(inputs.trajectories),
     }
 
 

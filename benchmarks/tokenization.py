@@ -37,8 +37,8 @@ from spurline.data.token_store import TokenStore
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.models import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
+from spurline_collation_fast.block_source import ROWS_PER_CHUNK
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.divided_labour import ROWS_PER_CHUNK
 from spurline_collation_fast.parallel_tokenization import ParallelTokenization
 
 WORDS_PER_MESSAGE = 70

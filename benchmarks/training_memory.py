@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -34,21 +33,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 from timing import Gate, gates_as_json, print_gates, print_timings, round_robin, timings_as_json
-
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "models" / "tiny-qwen3"
+from training_data import fill_cache, write_config, write_rows
 
 SMALL = 10_000
 TOKENIZED = (20_000, 200_000)
 WORKERS = (0, 2)
-BATCH_SIZE = 256
 WARM_STEPS = 3
 """Steps after which the buffers of model, optimizer and collator have grown to their sizes."""
 
 SAMPLE_EVERY_S = 0.005
-ROWS_PER_WRITE = 4096
 LIMIT_MB = 200
 SETTLED_AFTER_S = 2.5
 """A file that has just been written is hashed again instead of being taken for the one remembered."""
@@ -72,37 +66,6 @@ class Watched:
         return max(megabytes for instant, megabytes in self.readings if first <= instant <= last)
 
 
-def write_rows(path: Path, count: int) -> None:
-    """Chats of 23 to 63 tokens for the tiny tokenizer, drawn from a few thousand."""
-    source = random.Random(0)
-    lines: list[str] = []
-    for _ in range(5000):
-        digits = source.choices("123456789", k=source.randint(3, 13))
-        question, answer = f"Sort: {' '.join(digits)}", " ".join(sorted(digits))
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(source.choices(lines, k=count))
-
-
-def write_config(folder: Path, rows: int, steps: int, **tokenization: object) -> Path:
-    """The config of a run over this many rows, as a user would write it; JSON is YAML."""
-    config = {
-        "plugins": ["collation_fast"],
-        "run_dir": str(folder / f"run-{rows}"),
-        "model": {"path": str(MODEL)},
-        "data": {"train": str(folder / f"{rows}.jsonl"), "max_length": 64},
-        "batch_size": BATCH_SIZE,
-        "steps": steps,
-        "tokenization": {"name": "parallel", "cache_dir": str(folder / "cache"), **tokenization},
-        "collator": {"name": "packed", "max_tokens": 512},
-        "backend": {"name": "local", "device": "cpu", "num_threads": 1},
-    }
-    path = folder / f"{rows}.yaml"
-    path.write_text(json.dumps(config))
-    return path
-
-
 def watch(mode: str, config: Path) -> Watched:
     """Run this file in that mode and read its memory from outside until it ends."""
     started = time.monotonic()
@@ -120,31 +83,6 @@ def watch(mode: str, config: Path) -> Watched:
     assert process.returncode == 0, f"{mode} {config} ended with {process.returncode}"
     said = json.loads(output.splitlines()[-1])
     return Watched({"process": started, **said["marks"]}, readings, said["notes"])
-
-
-def fill_cache(config: Path, rows: int) -> None:
-    """Put an entry for the data of this config into its cache: as many samples as rows."""
-    from spurline import load_config
-    from spurline.data.reading import open_datasets
-    from spurline.data.sample_collector import Findings
-    from spurline.data.tokenizer import load_tokenizer
-    from spurline_collation_fast.cache.folder import TokenCache
-    from spurline_collation_fast.cache.key import cache_key
-
-    loaded = load_config(config)
-    run = loaded.config
-    datasets = open_datasets(run.data.train, loaded.host.registry)
-    numbers, vocabulary = np.random.default_rng(0), json.loads((MODEL / "config.json").read_text())["vocab_size"]
-    key = cache_key(datasets, load_tokenizer(run.model), run.data)
-    with TokenCache(config.parent / "cache").writer(key) as writer:
-        for first in range(0, rows, ROWS_PER_WRITE):
-            lengths = numbers.integers(16, 65, min(ROWS_PER_WRITE, rows - first))
-            tokens = numbers.integers(0, vocabulary, int(lengths.sum()), dtype=np.int32)
-            # The answer is the second half of each sample.
-            inside = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            mask = (2 * inside >= np.repeat(lengths, lengths)).astype(np.uint8)
-            writer.extend(tokens, mask, lengths, 0, np.arange(first, first + len(lengths)))
-        writer.commit(Findings({}, 0, {}))
 
 
 def anonymous_mb(pid: int) -> float | None:

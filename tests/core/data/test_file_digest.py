@@ -75,6 +75,13 @@ def test_without_a_place_to_remember_the_digest_is_still_right(data, tmp_path, m
     assert digest_of_file(data) == xxhash.xxh3_128_hexdigest(b"one content")
 
 
+def test_without_a_home_the_digest_is_still_right(data, monkeypatch):
+    monkeypatch.delenv("SPURLINE_CACHE")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert memory_folder() is None
+    assert digest_of_file(data) == xxhash.xxh3_128_hexdigest(b"one content")
+
+
 def test_the_digest_of_several_files_depends_on_their_order_and_borders(tmp_path):
     contents = {"a": b"ab", "b": b"c", "c": b"a", "d": b"bc"}
     for name, content in contents.items():

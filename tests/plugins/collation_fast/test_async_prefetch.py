@@ -146,6 +146,31 @@ def test_a_build_that_hangs_at_closing_is_an_error_when_there_is_no_other() -> N
     prefetch.close()
 
 
+def test_a_build_that_hangs_at_closing_is_an_error_also_where_the_caller_handles_another_one() -> None:
+    let_go, begun = threading.Event(), threading.Event()
+
+    def build(step: int) -> TrainingBatch:
+        begun.set()
+        assert let_go.wait(60)
+        return numbered_batch(step)
+
+    outside = KeyError("handled by whoever starts the run")
+    try:
+        raise outside
+    except KeyError:
+        prefetch = make(build, timeout_s=0.05)
+        prefetch.start(1)
+        assert begun.wait(30)
+        with pytest.raises(RunFailedError, match="building step 1"):
+            prefetch.close()
+        with pytest.raises(ZeroDivisionError) as raised:
+            fail(prefetch)
+        assert "did not end" in raised.value.__notes__[0]
+    assert not hasattr(outside, "__notes__")
+    let_go.set()
+    prefetch.close()
+
+
 def test_a_batch_that_is_never_ready_fails_its_step_by_name_instead_of_hanging() -> None:
     let_go = threading.Event()
 
@@ -172,6 +197,13 @@ def test_looking_ahead_draws_no_random_numbers() -> None:
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def fail(prefetch: AsyncPrefetch) -> None:
+    """What a run does that fails before its first step."""
+    with ExitStack() as stack:
+        stack.callback(prefetch.close)
+        raise ZeroDivisionError("the step")
 
 
 def train_and_fail(prefetch: AsyncPrefetch, after_step: int, begun: threading.Event | None = None) -> None:

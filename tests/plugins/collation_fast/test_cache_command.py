@@ -13,7 +13,8 @@ import pytest
 from cache_entries import make_chunks, make_key, write
 
 from spurline.cli import main
-from spurline_collation_fast.cache import leftovers
+from spurline_collation_fast.cache import leftovers, mapped_store, upkeep
+from spurline_collation_fast.cache.block_guard import BlockGuard
 from spurline_collation_fast.cache.folder import TokenCache
 
 KEYS = [make_key("one", ("first", "with a [bold] name")), make_key("two")]
@@ -75,7 +76,7 @@ def test_list_shows_each_entry_with_its_datasets(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     age(cache_folder, 1, 3)
-    damage(cache_folder, 1)
+    os.truncate(cache_folder / KEYS[1].digest / "tokens.bin", 5)
     leftovers.temporary_folder(cache_folder, KEYS[0].digest)
     code, output = cache(capsys, cache_folder, "list")
     assert code == 0
@@ -124,7 +125,8 @@ def test_verify_of_an_unknown_key_lists_what_there_is(capsys: pytest.CaptureFixt
 def test_prune_removes_damaged_entries_and_leftovers_and_nothing_else(
     capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
-    path = damage(cache_folder)
+    path = cache_folder / KEYS[0].digest / "tokens.bin"
+    os.truncate(path, 5)
     shutil.copytree(cache_folder / KEYS[1].digest, cache_folder / ".retired-x-1")
     abandoned = cache_folder / f".writing-{KEYS[0].digest}-1-ab-another-host"
     abandoned.mkdir()
@@ -170,3 +172,69 @@ def test_what_cannot_be_removed_is_named(
     code, output = cache(capsys, cache_folder, "prune", "--all")
     assert code == 1
     assert output.count("cannot be removed: Permission denied") == 2
+
+
+def test_list_reads_no_data(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr(BlockGuard, "check_all", refuse)
+    assert [entry.problem for entry in upkeep.entries(cache_folder)] == [None, None]
+
+
+@pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"]], ids=" ".join)
+def test_an_entry_that_cannot_be_read_is_named_and_kept(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    real = mapped_store.Manifest.read
+
+    def read(folder: Path) -> object:
+        if folder.name == KEYS[0].digest:
+            raise PermissionError(13, "Permission denied")
+        return real(folder)
+
+    monkeypatch.setattr(mapped_store.Manifest, "read", read)
+    code, output = cache(capsys, cache_folder, *words)
+    assert code == (words == ["verify"])
+    assert ("cannot be read: Permission denied" in output) == (words != ["prune"])
+    assert len(list(cache_folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("words", [["list"], ["verify"], ["prune", "--older-than", "0"]], ids=" ".join)
+def test_an_entry_that_goes_while_it_is_looked_at_is_none(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mapped_store.Manifest.read
+
+    def read(folder: Path) -> object:
+        if folder.name == KEYS[0].digest:
+            shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(mapped_store.Manifest, "read", read)
+    code, output = cache(capsys, cache_folder, *words)
+    assert code == 0
+    assert KEYS[0].digest[:12] not in output
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_with_a_fix(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for words in ("list", "verify", "prune"):
+        code, output = cache(capsys, tmp_path / "file", words)
+        assert code == 2
+        assert "the token cache cannot be listed: Not a directory" in output
+        assert "--cache-dir" in output
+
+
+def test_a_writer_on_a_host_of_the_same_name_is_not_taken_for_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(leftovers, "_boot", lambda: "another boot")
+        elsewhere.setattr(os, "getpid", lambda: 2**22 + 1)  # No process here has this id.
+        writing = leftovers.temporary_folder(tmp_path, KEYS[0].digest)
+    leftovers.sweep(tmp_path)
+    assert writing.exists()

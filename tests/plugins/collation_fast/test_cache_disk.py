@@ -14,7 +14,7 @@ from cache_entries import assert_same_store, in_memory, make_chunks, make_key, w
 
 from spurline.errors import DataError
 from spurline_collation_fast.cache import writer as cache_writer
-from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
+from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
 
 KEY = make_key()
 
@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_written_is_a_miss_and_says_so(tmp_path: Path, p
     (tmp_path / "a file").write_text("in the way")
     cache = TokenCache(tmp_path / place)
     assert cache.open(KEY) is None
-    problem = cache.write_problem()
+    problem = cache.write_problem(KEY)
     assert problem is not None
     assert str(cache.folder) in problem
     assert "tokenization.cache_dir" in problem
@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_written_is_a_miss_and_says_so(tmp_path: Path, p
 
 def test_a_writable_folder_is_made_and_has_no_problem(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path / "deep" / "cache")
-    assert cache.write_problem() is None
+    assert cache.write_problem(KEY) is None
     assert list(cache.folder.iterdir()) == []
 
 
@@ -124,3 +124,67 @@ def test_the_folder_is_that_of_the_environment_else_in_the_home(
     assert default_cache_folder() == tmp_path / ".cache/spurline/tokens"
     monkeypatch.setenv("SPURLINE_CACHE", "~/elsewhere")
     assert default_cache_folder() == tmp_path / "elsewhere"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["manifest.json", "checksums.bin", "tokens.bin", ""])
+def test_an_entry_that_cannot_be_read_now_is_left_alone(
+    tmp_path: Path, name: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(TokenCache(tmp_path), KEY, make_chunks())
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        refuse_paths(patch, (tmp_path / KEY.digest / name), code)
+        cache = TokenCache(tmp_path)
+        assert cache.open(KEY) is None
+        problem = cache.write_problem(KEY)
+    assert problem is not None
+    assert "cannot be read" in problem
+    assert "left alone" in problem
+    assert "tokenization.cache_dir" in problem
+    assert cache.notes == []
+    assert sorted(tmp_path.rglob("*")) == before
+    opened = TokenCache(tmp_path).open(KEY)
+    assert opened is not None
+    assert_same_store(opened.store, in_memory(make_chunks()))
+
+
+def refuse_paths(patch: pytest.MonkeyPatch, path: Path, code: int) -> None:
+    """Reading this file, or looking at this folder, fails with that error."""
+
+    def refusing(real: Any) -> Any:
+        def call(self: Path, *arguments: Any, **named: Any) -> Any:
+            if self == path:
+                raise OSError(code, os.strerror(code))
+            return real(self, *arguments, **named)
+
+        return call
+
+    for name in ("open", "stat", "read_bytes"):
+        patch.setattr(Path, name, refusing(getattr(Path, name)))
+
+
+def test_another_users_entry_in_a_shared_folder_is_known_to_stay_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(TokenCache(tmp_path), KEY, make_chunks())
+    tmp_path.chmod(0o1777)
+    assert TokenCache(tmp_path).write_problem(KEY, replace=True) is None
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    problem = TokenCache(tmp_path).write_problem(KEY, replace=True)
+    assert problem is not None
+    assert f"{tmp_path / KEY.digest} is another user's" in problem
+    assert TokenCache(tmp_path).write_problem(KEY) is None
+    assert TokenCache(tmp_path).write_problem(make_key("absent"), replace=True) is None
+
+
+def test_without_a_home_the_error_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_home(monkeypatch)
+    for make in (default_cache_folder, lambda: TokenCache(Path("~/cache"))):
+        with pytest.raises(NoHomeError, match=r"no home directory was found\. Set SPURLINE_CACHE"):
+            make()
+
+
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPURLINE_CACHE", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)

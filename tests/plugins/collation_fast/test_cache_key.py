@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,32 @@ def test_a_slow_tokenizer_is_refused_as_tokenization_would(spurline_chat_file: P
 
     with pytest.raises(ModelError, match="slow one"):
         key_of(spurline_chat_file, tokenizer=Slow())
+
+
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}{{ messages }}"
+
+
+@pytest.mark.parametrize("template", [DATED, {"default": "x", "tool_use": DATED}], ids=["one", "several"])
+def test_a_template_that_prints_the_date_has_another_key_every_day(
+    spurline_chat_file: Path, template: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest_on(day: int, chat_template: Any) -> str:
+        class Clock(date):
+            @classmethod
+            def today(cls) -> date:
+                return date(2026, 7, day)
+
+        monkeypatch.setattr(key_module, "date", Clock)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = chat_template
+        return key_of(spurline_chat_file, tokenizer=tokenizer).digest
+
+    assert digest_on(1, template) == digest_on(1, template) != digest_on(2, template)
+    assert digest_on(1, "{{ messages }}") == digest_on(2, "{{ messages }}")
+
+
+def test_the_libraries_that_read_render_and_encode_rows_are_in_the_key() -> None:
+    assert key_module.LIBRARIES == ("datasets", "jinja2", "pyarrow", "tokenizers", "transformers")
 
 
 @pytest.mark.parametrize("library", key_module.LIBRARIES)

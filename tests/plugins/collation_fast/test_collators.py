@@ -193,3 +193,34 @@ def test_an_unreleased_batch_is_never_overwritten_and_a_released_one_is_reused()
     other = collator.collate(make_view([4, 4, 4]), training=True)
     assert again.tokens["input_ids"].data_ptr() == held[3].tokens["input_ids"].data_ptr()
     assert other.tokens["input_ids"].data_ptr() not in places
+
+
+@pytest.mark.parametrize("make", [FastPaddedCollator, FastRolloutsCollator])
+def test_what_is_written_into_a_batch_does_not_reach_the_next_one(make: Any) -> None:
+    config = PaddedCollatorConfig() if make is FastPaddedCollator else RolloutsCollatorConfig()
+    collator = make(config, 0, ParallelLayout(data=2))
+
+    def offsets() -> Any:
+        if make is FastPaddedCollator:
+            batch = collator.collate(make_view([3, 4, 5]), training=True)
+        else:
+            batch = collator.collate_rollouts(make_trajectories([[(3, 4)], [(1, 2)], [(2, 2)]]))
+        return batch.segments["length"].offsets
+
+    first = offsets()
+    before = first.copy()
+    first[:] = -1
+    assert np.array_equal(offsets(), before)
+
+
+def test_turns_whose_arrays_have_gaps_are_joined_all_the_same() -> None:
+    def turn(step: int) -> Turn:
+        response = np.arange(20, dtype=np.int32)[::step][:6]
+        ones, experts = np.ones(12, np.uint8)[::step][:6], np.arange(160, dtype=np.int16).reshape(20, 2, 4)
+        return Turn(np.arange(4, dtype=np.int32), response, ones, routed_experts=experts[::step][:10])
+
+    collator = FastRolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout())
+    for step in (1, 2):
+        trajectories = [Trajectory("uid", 0, (turn(step), turn(1)))]
+        expected = RolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout()).collate_rollouts(trajectories)
+        assert_batches_equal(collator.collate_rollouts(trajectories), expected)

@@ -195,20 +195,45 @@ print(spurline_collation_fast.__file__, sum(stats.cache_hits.values()), "hits", 
 """
 
 
-@pytest.mark.slow
-def test_code_is_cached_for_the_user_when_the_package_folder_cannot_be_written(tmp_path: Path) -> None:
+def copied_package(folder: Path) -> tuple[Path, dict[str, str]]:
+    """A copy of the package without compiled code, and the environment in which a process takes it."""
     source = Path(spurline_collation_fast.__file__).parent
-    copy = tmp_path / "site" / "spurline_collation_fast"
+    copy = folder / "site" / "spurline_collation_fast"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    # A file in the way of the cache folder refuses writing to everyone, also to root.
-    (copy / "kernels" / "__pycache__").write_text("")
-    paths = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
-    environment = {
+    paths = [str(folder / "site"), os.environ.get("PYTHONPATH", "")]
+    return copy, {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "XDG_CACHE_HOME": str(tmp_path / "user"),
+        "XDG_CACHE_HOME": str(folder / "user"),
         "NUMBA_CACHE_DIR": "",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_code_costs_the_next_process_the_compilation_and_nothing_else(tmp_path: Path) -> None:
+    copy, environment = copied_package(tmp_path)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    assert run_python(limit + COMPILE, environment).endswith(" 0 hits 1")
+    assert list((copy / "kernels").rglob("*.nbc")) == []
+    assert run_python(COMPILE, environment).endswith(" 0 hits 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["memory.py", "intrinsics.py", "loops.py"])
+def test_code_is_compiled_again_when_any_source_of_the_kernels_changes(tmp_path: Path, changed: str) -> None:
+    copy, environment = copied_package(tmp_path)
+    assert run_python(COMPILE, environment).endswith(" 0 hits 1")
+    assert run_python(COMPILE, environment).endswith(" 1 hits 0")
+    with (copy / "kernels" / changed).open("a") as file:
+        file.write("# changed\n")
+    assert run_python(COMPILE, environment).endswith(" 0 hits 1")
+
+
+@pytest.mark.slow
+def test_code_is_cached_for_the_user_when_the_package_folder_cannot_be_written(tmp_path: Path) -> None:
+    copy, environment = copied_package(tmp_path)
+    # A file in the way of the cache folder refuses writing to everyone, also to root.
+    (copy / "kernels" / "__pycache__").write_text("")
     first, second = run_python(COMPILE, environment), run_python(COMPILE, environment)
     assert first.startswith(str(copy))
     assert list((tmp_path / "user").rglob("*.nbi")), "nothing was cached for the user"

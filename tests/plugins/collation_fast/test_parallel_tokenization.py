@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from worker_rows import TrappedRows, chat_rows, data_config, source
 
 from spurline import load_config
@@ -26,11 +29,13 @@ from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 from spurline.testing import TokenizationContract
 from spurline.testing.models import tiny_tokenizer
-from spurline_collation_fast import divided_labour
-from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast import block_source, worker_choice
+from spurline_collation_fast.cache import folder
+from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
 from spurline_collation_fast.parallel_tokenization import ParallelTokenization
 from spurline_collation_fast.row_ranges import Chunk, RowLine
-from spurline_collation_fast.worker_choice import RowCost, workers_worth_starting
+from spurline_collation_fast.slice_workers import SliceWorkers
+from spurline_collation_fast.worker_choice import RowCost, available_cores, cores_of_quota, workers_worth_starting
 
 TOKENIZER = tiny_tokenizer()
 
@@ -111,11 +116,11 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp
 
 def test_rows_measured_here_and_rows_of_workers_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = mixed_files(tmp_path)
-    monkeypatch.setattr(divided_labour, "ROWS_PER_CHUNK", 70)
-    monkeypatch.setattr(divided_labour, "MEASURE_S", 0.0)
+    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 70)
+    monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     left: list[int] = []
     monkeypatch.setattr(
-        divided_labour, "workers_worth_starting", lambda num_rows, cost, cores: left.append(num_rows) or 2
+        block_source, "workers_worth_starting", lambda num_rows, cost, cores: left.append(num_rows) or 2
     )
     assert_equal(parallel(sources, {"workers": "auto"}), sequential(sources))
     assert left == [880 - 2 * 70]
@@ -153,7 +158,7 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
 
     expected = outcome(sequential)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(divided_labour, "ROWS_PER_CHUNK", chunk)
+        patch.setattr(block_source, "ROWS_PER_CHUNK", chunk)
         result = outcome(parallel, {"workers": 0})
     if isinstance(expected, str) or isinstance(result, str):
         assert result == expected
@@ -164,7 +169,7 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
 def test_the_first_bad_row_is_the_error_though_later_rows_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = chat_rows(30)
     rows[3] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * 500}]}
-    monkeypatch.setattr(divided_labour, "ROWS_PER_CHUNK", 4)
+    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 4)
     sources = [source(TrappedRows(rows, {4: "cannot be read"}))]
     for tokenize in (sequential, lambda *a, **k: parallel(*a, {"workers": 0}, **k)):
         with pytest.raises(DataError, match=r"rows\.jsonl:4: the sample has"):
@@ -177,9 +182,9 @@ def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_for
     dataset = TrappedRows(chat_rows(20))
     dataset.open = lambda: None  # type: ignore[attr-defined]
     sources = [source(dataset)]
-    monkeypatch.setattr(divided_labour, "ROWS_PER_CHUNK", 4)
-    monkeypatch.setattr(divided_labour, "MEASURE_S", 0.0)
-    monkeypatch.setattr(divided_labour, "workers_worth_starting", lambda *arguments: 2)
+    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 4)
+    monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
+    monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
     result = parallel(sources, {"workers": "auto"})
     assert_equal(result, sequential(sources))
     [note] = result.notes
@@ -315,3 +320,102 @@ def test_data_that_changes_under_the_tokenization_is_an_error_and_not_an_entry(
             {"workers": 0, "disable_cache": False, "cache_dir": tmp_path / "cache"},
         )
     assert not list((tmp_path / "cache").rglob("manifest*"))
+
+
+def test_an_entry_in_the_way_is_known_before_tokenizing_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
+    sources = [source(TrappedRows(chat_rows(5)))]
+    parallel(sources, cached)
+    [manifest] = tmp_path.glob("*/manifest.json")
+    manifest.write_text("{}")
+    monkeypatch.setattr(folder, "retire", refuse)
+    result = parallel(sources, cached)
+    assert_equal(result, sequential(sources))
+    [note] = result.notes
+    assert f"Delete {manifest.parent}" in note
+    assert "stay in memory" in note
+
+
+def test_without_a_home_tokens_stay_in_memory_and_a_note_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPURLINE_CACHE", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    result = parallel([source(TrappedRows(chat_rows(5)))], {"disable_cache": False, "workers": 0})
+    [note] = result.notes
+    assert "cannot be written" in note
+    assert "Set SPURLINE_CACHE" in note
+
+
+def test_a_template_that_prints_the_date_is_noted(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{# strftime_now #}" + tokenizer.chat_template
+    config = ParallelTokenizationConfig(cache_dir=tmp_path, workers=0)
+    item = source(TrappedRows(chat_rows(5)))
+    tokenization = ParallelTokenization(config, tokenizer=tokenizer, data=data_config(item))
+    for _ in ("made", "served"):
+        assert "the chat template prints the date" in tokenization.tokenize([item]).notes[0]
+
+
+@pytest.mark.slow
+def test_the_files_of_workers_lie_inside_the_cache_entry_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[Path] = []
+    started = SliceWorkers.__enter__
+
+    def enter(workers: SliceWorkers) -> SliceWorkers:
+        result = started(workers)
+        places.append(workers._folder)
+        return result
+
+    monkeypatch.setattr(SliceWorkers, "__enter__", enter)
+    sources = [source(TrappedRows(chat_rows(20)))]
+    result = parallel(sources, {"disable_cache": False, "cache_dir": tmp_path, "workers": 2})
+    assert_equal(result, sequential(sources))
+    [place] = places
+    assert place.parent.parent == tmp_path
+    assert place.parent.name.startswith(".writing-")
+    assert list(tmp_path.glob("*/spurline-tokenize*")) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "expected"),
+    [
+        ({"cpu.max": "max 100000"}, "0::/", math.inf),
+        ({"cpu.max": "250000 100000"}, "0::/", 2.5),
+        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000", "cpu.max": "400000 100000"}, "0::/a/b", 1.5),
+        ({}, "0::/gone", math.inf),
+        ({"cpu.max": "odd"}, "1:cpu:/x", math.inf),
+    ],
+)
+def test_the_quota_of_a_container_counts(tmp_path: Path, files: dict[str, str], own: str, expected: float) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content + "\n")
+    (tmp_path / "own").write_text(f"4:memory:/x\n{own}\n")
+    assert cores_of_quota(tmp_path, tmp_path / "own") == expected
+
+
+@pytest.mark.parametrize("quota", [0.5, 1.9])
+def test_a_quota_below_the_cores_is_what_there_is(quota: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_choice, "cores_of_quota", lambda: quota)
+    assert available_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [
+        (ParallelTokenizationConfig, {"workers": True}),
+        (ParallelTokenizationConfig, {"stall_timeout_s": math.inf}),
+        (ParallelTokenizationConfig, {"stall_timeout_s": 1e10}),
+        (AsyncPrefetchConfig, {"timeout_s": math.inf}),
+        (AsyncPrefetchConfig, {"timeout_s": 1e10}),
+    ],
+)
+def test_settings_that_could_only_fail_later_are_refused(section: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        section(**settings)

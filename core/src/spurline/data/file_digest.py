@@ -24,16 +24,17 @@ _CHUNK_BYTES = 1 << 22
 
 def digest_of_file(path: Path) -> str:
     """xxh3-128 of the content, as hex digits. Raises OSError when the file cannot be read."""
-    before = path.stat()
-    memory = memory_folder() / _identity(before)
-    if before.st_size >= REMEMBER_FROM_BYTES:
-        known = _recall(memory)
-        if known is not None:
-            return known
+    before, folder = path.stat(), memory_folder()
+    if before.st_size < REMEMBER_FROM_BYTES or folder is None:
+        return _read_and_hash(path)
+    memory = folder / _identity(before)
+    known = _recall(memory)
+    if known is not None:
+        return known
     begin = time.time_ns()
     digest = _read_and_hash(path)
     settled = begin - max(before.st_mtime_ns, before.st_ctime_ns) > SETTLED_AFTER_NS
-    if before.st_size >= REMEMBER_FROM_BYTES and settled and _identity(path.stat()) == memory.name:
+    if settled and _identity(path.stat()) == memory.name:
         _remember(memory, digest)
     return digest
 
@@ -43,9 +44,15 @@ def digest_of_files(paths: list[Path]) -> str:
     return xxhash.xxh3_128_hexdigest("\0".join(digest_of_file(path) for path in paths).encode())
 
 
-def memory_folder() -> Path:
-    """Where hashes are remembered: SPURLINE_CACHE, else ~/.cache/spurline, and there `digests`."""
-    return Path(os.environ.get("SPURLINE_CACHE") or Path.home() / ".cache" / "spurline") / "digests"
+def memory_folder() -> Path | None:
+    """Where hashes are remembered: SPURLINE_CACHE, else ~/.cache/spurline, and there `digests`.
+
+    None when that is in a home directory and this user has none: then nothing is remembered.
+    """
+    try:
+        return Path(os.environ.get("SPURLINE_CACHE") or "~/.cache/spurline").expanduser() / "digests"
+    except RuntimeError:
+        return None
 
 
 def _identity(status: os.stat_result) -> str:

@@ -37,13 +37,20 @@ class AsyncPrefetch:
         self._last_step = last_step
         self._next_to_submit = last_step + 1
         self._metrics: dict[str, float] = {}
+        # A run may be started while its caller handles an error, which is not the one that ends the run.
+        self._handled_outside = sys.exc_info()[1]
 
     def start(self, step: int) -> None:
+        """Begin at this step (1-based); what was built for other steps is released."""
         self._ahead.clear()
         self._next_to_submit = step
         self._fill()
 
     def next(self, step: int) -> TrainingBatch:
+        """The batch of this step, the one after the last asked for; waits for it.
+
+        Raises what building it raised, RunFailedError when it is not ready after `timeout_s`.
+        """
         begin = time.perf_counter()
         built = self._ahead.get(step)
         wait_s = time.perf_counter() - begin
@@ -70,7 +77,7 @@ class AsyncPrefetch:
         try:
             self._ahead.shutdown()
         except Exception as failure:
-            if ending is None:
+            if ending is None or ending is self._handled_outside:
                 raise
             ending.add_note(f"Closing the prefetch failed too: {failure}")
 

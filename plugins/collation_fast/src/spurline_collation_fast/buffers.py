@@ -3,6 +3,11 @@
 Place on the way: a collator acquires, fills and hands out; the loop releases at the end of the step. Warm memory is
 several times faster to write than fresh pages. No ring: a buffer is given out again only after its release, so a batch
 that nobody releases keeps its own memory for as long as it lives, and is then freed like any other.
+
+Nothing here copies to a device or knows of streams. Whoever copies a column without waiting, as core's local backend
+does from pinned memory, must have waited for that copy before the batch is released: the next batch may be written into
+the same memory at once, by another thread. Core's loops release a batch after the backend has returned the numbers of
+its step, for which it waited for the device, and so for all copies before.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ class Lease:
         self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def release(self) -> None:
-        """Give the memory back; nothing may read or write the columns after this."""
+        """Give the memory back; nothing may read or write the columns after this, nor may a copy still be under way."""
         with self._pool.lock:
             buffer, self._buffer = self._buffer, None
             if buffer is not None:

@@ -60,7 +60,8 @@ def verify(
     key: Annotated[str | None, typer.Argument(help="Key of an entry, or its beginning; default is all.")] = None,
     cache_dir: CacheDirOption = None,
 ) -> None:
-    """Read entries as a whole and set damaged ones aside, to be made again. Exit code 1 when there is one."""
+    """Read entries as a whole and set damaged ones aside, to be made again. Exit code 1 when there is one, or
+    one that cannot be read."""
     from spurline.errors import UserError, listing
     from spurline_collation_fast.cache.leftovers import retire
     from spurline_collation_fast.cache.upkeep import damage, entries
@@ -70,11 +71,19 @@ def verify(
     chosen = [path for path in known if path.name.startswith(key or "")]
     if key and not chosen:
         raise UserError(f"{folder} has no entry {key}. Entries: {listing(path.name for path in known)}.")
-    damaged = 0
+    damaged = unreadable = 0
     for path in chosen:
-        found = damage(path)
+        try:
+            found = damage(path)
+        except OSError as error:
+            unreadable += 1
+            typer.echo(f"{path.name}: cannot be read: {error.strerror or error}; left alone", err=True)
+            continue
         if found is None:
             typer.echo(f"{path.name}: whole")
+            continue
+        if not path.exists():
+            typer.echo(f"{path.name}: removed meanwhile")
             continue
         damaged += 1
         typer.echo(f"{path.name}: damaged: {found}")
@@ -84,8 +93,8 @@ def verify(
             typer.echo(f"  It cannot be set aside ({error.strerror or error}); delete {path}.", err=True)
         else:
             typer.echo("  Set aside; the next run that needs it makes it again.")
-    typer.echo(f"{_entries(len(chosen))} read, {damaged} damaged")
-    if damaged:
+    typer.echo(f"{_entries(len(chosen) - unreadable)} read, {damaged} damaged")
+    if damaged or unreadable:
         raise typer.Exit(1)
 
 
@@ -136,7 +145,8 @@ def _row(entry: Entry) -> list[str]:
     last_used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
     manifest = entry.manifest
     if manifest is None:
-        return [entry.path.name[:12], "", "", _size(entry.num_bytes), "", last_used, "damaged; see `verify`"]
+        problem = "damaged; see `verify`" if entry.is_damaged else escape(entry.problem or "")
+        return [entry.path.name[:12], "", "", _size(entry.num_bytes), "", last_used, problem]
     created = datetime.fromisoformat(manifest.created).astimezone().strftime("%Y-%m-%d %H:%M")
     return [
         entry.path.name[:12],

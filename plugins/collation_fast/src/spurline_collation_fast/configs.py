@@ -15,6 +15,9 @@ from spurline.builtin.configs import (
 )
 from spurline.config.section import ComponentConfig, OnResume
 
+DAY_S = 86_400
+"""The longest that anything is waited for: a hanging run has to end, and the system's waits have a limit too."""
+
 
 class FastPaddedCollatorConfig(PaddedCollatorConfig):
     """One sample per row, padded to the longest; the same batches as `core/padded`."""
@@ -32,7 +35,8 @@ class ParallelTokenizationConfig(ComponentConfig):
     """Encode on all cores and keep the tokens in a memory-mapped cache."""
 
     name: str = "parallel"
-    workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256)], OnResume.FREE] = "auto"
+    # Strict: `true` is no number of workers.
+    workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
     """Worker processes, each with its slice of the rows. 0 stays in this process, on the tokenizer's own threads;
     `auto` measures the first rows and takes what will be done sooner."""
     cache_dir: Annotated[Path | None, OnResume.FREE] = None
@@ -41,7 +45,7 @@ class ParallelTokenizationConfig(ComponentConfig):
     """Tokenize again even when the cache has the tokens, and replace them."""
     disable_cache: Annotated[bool, OnResume.FREE] = False
     """Neither read nor write the cache; tokens stay in memory."""
-    stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=DAY_S, allow_inf_nan=False)
     """Seconds without a finished row on any worker after which tokenization is given up."""
 
 
@@ -51,7 +55,7 @@ class AsyncPrefetchConfig(ComponentConfig):
     name: str = "async"
     depth: Annotated[int, OnResume.FREE] = Field(default=2, ge=1, le=64)
     """Batches that may be ready or in the making ahead of the step being trained."""
-    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=DAY_S, allow_inf_nan=False)
     """Seconds to wait for one batch before giving up."""
 
 

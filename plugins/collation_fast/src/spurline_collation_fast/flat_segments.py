@@ -6,7 +6,9 @@ and costs nothing; trajectories are joined once, column by column.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from spurline.data.token_store import TokenView
 from spurline.data.turn_segments import turn_name
-from spurline.rl.trajectory import Trajectory, Turn
+from spurline.rl.trajectory import Trajectory
 from spurline_collation_fast.kernels import Table
 
 
@@ -71,30 +73,33 @@ def flat_samples(view: TokenView) -> FlatSegments:
 def flat_turns(trajectories: Sequence[Trajectory]) -> FlatSegments:
     """The turns of all trajectories, in order, joined into flat arrays."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    counts = [len(trajectory.turns) for trajectory in trajectories]
-    uids = np.repeat(_strings(trajectory.uid for trajectory in trajectories), counts)
-    samples = np.repeat(np.array([trajectory.sample for trajectory in trajectories], np.int32), counts)
-    numbers = np.array([number for count in counts for number in range(count)], np.int32)
-    prompts = np.array([len(turn.prompt_ids) for turn in turns], np.int64)
-    responses = np.array([len(turn.response_ids) for turn in turns], np.int64)
+    fields = {name: [*map(attrgetter(name), turns)] for name in _FIELDS}
+    uids = [trajectory.uid for trajectory in trajectories]
+    counts = np.array([len(trajectory.turns) for trajectory in trajectories], np.int64)
+    owners = np.repeat(np.arange(len(trajectories)), counts)
+    samples = np.array([trajectory.sample for trajectory in trajectories], np.int32)[owners]
+    numbers = (np.arange(len(turns)) - _starts(counts)[owners]).astype(np.int32)
+    num_prompt, num_response = ([*map(len, fields[name])] for name in ("prompt_ids", "response_ids"))
+    prompts, responses = np.array(num_prompt, np.int64), np.array(num_response, np.int64)
     lengths = prompts + responses
     begins, response_begins = _starts(lengths), _starts(responses)
     # Nothing predicts the first token of a segment, even where there is no prompt.
     skips = np.maximum(prompts, np.minimum(lengths, 1))
-    weights = read_only(_joined([turn.loss_mask for turn in turns], responses, np.uint8))
+    both = itertools.chain.from_iterable(zip(fields["prompt_ids"], fields["response_ids"], strict=True))
+    weights = _joined(fields["loss_mask"], num_response, np.uint8)
     return FlatSegments(
-        tokens=read_only(_join([part for turn in turns for part in (turn.prompt_ids, turn.response_ids)], np.int32)),
+        tokens=_join([*both], np.int32),
         begins=begins,
         lengths=lengths,
         values={
             "loss_weights": FlatColumn(weights, response_begins + (skips - prompts), skips),
-            **_optional_columns(turns, responses, FlatColumn(np.empty(0), response_begins, prompts)),
-            **_routed_experts(turns, lengths, begins),
+            **_optional_columns(fields, num_response, FlatColumn(np.empty(0), response_begins, prompts)),
+            **_routed_experts(fields["routed_experts"], lengths, begins),
         },
-        uids=lambda positions: uids[positions],
+        uids=lambda positions: _strings(uids[owner] for owner in owners[positions].tolist()),
         samples=samples,
         turns=numbers,
-        name=lambda position: turn_name(str(uids[position]), int(samples[position]), int(numbers[position])),
+        name=lambda position: turn_name(uids[owners[position]], int(samples[position]), int(numbers[position])),
     )
 
 
@@ -108,31 +113,47 @@ _TURN_FIELDS = {
 """Optional columns with one value per response token -> field of Turn."""
 
 
-def _optional_columns(turns: Sequence[Turn], responses: Table, like: FlatColumn) -> dict[str, FlatColumn]:
+_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "routed_experts", *_TURN_FIELDS.values())
+
+Parts = list[Any]
+"""What each turn has in one field: arrays, or None."""
+
+
+def _optional_columns(fields: Mapping[str, Parts], counts: list[int], like: FlatColumn) -> dict[str, FlatColumn]:
     """The columns that every turn has; one that only some have is left out."""
     columns: dict[str, FlatColumn] = {}
     for name, field in _TURN_FIELDS.items():
-        parts = [getattr(turn, field) for turn in turns]
-        if parts and all(part is not None for part in parts):
-            columns[name] = FlatColumn(read_only(_joined(parts, responses, parts[0].dtype)), like.begins, like.skips)
+        parts = fields[field]
+        if _all_given(parts):
+            columns[name] = FlatColumn(_joined(parts, counts, parts[0].dtype), like.begins, like.skips)
     return columns
 
 
-def _routed_experts(turns: Sequence[Turn], lengths: Table, begins: Table) -> dict[str, FlatColumn]:
+def _routed_experts(parts: Parts, lengths: Table, begins: Table) -> dict[str, FlatColumn]:
     """One entry per token, prompt included."""
-    parts = [turn.routed_experts for turn in turns if turn.routed_experts is not None]
-    if not parts or len(parts) < len(turns):
+    if not _all_given(parts):
         return {}
-    return {"routed_experts": FlatColumn(read_only(_joined(parts, lengths, np.int16)), begins, np.zeros_like(begins))}
+    shape = (-1, *parts[0].shape[1:])
+    values = _joined(parts, lengths.tolist(), np.int16).reshape(shape)
+    return {"routed_experts": FlatColumn(values, begins, np.zeros_like(begins))}
 
 
-def _joined(parts: Sequence[NDArray[Any]], lengths: Table, dtype: Any) -> NDArray[Any]:
-    assert list(map(len, parts)) == lengths.tolist(), "a column of a turn has not one value per token"
+def _all_given(parts: Parts) -> bool:
+    return bool(parts) and type(None) not in set(map(type, parts))
+
+
+def _joined(parts: Parts, counts: list[int], dtype: Any) -> NDArray[Any]:
+    assert [*map(len, parts)] == counts, "a column of a turn has not one value per token"
     return _join(parts, dtype)
 
 
-def _join(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+def _join(parts: Parts, dtype: Any) -> NDArray[Any]:
+    """End to end, read-only, flat. Bytes: for many short arrays that takes half the time of `np.concatenate`."""
+    try:
+        return np.frombuffer(b"".join(parts), dtype)
+    except TypeError:
+        # An array with gaps, such as every second value of another one.
+        return read_only(np.concatenate([part.ravel() for part in parts]).astype(dtype, copy=False))
 
 
 def read_only(values: NDArray[Any]) -> NDArray[Any]:

@@ -35,9 +35,14 @@ class FastPackedCollator:
         self._writer = RowWriter(pad_token_id, self._kernels)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
+        """Rows of several samples, [R, L], L <= max_tokens, R a multiple of the ranks.
+
+        Raises DataError naming a sample that is longer than `max_tokens` when aligned.
+        """
         return self.collate_flat(flat_samples(samples), "lower data.max_length")
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        """The same for turns, each in exactly one segment. Raises DataError naming a turn that cannot fit."""
         return self.collate_flat(flat_turns(trajectories), "limit prompts and responses")
 
     def collate_flat(self, segments: FlatSegments, shorter: str) -> TrainingBatch:

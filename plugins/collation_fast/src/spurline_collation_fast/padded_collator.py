@@ -37,11 +37,14 @@ class FastPaddedCollator:
         self._writer = RowWriter(pad_token_id, kernels or best_kernels())
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
+        """One row a sample, [R, L]: R a multiple of the ranks, L the longest sample, rounded up as configured."""
         return self._write(flat_samples(samples), _dealt_out)
 
     def _write(self, segments: FlatSegments, rows_of: Callable[[int, int], Rows]) -> TrainingBatch:
         """rows_of: which segment each row holds, from the number of segments and of ranks."""
         positions, row_offsets, starts = rows_of(len(segments.lengths), self._ranks)
+        # A batch hands its offsets out, and what somebody writes there must not reach the next one.
+        row_offsets = row_offsets.copy()
         length = round_up(int(segments.lengths.max(initial=1)), self._multiple)
         if self._config.pad_side == "left":
             starts = length - segments.lengths[positions]

@@ -1,6 +1,6 @@
 """Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
 
-Place on the way: datasets -> cache key -> a cache entry; or blocks of samples (divided_labour) -> SampleCollector ->
+Place on the way: datasets -> cache key -> a cache entry; or blocks of samples (block_source) -> SampleCollector ->
 memory or a new entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import date
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,11 +20,11 @@ from spurline.data.sample_collector import SampleCollector
 from spurline.data.token_store import SampleSink
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
-from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
-from spurline_collation_fast.cache.key import cache_key
+from spurline_collation_fast.block_source import BlockSource
+from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
+from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.divided_labour import DividedLabour
 from spurline_collation_fast.slice_task import SliceTask
 from spurline_collation_fast.tokenization_progress import show_progress
 
@@ -41,15 +43,23 @@ class ParallelTokenization:
         """All samples of all datasets, in order. No row is read when the cache has the tokens."""
         if self._config.disable_cache:
             return self._in_memory(datasets)
-        key = cache_key(datasets, self._tokenizer, self._data)
-        cache = TokenCache(self._config.cache_dir or default_cache_folder())
+        try:
+            cache = TokenCache(self._config.cache_dir or default_cache_folder())
+        except NoHomeError as error:
+            return self._in_memory(datasets, (str(error),))
+        if prints_date(self._tokenizer):
+            cache.notes.append(
+                "token cache: the chat template prints the date, so these tokens are for today's runs only."
+            )
+        today = date.today()
+        key = cache_key(datasets, self._tokenizer, self._data, today)
         if not self._config.force_recache:
             found = cache.open(key)
             if found is not None:
                 return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
-        problem = cache.write_problem()
+        problem = cache.write_problem(key, replace=self._config.force_recache)
         if problem is None:
-            return self._fill(cache, key, datasets)
+            return self._fill(cache, key, datasets, today)
         return self._in_memory(datasets, (*cache.notes, problem))
 
     def _in_memory(self, datasets: Sequence[DatasetToTokenize], notes: Sequence[str] = ()) -> Tokenized:
@@ -57,26 +67,29 @@ class ParallelTokenization:
         collector, more_notes = self._encode(datasets)
         return replace(collector.finish(), notes=(*notes, *more_notes))
 
-    def _fill(self, cache: TokenCache, key: CacheKey, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
-        """Make the tokens and keep them as an entry of the cache."""
+    def _fill(self, cache: TokenCache, key: CacheKey, datasets: Sequence[DatasetToTokenize], today: date) -> Tokenized:
+        """Make the tokens and keep them as an entry of the cache. today: what the key was made with."""
         with cache.writer(key, replace=self._config.force_recache) as writer:
-            collector, notes = self._encode(datasets, writer)
-            if cache_key(datasets, self._tokenizer, self._data).digest != key.digest:
+            collector, notes = self._encode(datasets, writer, writer.folder)
+            if cache_key(datasets, self._tokenizer, self._data, today).digest != key.digest:
                 names = ", ".join(item.dataset.label for item in datasets)
                 raise DataError(f"{names}: the data changed while it was being tokenized. Run the same command again.")
             made = writer.commit(collector.findings())
         return replace(made, notes=(*made.notes, *notes))
 
     def _encode(
-        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
+        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None, folder: Path | None = None
     ) -> tuple[SampleCollector, list[str]]:
-        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user."""
+        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user.
+
+        folder: where worker processes put their tokens; None is the folder for temporary files.
+        """
         for dataset in datasets:
             check_rows(dataset.dataset)
-        labour = DividedLabour(SliceTask(datasets, self._tokenizer, self._data), self._config)
+        source = BlockSource(SliceTask(datasets, self._tokenizer, self._data), self._config, folder)
         collector = SampleCollector(datasets, sink)
         # Closed whatever happens here: an error must not leave worker processes behind.
-        with show_progress(labour.num_rows) as advance, closing(labour.blocks(advance)) as blocks:
+        with show_progress(source.num_rows) as advance, closing(source.blocks(advance)) as blocks:
             for block in blocks:
                 block.add_to(collector)
-        return collector, labour.notes
+        return collector, source.notes

@@ -18,6 +18,7 @@ class FastRolloutsCollator(FastPaddedCollator):
     """Also collates tokenized samples as `padded` does."""
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        """One row a turn, [R, L], in order; padding rows, which make R a multiple of the ranks, come last."""
         return self.collate_flat(flat_turns(trajectories))
 
     def collate_flat(self, turns: FlatSegments) -> TrainingBatch:

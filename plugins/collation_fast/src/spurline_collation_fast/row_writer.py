@@ -27,7 +27,7 @@ _DTYPES = {
 _ALWAYS = ("input_ids", "segment_ids", "position_ids")
 """Columns that any segments have, whatever values they come with."""
 
-CACHES = 8 << 20
+PAST_CACHES_FROM_BYTES = 8 << 20
 """Bytes of a batch from which on it is written past the caches: about a core's share of the last level."""
 
 
@@ -88,7 +88,7 @@ class RowWriter:
             segments.lengths,
             *rows,
             self._pad_token_id,
-            lease.size > CACHES,
+            lease.size > PAST_CACHES_FROM_BYTES,
             arrays["input_ids"],
             arrays["segment_ids"],
             arrays["position_ids"],

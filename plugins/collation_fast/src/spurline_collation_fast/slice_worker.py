@@ -68,7 +68,7 @@ def _encode(task: SliceTask, rows: range, path: Path, send: Send) -> None:
             except OSError as error:
                 raise errors.RunFailedError(
                     f"{path}: tokens of a worker cannot be written: {error.strerror or error}. Make room there, or "
-                    "set TMPDIR to a folder with more."
+                    "set tokenization.cache_dir (without a cache TMPDIR) to a folder with more."
                 ) from error
             send({"block": header})
 

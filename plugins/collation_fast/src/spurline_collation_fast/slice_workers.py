@@ -1,8 +1,8 @@
 """Tokenize on several processes: start slice workers, watch them, and read their blocks in the order of the rows.
 
-Place on the way: datasets and a range of rows -> slice workers -> blocks. Samples come through files in a temporary
-folder, news through pipes; the blocks of a worker are read one at a time, so memory stays flat. What a worker does is
-in `slice_worker`.
+Place on the way: datasets and a range of rows -> slice workers -> blocks. Samples come through files in a folder of
+this run (inside the cache entry being written, if there is one), news through pipes; the blocks of a worker are read
+one at a time, so memory stays flat. What a worker does is in `slice_worker`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class _Worker:
 class SliceWorkers:
     """Worker processes for a range of rows, as a context manager: on leaving it none is alive and no file is left.
 
-    on_progress: called with a number of rows whenever some worker has encoded them.
+    on_progress: called with a number of rows whenever some worker has encoded them. folder: where their files go, all
+    tokens included; None is the folder for temporary files.
     """
 
     def __init__(
@@ -63,17 +64,19 @@ class SliceWorkers:
         num_workers: int,
         stall_timeout_s: float,
         on_progress: Callable[[int], None],
+        folder: Path | None = None,
     ) -> None:
         self._task, self._line = task, line
         self._slices = even_slices(rows, min(num_workers, len(rows)))
         self._stall_timeout_s = stall_timeout_s
         self._on_progress = on_progress
+        self._parent_folder = folder
         self._news: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> SliceWorkers:
         """Start the workers. Raises UnsharableDataError when they cannot be given the data."""
-        self._folder = Path(tempfile.mkdtemp(prefix="spurline-tokenize-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="spurline-tokenize-", dir=self._parent_folder))
         try:
             self._task.save(task_path(self._folder))
             for number, rows in enumerate(self._slices):
@@ -81,8 +84,8 @@ class SliceWorkers:
         except OSError as error:
             self._close()
             raise errors.RunFailedError(
-                f"tokenization workers cannot be started: {error}. Their files go to {self._folder.parent}; set TMPDIR "
-                "for another place, or tokenization.workers: 0 to do without."
+                f"tokenization workers cannot be started: {error}. Their files go to {self._folder.parent}; set "
+                "tokenization.cache_dir (without a cache TMPDIR) for another place, or tokenization.workers: 0."
             ) from error
         except BaseException:
             self._close()

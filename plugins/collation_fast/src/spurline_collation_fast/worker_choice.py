@@ -6,10 +6,12 @@ tokens.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from spurline_collation_fast.row_ranges import Chunk
 
@@ -67,5 +69,29 @@ def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, by its affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(cores, cores_of_quota())))
+
+
+def cores_of_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Cores' worth of time that the control groups (v2) of this process grant; infinite without a quota.
+
+    groups: where they are mounted. own: names the process's group.
+    """
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.inf
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    least = math.inf
+    # The tightest of all groups above counts.
+    for group in (groups / name, *(groups / name).parents):
+        if not group.is_relative_to(groups):
+            break
+        try:
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+            least = min(least, math.inf if quota == "max" else int(quota) / int(period))
+        except (OSError, ValueError):
+            continue
+    return least

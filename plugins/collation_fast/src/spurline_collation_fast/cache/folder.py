@@ -17,8 +17,8 @@ from pathlib import Path
 from spurline.durable import sync_file
 from spurline.errors import DataError
 from spurline.protocols.tokenization import Tokenized
-from spurline_collation_fast.cache.layout import MANIFEST, CacheKey, DamagedEntry
-from spurline_collation_fast.cache.leftovers import retire, sweep, temporary_folder
+from spurline_collation_fast.cache.layout import MANIFEST, MISSING, CacheKey, DamagedEntry
+from spurline_collation_fast.cache.leftovers import may_retire, retire, sweep, temporary_folder
 from spurline_collation_fast.cache.mapped_store import open_entry
 from spurline_collation_fast.cache.writer import CacheWriter, disk_errors
 
@@ -28,45 +28,59 @@ _ATTEMPTS = 5
 """Times to look again when other processes replace the entry under our hands."""
 
 
+class NoHomeError(DataError):
+    """The cache would be in a home directory, and this user has none."""
+
+
 def default_cache_folder() -> Path:
-    """SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
-    return Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/spurline/tokens").expanduser()
+    """SPURLINE_CACHE, else ~/.cache/spurline/tokens. Raises NoHomeError."""
+    return _expanded(Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/spurline/tokens"))
 
 
 class TokenCache:
-    """Entries in one folder, each in a subfolder named by its key.
+    """Entries in one folder, each in a subfolder named by its key. Making one may raise NoHomeError.
 
     notes: lines for the user about what was found wrong so far; `commit` and `open` put them into `Tokenized.notes`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser()
+        self.folder = _expanded(folder)
         self.notes: list[str] = []
+        self._stuck: str | None = None
 
     def open(self, key: CacheKey) -> Tokenized | None:
         """The tokens of this key, or None when they must be made.
 
-        A damaged entry is set aside with a note. The store checks its blocks when they are first touched. Datasets
-        have the labels of the key; `Tokenized.examples` name files as they were called when the tokens were made.
+        A damaged entry is set aside with a note; one that stays in the way, or cannot be read now, is left alone, and
+        `write_problem` says so. The store checks its blocks when they are first touched. Datasets have the labels of
+        the key; `Tokenized.examples` name files as they were called when the tokens were made.
         """
         entry = self.folder / key.digest
-        for _ in range(_ATTEMPTS):
-            identity = _identity(entry)
-            if identity is None:
-                return None
-            try:
-                return self._open_entry(entry, key)
-            except DamagedEntry as damage:
-                if _identity(entry) != identity:
-                    continue  # Another process replaced it meanwhile.
-                problem = _set_aside(entry, identity) or "The entry was set aside, and the tokens are made again."
-                self.notes.append(f"token cache: {damage}. {problem}")
-                return None
-        return None
-
-    def write_problem(self) -> str | None:
-        """None when entries can be written here, otherwise a line for the user that says why not."""
         try:
+            return self._open_or_set_aside(entry, key)
+        except OSError as error:
+            # Nothing is known about the entry, which may be whole; other runs may be reading it.
+            self._stuck = (
+                f"token cache: {entry} cannot be read ({error.strerror or error}), so it is left alone and the tokens "
+                "stay in memory for this run. Check its permissions, `ulimit -n` and the storage, or set "
+                "tokenization.cache_dir to another folder."
+            )
+            return None
+
+    def write_problem(self, key: CacheKey, *, replace: bool = False) -> str | None:
+        """None when this entry can be written, otherwise a line for the user that says why not.
+
+        replace: as for `writer`.
+        """
+        if self._stuck is not None:
+            return self._stuck
+        entry = self.folder / key.digest
+        try:
+            if replace and not may_retire(entry):
+                return (
+                    f"token cache: {entry} is another user's and cannot be replaced, so the tokens stay in memory for "
+                    "this run. Set tokenization.cache_dir to another folder."
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
                 return None
@@ -84,8 +98,8 @@ class TokenCache:
         is as new as ours and stays. Raises DataError when the disk is full or fails.
         """
         entry = self.folder / key.digest
-        replaced = _identity(entry) if replace else None
         with disk_errors(self.folder):
+            replaced = _identity(entry) if replace else None
             self.folder.mkdir(parents=True, exist_ok=True)
             sweep(self.folder)
             temporary = temporary_folder(self.folder, key.digest)
@@ -98,6 +112,24 @@ class TokenCache:
         finally:
             # What cannot be removed now is swept by a later writer, or by `prune`.
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def _open_or_set_aside(self, entry: Path, key: CacheKey) -> Tokenized | None:
+        for _ in range(_ATTEMPTS):
+            identity = _identity(entry)
+            if identity is None:
+                return None
+            try:
+                return self._open_entry(entry, key)
+            except DamagedEntry as damage:
+                if _identity(entry) != identity:
+                    continue  # Another process replaced it meanwhile.
+                stuck = _set_aside(entry, identity)
+                if stuck is None:
+                    self.notes.append(f"token cache: {damage}. The entry was set aside, and the tokens are made again.")
+                else:
+                    self._stuck = f"token cache: {damage}. {stuck} The tokens stay in memory for this run."
+                return None
+        return None
 
     def _open_entry(self, entry: Path, key: CacheKey) -> Tokenized:
         identity = _identity(entry)
@@ -130,18 +162,30 @@ class TokenCache:
                     break
             if found is not None:
                 return found
+            if self._stuck is not None:
+                break
         raise DataError(
-            f"{entry}: the token cache entry cannot be put in place or read back. {' '.join(self.notes)} "
+            f"{entry}: the token cache entry cannot be put in place or read back. "
+            f"{' '.join([*self.notes, self._stuck or ''])} "
             "Check the disk, set tokenization.cache_dir to another folder, or tokenization.disable_cache: true."
         )
 
 
+def _expanded(folder: Path) -> Path:
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise NoHomeError(
+            f"token cache: {folder} cannot be written, since no home directory was found. Set {ENVIRONMENT_VARIABLE} "
+            "or tokenization.cache_dir to a folder."
+        ) from error
+
+
 def _identity(entry: Path) -> tuple[int, int] | None:
-    """Which folder this is, whatever its name; None when there is none."""
+    """Which folder this is, whatever its name; None when there is none. Raises OSError when that cannot be known."""
     try:
         found = entry.stat()
-    except OSError:
-        # A folder that cannot be searched is as good as none; `write_problem` tells the user.
+    except MISSING:
         return None
     return found.st_dev, found.st_ino
 

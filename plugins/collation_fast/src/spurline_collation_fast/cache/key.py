@@ -11,7 +11,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import re
 from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,7 @@ TOKEN_MODULES = (
     "spurline.data.summary",
     "spurline.data.token_store",
     "spurline_collation_fast.block_encoder",
-    "spurline_collation_fast.divided_labour",
+    "spurline_collation_fast.block_source",
     "spurline_collation_fast.parallel_tokenization",
     "spurline_collation_fast.row_ranges",
     "spurline_collation_fast.sample_block",
@@ -58,8 +60,11 @@ TOKEN_MODULES = (
 )
 """The modules whose code decides what an entry holds: tokens, counts, summary. A test compares them with imports."""
 
-LIBRARIES = ("jinja2", "tokenizers", "transformers")
-"""Libraries whose version decides it too."""
+LIBRARIES = ("datasets", "jinja2", "pyarrow", "tokenizers", "transformers")
+"""Libraries whose version decides it too: they read rows, render and encode them."""
+
+_CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
+"""How a chat template asks what day it is: Llama 3.2 puts the date into the system prompt."""
 
 _NO_MATTER_IN_DATASET = {"weight", "label"}
 """They act after tokenization. Paths do not matter either: they are marked free, and the fingerprint is of content."""
@@ -68,12 +73,21 @@ _NO_MATTER_IN_DATA = {"train", "eval", "shuffle"}
 """The datasets themselves are identified by content; shuffling comes later."""
 
 
-def cache_key(datasets: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> CacheKey:
-    """The key of these datasets' tokens. Raises ModelError for a tokenizer that no loss mask can be made with."""
+def cache_key(
+    datasets: Sequence[DatasetToTokenize],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    today: date | None = None,
+) -> CacheKey:
+    """The key of these datasets' tokens. Raises ModelError for a tokenizer that no loss mask can be made with.
+
+    today: counts where the chat template prints the date; None asks the clock.
+    """
     require_offsets(tokenizer)
     parts = {
         "datasets": [_dataset_part(source) for source in datasets],
         "tokenizer": _tokenizer_part(tokenizer),
+        "date": (today or date.today()).isoformat() if prints_date(tokenizer) else None,
         "data": data.model_dump(mode="json", exclude=_NO_MATTER_IN_DATA),
         "code": {
             "modules": code_version(TOKEN_MODULES),
@@ -82,6 +96,13 @@ def cache_key(datasets: Sequence[DatasetToTokenize], tokenizer: PreTrainedTokeni
         "format": FORMAT_VERSION,
     }
     return CacheKey(xxhash.xxh3_128_hexdigest(canonical_json(parts)), parts, tuple(store_labels(datasets)))
+
+
+def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template asks what day it is, so that its tokens are of one day only."""
+    templates = tokenizer.chat_template or ""
+    texts = templates.values() if isinstance(templates, dict) else (templates,)
+    return any(_CLOCK.search(text) for text in texts)
 
 
 def code_version(modules: Iterable[str]) -> str:

@@ -43,6 +43,10 @@ CHECKSUMS = "checksums.bin"
 """xxh3-64 of each block, uint64, file after file in the order of ARRAYS."""
 
 
+MISSING = (FileNotFoundError, NotADirectoryError)
+"""A file that is not there is damage; any other failure to read says nothing about what is on the disk."""
+
+
 class DamagedEntry(Exception):  # noqa: N818 - a finding that makes the caller rebuild, not a failure of the run
     """An entry that cannot be trusted. path: the file; reason: what is wrong with it."""
 
@@ -98,12 +102,12 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of an entry. Raises DamagedEntry unless it is exactly what was written."""
+        """The manifest of an entry. Raises DamagedEntry unless it is exactly what was written, OSError."""
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
-        except OSError as error:
-            raise DamagedEntry(path, f"cannot be read: {error.strerror or error}") from error
+        except MISSING as error:
+            raise DamagedEntry(path, "is missing") from error
         except (ValueError, RecursionError) as error:
             raise DamagedEntry(path, "is not valid JSON; it was cut or changed") from error
         if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):

@@ -11,9 +11,12 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from spurline.errors import DataError
 
 _WRITING, _RETIRED = ".writing-", ".retired-"
 _ASIDE = re.compile(re.escape(_RETIRED) + r"\w+-(?P<since>\d+)-\w+")
@@ -46,9 +49,31 @@ def retire(entry: Path) -> Path | None:
     return aside
 
 
+def may_retire(entry: Path) -> bool:
+    """Whether this process may rename what is there. In a folder like /tmp only its owner may. Raises OSError."""
+    try:
+        folder, found = entry.parent.stat(), entry.stat()
+    except FileNotFoundError:
+        return True
+    return not folder.st_mode & stat.S_ISVTX or os.geteuid() in (0, folder.st_uid, found.st_uid)
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """All paths in the cache folder, by name; none where there is no folder. Raises DataError."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the token cache cannot be listed: {error.strerror or error}. Make the folder readable, or "
+            "choose another one: `--cache-dir`, in a run tokenization.cache_dir."
+        ) from error
+
+
 def leftovers(folder: Path) -> Iterator[Path]:
     """All folders that are no entries."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in paths_in(folder):
         if path.name.startswith((_WRITING, _RETIRED)) and path.is_dir():
             yield path
 
@@ -72,7 +97,8 @@ def _days_aside(path: Path) -> float:
 
 
 def _writer_is_dead(path: Path) -> bool:
-    """Whether the writer was a process of this host and is no more; False when that cannot be known from here."""
+    """Whether the writer was a process of this host and is no more; False when that cannot be known from here, as
+    after a reboot. `prune` removes what is left then."""
     named = _WRITER.fullmatch(path.name)
     if named is None or named["host"] != _host():
         return False
@@ -94,9 +120,23 @@ def _days_untouched(path: Path) -> float:
 
 
 def _host() -> str:
-    """This host, and the space in which its process ids mean something: containers may share a host name."""
+    """Where a process id of ours means something: this host, since it was booted, and the space of process ids.
+
+    Names are not enough: hosts of a cluster and containers of one image often share one.
+    """
+    return re.sub(r"[^\w.-]", "_", f"{socket.gethostname()}-{_boot()}-{_process_space()}")
+
+
+def _boot() -> str:
+    """Of this boot of this machine alone; empty where the system does not tell."""
     try:
-        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        namespace = "0"
-    return re.sub(r"[^\w.-]", "_", f"{socket.gethostname()}-{namespace}")
+        return ""
+
+
+def _process_space() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "0"

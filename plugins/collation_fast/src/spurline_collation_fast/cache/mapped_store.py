@@ -22,6 +22,7 @@ from spurline_collation_fast.cache.block_guard import BlockGuard
 from spurline_collation_fast.cache.layout import (
     ARRAYS,
     CHECKSUMS,
+    MISSING,
     DamagedEntry,
     Manifest,
     array_path,
@@ -78,19 +79,20 @@ class MappedTokenStore(TokenStore):
 
 
 def open_entry(
-    folder: Path, labels: Sequence[str] | None, set_aside: Callable[[], str | None]
+    folder: Path, labels: Sequence[str] | None, set_aside: Callable[[], str | None], *, eager: bool = True
 ) -> tuple[Manifest, MappedTokenStore]:
     """Open one entry; the cost depends on its size by 8 bytes per 64 KiB only.
 
-    labels: what the datasets are called now; None keeps the names they had. Raises DamagedEntry when the manifest,
-    the size of a file, the table of checksums or, in a small entry, any block is not what was written.
+    labels: what the datasets are called now; None keeps the names they had. eager: check small entries as a whole.
+    Raises DamagedEntry when a file is missing, or the manifest, the size of a file, the table of checksums or, in a
+    small entry, any block is not what was written; OSError when a file cannot be read now, which says nothing of it.
     """
     manifest = Manifest.read(folder)
     if manifest.key != folder.name:
         raise DamagedEntry(folder, f"holds the entry {manifest.key}; it was renamed")
     arrays = {name: _map_checked(folder, name, manifest) for name in ARRAYS}
     guard = BlockGuard(folder, arrays, _read_checksums(folder, manifest))
-    if sum(manifest.num_bytes(name) for name in ARRAYS) <= EAGER_BYTES:
+    if eager and sum(manifest.num_bytes(name) for name in ARRAYS) <= EAGER_BYTES:
         guard.check_all()
     store = MappedTokenStore(
         **arrays,
@@ -110,16 +112,16 @@ def _map_checked(folder: Path, name: str, manifest: Manifest) -> NDArray[Any]:
         if size != expected:
             raise DamagedEntry(path, f"has {size:,} bytes instead of {expected:,}")
         return map_array(folder, name)
-    except OSError as error:
-        raise DamagedEntry(path, f"cannot be read: {error.strerror or error}") from error
+    except MISSING as error:
+        raise DamagedEntry(path, "is missing") from error
 
 
 def _read_checksums(folder: Path, manifest: Manifest) -> NDArray[np.uint64]:
     path = folder / CHECKSUMS
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise DamagedEntry(path, f"cannot be read: {error.strerror or error}") from error
+    except MISSING as error:
+        raise DamagedEntry(path, "is missing") from error
     expected = sum(num_blocks(manifest.num_bytes(name)) for name in ARRAYS) * 8
     if len(content) != expected or xxhash.xxh3_128_hexdigest(content) != manifest.checksums:
         raise DamagedEntry(path, "does not match the manifest; it was cut or changed")

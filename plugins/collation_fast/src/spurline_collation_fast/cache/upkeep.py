@@ -5,6 +5,8 @@ In: the folder. Out: facts for the `spurline cache` command, which prints them. 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import time
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spurline_collation_fast.cache.layout import MANIFEST, DamagedEntry, Manifest
-from spurline_collation_fast.cache.leftovers import is_abandoned, leftovers, retire
+from spurline_collation_fast.cache.leftovers import is_abandoned, leftovers, paths_in, retire
 from spurline_collation_fast.cache.mapped_store import open_entry
 
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -21,11 +23,13 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry. manifest: None when it cannot be read, and then `problem` says why. last_used: seconds since 1970."""
+    """One entry. manifest: None when it cannot be read, and then `problem` says why. is_damaged: whether that is known,
+    and not only that nobody can look now. last_used: seconds since 1970."""
 
     path: Path
     manifest: Manifest | None
     problem: str | None
+    is_damaged: bool
     num_bytes: int
     last_used: float
 
@@ -45,14 +49,15 @@ class Removal:
 
 
 def entries(folder: Path) -> Iterator[Entry]:
-    """All entries, the last used first; reads manifests only."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    found = [_entry(path) for path in paths if _KEY.fullmatch(path.name)]
-    yield from sorted(found, key=lambda entry: -entry.last_used)
+    """All entries, the last used first; reads manifests and checksums, no data. Raises DataError."""
+    found = [_entry(path) for path in paths_in(folder) if _KEY.fullmatch(path.name)]
+    # One that another process removed meanwhile is none.
+    known = [entry for entry in found if os.path.lexists(entry.path)]
+    yield from sorted(known, key=lambda entry: -entry.last_used)
 
 
 def damage(path: Path) -> DamagedEntry | None:
-    """Read an entry as a whole; what is wrong with it, or None. Changes nothing."""
+    """Read an entry as a whole; what is wrong with it, or None. Changes nothing. Raises OSError."""
     try:
         _, store = open_entry(path, None, lambda: None)
         store.guard.check_all()
@@ -72,8 +77,8 @@ def removals(folder: Path, older_than_days: float | None, *, everything: bool) -
     for entry in entries(folder):
         if everything:
             reason = "asked for by --all"
-        elif entry.problem is not None:
-            reason = entry.problem
+        elif entry.is_damaged:
+            reason = entry.problem or ""
         elif older_than_days is not None and entry.days_unused > older_than_days:
             reason = f"unused for {entry.days_unused:.0f} days"
         else:
@@ -91,16 +96,29 @@ def remove(removal: Removal) -> None:
 
 
 def folder_bytes(path: Path) -> int:
-    """Bytes of the files in a folder."""
-    return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
+    """Bytes of the files in a folder, as far as they can be seen and are still there."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for file in path.rglob("*") if path.is_dir() else (path,):
+            with contextlib.suppress(OSError):
+                total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def _entry(path: Path) -> Entry:
-    manifest, problem = None, None
+    manifest, problem, is_damaged = None, None, False
     try:
-        # Opening checks the size of every file, and the whole of a small entry.
-        manifest, _ = open_entry(path, None, lambda: None)
+        # Opening checks the size of every file.
+        manifest, _ = open_entry(path, None, lambda: None, eager=False)
     except DamagedEntry as found:
-        problem = f"damaged: {found}"
-    used = path / MANIFEST if (path / MANIFEST).exists() else path
-    return Entry(path, manifest, problem, folder_bytes(path), used.stat().st_mtime)
+        problem, is_damaged = f"damaged: {found}", True
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or error}"
+    return Entry(path, manifest, problem, is_damaged, folder_bytes(path), _last_used(path))
+
+
+def _last_used(path: Path) -> float:
+    for place in (path / MANIFEST, path):
+        with contextlib.suppress(OSError):
+            return place.stat().st_mtime
+    return time.time()

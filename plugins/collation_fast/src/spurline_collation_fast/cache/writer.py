@@ -44,11 +44,12 @@ _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class CacheWriter:
     """Writes one entry into `folder`; `publish` puts the finished folder into place and opens it there.
 
-    Raises DataError when the disk is full or fails; the caller removes the folder.
+    What else is put into the folder has to be gone before `commit`. Raises DataError when the disk is full or fails;
+    the caller removes the folder.
     """
 
     def __init__(self, folder: Path, key: CacheKey, publish: Callable[[], Tokenized]) -> None:
-        self._folder, self._key, self._publish = folder, key, publish
+        self.folder, self._key, self._publish = folder, key, publish
         self._samples = self._tokens = 0
         with disk_errors(folder.parent):
             self._files = {name: _ArrayFile(array_path(folder, name)) for name in ARRAYS}
@@ -78,7 +79,7 @@ class CacheWriter:
         """The store of everything appended, on disk but not yet in the cache. Nothing can be appended afterwards."""
         with self._disk_errors():
             self.close()
-            return TokenStore(**{name: map_array(self._folder, name) for name in ARRAYS}, labels=self._key.labels)
+            return TokenStore(**{name: map_array(self.folder, name) for name in ARRAYS}, labels=self._key.labels)
 
     def commit(self, findings: Findings) -> Tokenized:
         """Put the entry into the cache and open it, or another writer's that was there first."""
@@ -91,14 +92,14 @@ class CacheWriter:
         summary = summarize(Tokenized(store, **found))
         checksums = b"".join(file.checksums() for file in self._files.values())
         with self._disk_errors():
-            (self._folder / CHECKSUMS).write_bytes(checksums)
-            for path in (*(array_path(self._folder, name) for name in ARRAYS), self._folder / CHECKSUMS):
+            (self.folder / CHECKSUMS).write_bytes(checksums)
+            for path in (*(array_path(self.folder, name) for name in ARRAYS), self.folder / CHECKSUMS):
                 sync_file(path)
             Manifest(
                 key=self._key.digest,
                 parts=self._key.parts,
                 created=datetime.now(UTC).isoformat(),
-                writer=self._folder.name,
+                writer=self.folder.name,
                 labels=self._key.labels,
                 sizes=store.sizes(),
                 samples=self._samples,
@@ -107,7 +108,7 @@ class CacheWriter:
                 checksums=xxhash.xxh3_128_hexdigest(checksums),
                 findings=found,
                 summary=summary,
-            ).write(self._folder)
+            ).write(self.folder)
             return self._publish()
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class CacheWriter:
 
     def _disk_errors(self) -> AbstractContextManager[None]:
         written = self._tokens * (ARRAYS["tokens"].itemsize + ARRAYS["loss_mask"].itemsize)
-        return disk_errors(self._folder.parent, written)
+        return disk_errors(self.folder.parent, written)
 
     def _append(self, array: str, values: NDArray[Any]) -> None:
         self._files[array].append(np.ascontiguousarray(values, dtype=ARRAYS[array]))

@@ -1,4 +1,7 @@
-"""The same results as the compiled loops, where numba is not installed: numpy slices, and core's plain packing."""
+"""The same results as the compiled loops, where numba is not installed: numpy slices, and core's plain packing.
+
+Tables are int64, columns [R, L]; what each argument is, and what comes back, is said in `loops.py` and `fitting.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ def write_rows(
     segment_ids: NDArray[Any],
     position_ids: NDArray[Any],
 ) -> int:
+    """See `loops.write_rows`; `past_caches` has no meaning here."""
     input_ids.fill(pad)
     segment_ids.fill(0)
     position_ids.fill(0)
@@ -52,6 +56,7 @@ def write_values(
     row_offsets: Table,
     out: NDArray[Any],
 ) -> None:
+    """See `loops.write_values`."""
     out.fill(0)
     flat = out.reshape(-1)
     taken = (lengths - skips)[positions]
@@ -64,6 +69,7 @@ def write_values(
 def pack_rows(
     lengths: Table, align_to: int, capacity: int, num_ranks: int, algorithm: int
 ) -> tuple[Table, Table, Table, int, float]:
+    """See `fitting.pack_rows`."""
     aligned = (-(-lengths // align_to) * align_to).tolist()
     rows = pack(aligned, capacity, num_ranks, ALGORITHMS[algorithm])
     row_offsets = np.zeros(len(rows) + 1, np.int64)

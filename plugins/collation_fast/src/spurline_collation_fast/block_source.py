@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
 from spurline.errors import DataError
 from spurline_collation_fast.block_encoder import BlockEncoder
@@ -31,12 +32,12 @@ ROWS_PER_CHUNK = 256
 Advance = Callable[[int], None]
 
 
-class DividedLabour:
+class BlockSource:
     """Makes the blocks of all rows of a task. notes: lines for the user about how it went."""
 
-    def __init__(self, task: SliceTask, config: ParallelTokenizationConfig) -> None:
-        """Raises DataError for a dataset whose columns fit no format."""
-        self._task, self._config = task, config
+    def __init__(self, task: SliceTask, config: ParallelTokenizationConfig, folder: Path | None = None) -> None:
+        """folder: for the files of workers. Raises DataError for a dataset whose columns fit no format."""
+        self._task, self._config, self._folder = task, config, folder
         self._encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
         self._encoder.check_formats()
         self._line = RowLine([len(source.dataset) for source in task.datasets])
@@ -98,5 +99,5 @@ class DividedLabour:
 
     def _in_workers(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
         timeout_s = self._config.stall_timeout_s
-        with SliceWorkers(self._task, self._line, rows, workers, timeout_s, advance) as running:
+        with SliceWorkers(self._task, self._line, rows, workers, timeout_s, advance, self._folder) as running:
             yield from running.blocks()
