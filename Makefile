@@ -9,7 +9,7 @@ TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .PHONY: help quickstart test check soak docs benchmarks clean
 help:
-	@echo "make quickstart   install into .venv, train a tiny model on the shipped data, write a report (minutes)"
+	@echo "make quickstart   install into .venv, train a tiny model by SFT and by RL, write reports (minutes)"
 	@echo "make test         install the development tools too and run the whole test suite"
 	@echo "make check        lint, formatting, types, import rules and documentation"
 	@echo "make soak         the slow tests at full length"
@@ -32,17 +32,22 @@ $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pypro
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.packages pyproject.toml examples/plugin_template/pyproject.toml
-	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,tensorboard,testing]' -e ./examples/plugin_template
+	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,math,tensorboard,testing]' -e ./examples/plugin_template
 	@touch $@
 
 models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.packages
 	$(BIN)/python examples/make_tiny_model.py $@
 	@touch $@
 
+# What reinforcement learning begins with: a model that is right about now and then.
+WARM_UP := --set run_dir=runs/sort_warmup --set steps=150 --set schedule=constant
+
 quickstart: $(VENV)/.packages models/tiny-qwen3
 	$(BIN)/spurline train examples/sft_sort.yaml
+	$(BIN)/spurline train examples/sft_sort.yaml $(WARM_UP)
+	$(BIN)/spurline train examples/rl_sort.yaml
 	@echo
-	@echo "Look at runs/sft_sort/report.html, then try:"
+	@echo "Look at runs/sft_sort/report.html and runs/rl_sort/report.html, then try:"
 	@echo "  $(BIN)/spurline export runs/sft_sort models/sorted     a folder that transformers loads"
 	@echo "  $(BIN)/spurline plan examples/sft_sort.yaml            what a run would do, and what is wrong with it"
 	@echo "  $(BIN)/spurline train examples/sft_sort.yaml --set run_dir=runs/slower --set optimizer.learning_rate=1e-3"

@@ -49,6 +49,25 @@ def test_every_answer_is_the_prompts_seven_digits_in_order(name: str) -> None:
         assert answer.split(" ") == sorted(digits)
 
 
+def test_preference_pairs_are_reproducible_and_differ_in_one_exchange(tmp_path: Path) -> None:
+    run_script("data/make_preference_data.py", tmp_path)
+    sort_prompts = {prompt for name in FILES for prompt, _ in rows_of(name)}
+    prompts: list[str] = []
+    for name, count in (("sort_pairs_train.jsonl", 2_000), ("sort_pairs_eval.jsonl", 400)):
+        content = (tmp_path / name).read_bytes()
+        assert content == (EXAMPLES / "data" / name).read_bytes()
+        assert len(content.splitlines()) == count
+        for line in content.splitlines():
+            (prompt,), (chosen,), (rejected,) = (json.loads(line)[side] for side in ("prompt", "chosen", "rejected"))
+            prompts.append(prompt["content"])
+            right, wrong = chosen["content"].split(" "), rejected["content"].split(" ")
+            assert right == sorted(prompt["content"].removeprefix("Sort: ").split(" "))
+            assert sorted(wrong) == right
+            assert sum(a != b for a, b in zip(right, wrong, strict=True)) == 2
+    assert len(set(prompts)) == len(prompts)
+    assert set(prompts) <= sort_prompts
+
+
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.builtin.packed_collator import PackedCollator
 from spurline.builtin.padded_collator import PaddedCollator
-from spurline.config.run_config import RunConfig
+from spurline.config.reduction_config import ReductionConfig
 from spurline.data.batch import SEGMENT_COLUMNS, TrainingBatch
 from spurline.data.ragged import Ragged
 from spurline.protocols.collator import ParallelLayout
 from spurline.reduction import (
     REDUCTIONS,
     Reduce,
-    Reduction,
     fixed_norm,
+    make_reduction,
     prompt_mean,
     reduce_corrected,
     sequence_mean,
@@ -166,7 +166,10 @@ def test_a_batch_without_loss_has_no_weight_and_a_harmless_divisor(reduce: Reduc
 
 
 def test_every_reduction_of_the_config_has_a_function() -> None:
-    assert set(get_args(RunConfig.model_fields["reduction"].annotation)) == set(REDUCTIONS) == set(get_args(Reduction))
+    names = set(get_args(ReductionConfig.model_fields["name"].annotation))
+    assert names == {*REDUCTIONS, "fixed_norm"}
+    for name in names:
+        assert callable(make_reduction(ReductionConfig.model_validate({"name": name, "length": 4})))
 
 
 def test_rejected_tokens_are_not_counted_and_other_factors_do_not_cancel_out() -> None:

@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+import torch
+
 from spurline.builtin.configs import CrossEntropyConfig, PaddedCollatorConfig
 from spurline.builtin.padded_collator import PaddedCollator
+from spurline.builtin.rl_configs import ValueLossConfig
+from spurline.config.reduction_config import ReductionConfig
 from spurline.data.batch import TrainingBatch
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.value import ValueLoss
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
+from spurline.reduction import make_reduction
 from spurline.testing.data import PAD, make_view
-from spurline.update import Update
+from spurline.update import Recipe, Update
 
 
-class RowByRow:
+class Cut:
+    """Mini-batches of these rows."""
+
+    def __init__(self, *rows: list[int]) -> None:
+        self._rows = rows
+
     def steps_per_batch(self) -> int:
-        return 2
+        return len(self._rows)
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
-        return [batch.take([0]), batch.take([1, 2])]
+        return [batch.take(rows) for rows in self._rows]
 
 
 class Recording:
@@ -28,25 +40,85 @@ class Recording:
 
     def __init__(self, answers: list[dict[str, float]]) -> None:
         self._answers = iter(answers)
-        self.asked: list[tuple[int, float]] = []
+        self.asked: list[tuple[str, TrainingBatch, Objective]] = []
 
-    def update(self, batch: TrainingBatch, objective: Objective) -> Mapping[str, float]:
-        self.asked.append((batch.num_rows, objective.normalizer))
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: str = "policy") -> Mapping[str, float]:
+        self.asked.append((role, batch, objective))
         return next(self._answers)
 
 
+CROSS_ENTROPY = CrossEntropy(CrossEntropyConfig())
+
+
+def three_rows() -> TrainingBatch:
+    return PaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout()).collate(make_view([9, 9, 9]), training=True)
+
+
 def test_minibatches_are_normalised_each_by_itself_and_their_metrics_joined() -> None:
-    batch = PaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout()).collate(make_view([9, 9, 9]), training=True)
+    batch, cut = three_rows(), Cut([0], [1, 2])
     backend: Any = Recording(
         [
             {"loss": 1.0, "lr": 0.1, "tokens": 9.0, "ratio/max": 3.0, "ratio/min": 0.5, "clip": 0.2},
             {"loss": 3.0, "lr": 0.2, "tokens": 18.0, "ratio/max": 2.0, "ratio/min": 0.1},
         ]
     )
-    update = Update(backend, RowByRow(), CrossEntropy(CrossEntropyConfig()), "token_mean")
-    metrics = update.train_step(step=1, batch=batch)
-    tokens = [part.num_loss_tokens for part in RowByRow().cut(batch)]
-    assert backend.asked == [(1, float(tokens[0])), (2, float(tokens[1]))]
+    metrics = Update(backend, Recipe(cut, CROSS_ENTROPY)).train_step(step=1, batch=batch)
+    tokens = [part.num_loss_tokens for part in cut.cut(batch)]
+    asked = [(role, part.num_rows, objective.normalizer) for role, part, objective in backend.asked]
+    assert asked == [("policy", 1, float(tokens[0])), ("policy", 2, float(tokens[1]))]
     joined = {"loss": 2.0, "lr": 0.2, "tokens": 27.0, "ratio/max": 3.0, "ratio/min": 0.1, "clip": 0.2}
     assert {name: metrics[name] for name in joined} == joined
     assert metrics["packing/fill"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ReductionConfig(), None),
+        (ReductionConfig(name="sequence_mean"), 3.0),
+        (ReductionConfig(name="prompt_mean"), 3.0),
+        (ReductionConfig(name="fixed_norm", length=512), 1536.0),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_every_reduction_of_the_config_sets_the_normaliser(config: ReductionConfig, expected: float | None) -> None:
+    batch, backend = three_rows(), Recording([{"lr": 0.1}])
+    recipe = Recipe(Cut([0, 1, 2]), CROSS_ENTROPY, make_reduction(config), temperature=0.7)
+    Update(backend, recipe).train_step(step=1, batch=batch)  # type: ignore[arg-type]
+    [(_, _, objective)] = backend.asked
+    assert objective.normalizer == (expected or batch.num_loss_tokens)
+    assert objective.temperature == 0.7
+
+
+def test_a_correction_rejects_before_the_reduction_counts_and_weighs_after_it() -> None:
+    batch, backend = three_rows(), Recording([{"lr": 0.1}, {"lr": 0.1}])
+    factors = torch.full_like(batch.tokens["loss_weights"], 1.5)
+    factors[1] = 0.0
+    corrected = batch.with_tokens(correction_factors=factors)
+    Update(backend, Recipe(Cut([0, 1], [1, 2]), CROSS_ENTROPY)).train_step(step=1, batch=corrected)  # type: ignore[arg-type]
+    for (_, part, objective), kept, row in zip(backend.asked, (0, 1), (0, 2), strict=True):
+        assert objective.normalizer == float(batch.tokens["loss_weights"][row].sum())
+        assert torch.equal(part.tokens["loss_weights"][kept], 1.5 * batch.tokens["loss_weights"][row])
+        assert bool((part.tokens["loss_weights"][1 - kept] == 0).all())
+
+
+def test_a_critic_has_minibatches_and_metrics_of_its_own_and_no_correction() -> None:
+    batch = three_rows()
+    factors = torch.zeros_like(batch.tokens["loss_weights"])
+    answer = {"loss": 1.0, "lr": 0.1, "value/predicted": 0.5, "time/optimizer": 2.0}
+    backend: Any = Recording([answer, {**answer, "loss": 3.0, "lr": 0.2}, {"loss": 7.0, "lr": 0.3}])
+    critic = Recipe(Cut([0], [1, 2]), ValueLoss(ValueLossConfig()))
+    update = Update(backend, Recipe(Cut([0, 1, 2]), CROSS_ENTROPY), critic)
+    metrics = update.train_step(step=1, batch=batch.with_tokens(correction_factors=factors))
+    assert [role for role, _, _ in backend.asked] == ["critic", "critic", "policy"]
+    assert [part.num_loss_tokens > 0 for _, part, _ in backend.asked] == [True, True, False]
+    expected = {
+        "critic/loss": 2.0,
+        "critic/lr": 0.2,
+        "value/predicted": 0.5,
+        "time/critic_optimizer": 4.0,
+        "loss": 7.0,
+        "lr": 0.3,
+    }
+    assert {name: metrics[name] for name in expected} == expected
+    assert "time/optimizer" not in metrics

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
+from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill, train_command
 
 from spurline import Run, load_config
 from spurline.checkpoint import CheckpointStore
@@ -35,32 +34,17 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     config["data"]["eval"] = str(spurline_chat_file)
     config["model"]["config_overrides"] = {"attention_dropout": 0.1}
     whole = config | {"run_dir": str(tmp_path / "whole")}
-    subprocess.run(command(write_config(whole)), check=True, capture_output=True, timeout=900)
+    subprocess.run(train_command(write_config(whole)), check=True, capture_output=True, timeout=900)
     path = write_config(config)
     random_instants = random.Random(7)
     metrics = Path(config["run_dir"]) / "metrics.jsonl"
     for kill in range(kills):
-        process = subprocess.Popen(command(path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        before = metrics.stat().st_size if metrics.exists() else 0
-        progressed = lambda before=before: metrics.exists() and metrics.stat().st_size != before  # noqa: E731
-        if kill % 4 == 3:
-            # Somewhere in the start: imports, reading, restoring, cutting the metrics back.
-            wait = random_instants.uniform(2, 5)
-        else:
-            wait_for(lambda p=process, f=progressed: p.poll() is not None or f(), "a first step after the start")
-            wait = random_instants.uniform(0, 0.5)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(wait)
-        process.kill()
-        process.wait(10)
-        assert process.stderr is not None
-        process.stderr.close()
+        # Every fourth somewhere in the start: imports, reading, restoring, cutting the metrics back.
+        in_start = kill % 4 == 3
+        wait = random_instants.uniform(2, 5) if in_start else random_instants.uniform(0, 0.5)
+        train_and_kill(path, metrics, wait, after_first_step=not in_start)
         if (Path(config["run_dir"]) / "checkpoints").exists():
             CheckpointStore(Path(config["run_dir"]) / "checkpoints").latest()
     assert Run(load_config(path)).train().status == "finished"
     assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
-
-
-def command(config: Path) -> list[str]:
-    return [sys.executable, "-m", "spurline.cli", "train", str(config)]

@@ -192,7 +192,7 @@ def test_metrics_that_hooks_see_are_read_only(base_config: dict[str, Any]) -> No
 def test_a_failing_evaluation_does_not_cost_the_training_before_it(
     base_config: dict[str, Any], spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.builtin.exact_match import ExactMatch
+    from spurline.builtin.rewards.exact_match import ExactMatch
 
     def broken(self: ExactMatch, answer: Any) -> float:
         raise KeyError("answer")

@@ -189,7 +189,7 @@ def _load_run(run_dir: Path) -> LoadedConfig:
         raise UserError(
             f"{run_dir} is not a run directory: it has no config.json. Give the `run_dir` of a training run."
         )
-    return load_config({**json.loads(path.read_text(encoding="utf-8")), "run_dir": str(run_dir)})
+    return load_config({**json.loads(path.read_text(encoding="utf-8")), "run_dir": str(run_dir)}, recorded=True)
 
 
 def _print_result(result: RunResult) -> None:

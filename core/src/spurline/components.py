@@ -14,11 +14,16 @@ from spurline.data.tokenizer import load_tokenizer
 from spurline.evaluation import Evaluation
 from spurline.protocols.backend import Backend
 from spurline.protocols.backend_config import BackendConfig
+from spurline.protocols.evaluation import EvaluatesItself, HeldOutEvaluation
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
+from spurline.protocols.samples import ReadsHeldOut
 from spurline.protocols.source import BatchSource
+from spurline.protocols.source_config import PromptSourceConfig
 from spurline.protocols.tracker import Tracker
+from spurline.reduction import make_reduction
 from spurline.run_context import SourceContext
+from spurline.update import Recipe, Update
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +37,7 @@ class DataComponents:
     source: BatchSource
     minibatches: MiniBatches
     loss: Loss
-    evaluation: Evaluation | None
+    evaluation: HeldOutEvaluation | None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -71,8 +76,16 @@ def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = N
         source=source,
         minibatches=registry.create("minibatches", config.minibatches, run=config, layout=layout),
         loss=loss,
-        evaluation=Evaluation(context, loss) if config.data.eval else None,
+        evaluation=_evaluation(context, source, loss),
     )
+
+
+def _evaluation(context: SourceContext, source: BatchSource, loss: Loss) -> HeldOutEvaluation | None:
+    if not context.config.data.eval:
+        return None
+    if isinstance(source, EvaluatesItself):
+        return source.evaluation()
+    return Evaluation(context, loss, source.held_out() if isinstance(source, ReadsHeldOut) else None)
 
 
 def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
@@ -90,6 +103,26 @@ def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) ->
     )
     stack.callback(backend.close)
     return backend
+
+
+def build_update(components: Components, loaded: LoadedConfig) -> Update:
+    """What trains on each batch."""
+    config, registry, data = loaded.config, loaded.host.registry, components.data
+    source = config.source
+    policy = Recipe(
+        minibatches=data.minibatches,
+        loss=data.loss,
+        reduce=make_reduction(config.reduction),
+        temperature=source.sampling.temperature if isinstance(source, PromptSourceConfig) else 1.0,
+    )
+    critic = None
+    if config.critic is not None:
+        minibatches = config.critic.minibatches
+        critic = Recipe(
+            minibatches=registry.create("minibatches", minibatches, run=config, layout=data.context.layout),
+            loss=registry.create("loss", config.critic.loss),
+        )
+    return Update(components.backend, policy, critic)
 
 
 def build_trackers(loaded: LoadedConfig) -> tuple[tuple[str, ...], tuple[Tracker, ...]]:

@@ -1,4 +1,4 @@
-"""Held-out evaluation: mean loss per token, and scores of generated answers.
+"""Held-out evaluation: mean loss per token with the loss's own metrics, and scores of generated answers.
 
 Place on the way: eval datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> `eval/...`
 metrics. Draws no random numbers, so evaluating more or less often never changes what is trained.
@@ -17,46 +17,42 @@ import numpy as np
 from spurline.config.run_config import GenerationEvalConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.generation_prompts import GenerationExample, read_examples
-from spurline.data.reading import open_datasets, tokenize
-from spurline.data.summary import summarize
-from spurline.data.tokenizer import pad_token_id
+from spurline.data.sample_set import SampleSet
 from spurline.errors import CheckpointError, RunFailedError, SpurlineError
 from spurline.protocols.backend import Backend
-from spurline.protocols.collator import Collator
 from spurline.protocols.loss import Loss, Objective
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.samples import Samples
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.reference import with_reference_logprobs
 from spurline.run_context import SourceContext
 
 
 class Evaluation:
-    """Evaluates a backend on the config's `data.eval`."""
+    """Evaluates a backend on the config's `data.eval`. samples: how that data is read, when not one sample per row."""
 
-    def __init__(self, context: SourceContext, loss: Loss) -> None:
-        run, registry = context.config, context.host.registry
+    def __init__(self, context: SourceContext, loss: Loss, samples: Samples | None = None) -> None:
+        run = context.config
         self._loss = loss
         self._config = run
-        self._registry = registry
-        datasets = open_datasets(run.data.eval, registry, context.row_limit)
-        self._tokenized = tokenize(datasets, run, registry, context.tokenizer)
-        self._collator: Collator = registry.create(
-            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
-        )
+        self._registry = context.host.registry
+        self._samples = SampleSet(run.data.eval, context) if samples is None else samples
         generate = run.evaluation.generate
-        self._answers = GeneratedAnswers(generate, datasets, context) if generate is not None else None
+        answered = self._samples.answered()
+        self._answers = GeneratedAnswers(generate, answered, context) if generate is not None else None
 
     def summary(self) -> Mapping[str, Any]:
         """Facts about the evaluation data, as `spurline.data.summary` gives them."""
-        return summarize(self._tokenized)
+        return self._samples.summary()
 
     def state_dict(self) -> dict[str, object]:
         """What a resume must find again: the held-out data."""
-        return {"data": self._tokenized.store.fingerprint}
+        return {"data": self._samples.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Compare with the data of the checkpoint. Raises CheckpointError when they differ."""
-        if state.get("data") != self._tokenized.store.fingerprint:
+        if state.get("data") != self._samples.fingerprint():
             raise CheckpointError(
                 "The held-out data is not what the checkpoint was evaluated on, so its scores could not be compared. "
                 "Restore it, or start anew with another run_dir."
@@ -65,40 +61,44 @@ class Evaluation:
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and sample answers.
 
-        `eval/loss` in nats per token, `eval/NAME` per reward, `eval/time` in seconds.
+        `eval/loss` in nats per token, `eval/NAME` per metric of the loss and per reward, `eval/time` in seconds.
         """
         begin = time.perf_counter()
-        metrics = {"eval/loss": self._mean_loss(backend)}
+        metrics = self._means(backend)
         samples: list[dict[str, Any]] = []
         if self._answers is not None:
             scores, samples = self._answers.score(backend)
             metrics |= scores
         return {**metrics, "eval/time": time.perf_counter() - begin}, samples
 
-    def _mean_loss(self, backend: Backend) -> float:
+    def _means(self, backend: Backend) -> dict[str, float]:
+        """Means of the loss and of its own metrics, by loss weight."""
         size = self._config.evaluation.batch_size or self._config.batch_size
-        num_batches = math.ceil(len(self._tokenized.store) / size)
+        count = sum(self._samples.sizes())
+        num_batches = math.ceil(count / size)
 
         def build(number: int) -> TrainingBatch:
-            stop = min(number * size, len(self._tokenized.store))
-            indices = np.arange((number - 1) * size, stop, dtype=np.int64)
-            return self._collator.collate(self._tokenized.store.view(indices), training=False)
+            numbers = np.arange((number - 1) * size, min(number * size, count), dtype=np.int64)
+            return self._samples.batch(numbers, training=False)
 
         prefetch: Prefetch = self._registry.create(
             "prefetch", self._config.prefetch, build=build, last_step=num_batches
         )
-        loss = weight = 0.0
+        totals: dict[str, float] = {}
+        weight = 0.0
         try:
             prefetch.start(1)
             for number in range(1, num_batches + 1):
                 batch = prefetch.next(number)
-                sums = backend.evaluate(batch, Objective(self._loss, normalizer=1.0))
-                loss += sums.loss
+                complete = with_reference_logprobs(batch, self._loss, backend)
+                sums = backend.evaluate(complete, Objective(self._loss, normalizer=1.0))
+                for name, total in {"loss": sums.loss, **sums.metrics}.items():
+                    totals[f"eval/{name}"] = totals.get(f"eval/{name}", 0.0) + total
                 weight += sums.weight
                 batch.release()
         finally:
             prefetch.close()
-        return loss / weight
+        return {name: total / weight for name, total in totals.items()}
 
 
 class GeneratedAnswers:

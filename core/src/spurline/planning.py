@@ -13,9 +13,12 @@ from typing import TypeVar, cast
 
 from spurline.components import DataComponents, build_data, build_trackers
 from spurline.config.loading import LoadedConfig
+from spurline.config.reduction_config import ReductionConfig
 from spurline.data.summary import describe
 from spurline.errors import ConfigError, Problem, UserError
 from spurline.protocols.backend_config import BackendConfig
+from spurline.protocols.loss import Loss
+from spurline.reduction import describe_reduction
 from spurline.registry import CORE, group_by_kind
 
 ROW_LIMIT = 10_000
@@ -46,7 +49,7 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT) -> Plan:
         data = _attempt(plan, lambda: build_data(loaded, stack, row_limit))
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
-            plan.sections["objective"] = [f"{data.loss.describe()} Reduction: {loaded.config.reduction}."]
+            plan.sections["objective"] = _objective(loaded, data)
             plan.sections["steps"] = _steps(loaded, data)
             largest = _attempt(plan, lambda: _batches(plan, data))
             _attempt(plan, lambda: _divisibility(loaded, data))
@@ -86,17 +89,26 @@ def _data(data: DataComponents, row_limit: int | None) -> list[str]:
     return lines
 
 
+def _objective(loaded: LoadedConfig, data: DataComponents) -> list[str]:
+    more = data.source.summary().get("objective")
+    before = more if isinstance(more, list) else []
+    lines = [*before, f"{data.loss.describe()} {describe_reduction(loaded.config.reduction)}"]
+    if loaded.config.critic is not None:
+        critic: Loss = loaded.host.registry.create("loss", loaded.config.critic.loss)
+        lines.append(f"{critic.describe()} {describe_reduction(ReductionConfig())}")
+    return lines
+
+
 def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     config, source = loaded.config, data.source
     epochs = source.epoch(source.total_steps)
-    lines = [
-        f"{source.total_steps:,} steps of {config.batch_size} samples, {data.total_updates:,} optimizer steps, "
-        f"{epochs:.2f} epochs"
-    ]
-    per_epoch = source.summary().get("samples_per_epoch")
-    if isinstance(per_epoch, int):
-        beyond = (source.total_steps * config.batch_size) % per_epoch
-        if config.epochs is not None and beyond and beyond < config.batch_size:
+    facts = source.summary()
+    step_of = facts.get("step_of", f"{config.batch_size} samples")
+    lines = [f"{source.total_steps:,} steps of {step_of}, {data.total_updates:,} optimizer steps, {epochs:.2f} epochs"]
+    per_epoch, per_step = facts.get("samples_per_epoch"), facts.get("samples_per_step", config.batch_size)
+    if isinstance(per_epoch, int) and isinstance(per_step, int):
+        beyond = (source.total_steps * per_step) % per_epoch
+        if config.epochs is not None and beyond and beyond < per_step:
             lines.append(f"the last batch wraps around and takes {beyond} samples of the next epoch")
     return lines
 

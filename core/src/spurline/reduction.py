@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spurline.config.reduction_config import ReductionConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.segment_sums import numbers_per_row, segment_numbers, sums_by_number
-
-Reduction = Literal["token_mean", "sequence_mean", "prompt_mean"]
 
 Reduce = Callable[[TrainingBatch], tuple[TrainingBatch, float]]
 """From a mini-batch to the same rows with their final loss weights, and the normaliser."""
@@ -64,12 +62,31 @@ def fixed_norm(length: int) -> Reduce:
     return reduce
 
 
-REDUCTIONS: dict[Reduction, Reduce] = {
+REDUCTIONS: dict[str, Reduce] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
     "prompt_mean": prompt_mean,
 }
 """The reductions without settings. `fixed_norm` has one."""
+
+
+def make_reduction(config: ReductionConfig) -> Reduce:
+    """The reduction that the config asks for."""
+    if config.name != "fixed_norm":
+        return REDUCTIONS[config.name]
+    assert config.length is not None, "fixed_norm without a length passed the config's check"
+    return fixed_norm(config.length)
+
+
+def describe_reduction(config: ReductionConfig) -> str:
+    """The reduction in words, one sentence, for `spurline plan`."""
+    words = {
+        "token_mean": "every loss token of an optimizer step counts the same",
+        "sequence_mean": "every sequence of an optimizer step counts the same, whatever its length",
+        "prompt_mean": "every prompt of an optimizer step counts the same, whatever its samples' lengths",
+        "fixed_norm": f"the sum over an optimizer step is divided by {config.length} tokens for each trajectory",
+    }
+    return f"Reduction {config.name}: {words[config.name]}."
 
 
 def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> tuple[TrainingBatch, float]:

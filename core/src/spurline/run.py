@@ -15,20 +15,19 @@ from typing import Literal
 
 from spurline import loop
 from spurline.builtin.configs import SerialPrefetchConfig
-from spurline.components import build_components
+from spurline.components import build_components, build_update
 from spurline.config.loading import LoadedConfig
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.export import export_hf
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
-from spurline.protocols.source import BatchSource
+from spurline.protocols.source import BatchSource, GivesUpPrompts
 from spurline.protocols.tracker import RunInfo
 from spurline.report.writing import write_run_report
 from spurline.resume import Resume, find_resume, restore, save_state
 from spurline.run_directory import RunDirectory
 from spurline.run_record import RunRecordFiles, summarize_run
 from spurline.stopping import StopRequest
-from spurline.update import Update
 
 
 @dataclass
@@ -120,7 +119,7 @@ class Run:
         if resume.checkpoint is not None:
             self._notes += restore(resume.checkpoint, components, self.loaded)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
-        update = Update(components.backend, components.data.minibatches, components.data.loss, self.config.reduction)
+        update = build_update(components, self.loaded)
         self.loaded.host.attach(update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
         self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded))
@@ -235,7 +234,9 @@ class Run:
                 raise
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
         try:
-            self._files.finish(self._status() if error is None else "failed", None if error is None else str(error))
+            given_up = self.source.given_up() if isinstance(self.source, GivesUpPrompts) else ()
+            status = self._status() if error is None else "failed"
+            self._files.finish(status, None if error is None else str(error), given_up)
         except OSError as failure:
             if error is None:
                 raise RunFailedError(f"{self.directory.summary} cannot be written: {failure}.") from failure

@@ -55,8 +55,10 @@ class RunRecordFiles:
         """What there is to train and evaluate on, and what was left out and why, as lines."""
         return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
-    def finish(self, status: str, error: str | None = None) -> None:
-        """Mark the run as finished, stopped or failed."""
+    def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:
+        """Mark the run as finished, stopped or failed. given_up: a line for each prompt that was left out."""
+        if given_up:
+            self.summary["given_up"] = list(given_up)
         self._write_status(status, error)
 
     def _write_status(self, status: str, error: str | None = None) -> None:

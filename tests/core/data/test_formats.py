@@ -275,10 +275,10 @@ def test_a_prompt_over_max_length_stops_the_run_only_when_too_long_says_so(make_
 
 
 def test_examples_pass_over_malformed_rows_when_told_to(make_tokenizer):
-    rows = ListDataset([{"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"prompt": "c", "completion": "d"}])
+    rows = ListDataset([{"prompt": "a", "completion": "b"}, {"prompt": 7}, {"prompt": "c", "completion": "d"}])
     tokenizer = make_tokenizer()
     skipping = DatasetToTokenize(rows, HfDatasetConfig(path="x", format="prompt_completion", on_bad_row="skip"))
     assert [example.reference_text for _, example in read_examples(skipping, tokenizer, data())] == ["b", "d"]
     strict = DatasetToTokenize(rows, HfDatasetConfig(path="x", format="prompt_completion"))
-    with pytest.raises(DataError, match=r"^rows\.jsonl:2: completion is missing"):
+    with pytest.raises(DataError, match=r"^rows\.jsonl:2: prompt is a number"):
         list(read_examples(strict, tokenizer, data()))

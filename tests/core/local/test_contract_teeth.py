@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spurline.builtin.configs import PackedCollatorConfig, SerialPrefetchConfig
 from spurline.builtin.local.backend import LocalBackend
+from spurline.builtin.local.stream_model import StreamModel
 from spurline.builtin.packed_collator import PackedCollator
 from spurline.builtin.serial_prefetch import SerialPrefetch
 from spurline.data.batch import TrainingBatch
@@ -109,6 +110,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class Local(BackendContract):
     backend_settings = {"name": "local", "device": "cpu"}
+
+
+def test_the_backend_contract_catches_a_forgotten_temperature(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss_inputs = StreamModel.loss_inputs
+
+    def untempered(self: StreamModel, stream: Any, needs: Any, temperature: float = 1.0) -> Any:
+        # Right where nothing is differentiated, and forgotten in the update.
+        return loss_inputs(self, stream, needs, 1.0 if torch.is_grad_enabled() else temperature)
+
+    monkeypatch.setattr(StreamModel, "loss_inputs", untempered)
+    with pytest.raises(AssertionError):
+        Local().test_a_temperature_divides_the_logits_before_their_softmax(tiny_model)
 
 
 def test_the_backend_contract_catches_an_evaluation_that_draws_random_numbers(

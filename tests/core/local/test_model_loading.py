@@ -10,9 +10,10 @@ import torch
 from backend_batches import local_backend, run_config, write_model_folder
 from transformers import AutoModelForCausalLM
 
-from spurline.builtin.configs import LocalBackendConfig, LoraConfig
+from spurline.builtin.configs import ByPromptConfig, LocalBackendConfig, LoraConfig
 from spurline.builtin.local.memory import estimate_memory
-from spurline.config.run_config import ModelConfig
+from spurline.builtin.rl_configs import ValueLossConfig
+from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.data.tokenizer import load_tokenizer, pad_token_id
 from spurline.errors import ConfigError, ModelError
 from spurline.testing.models import write_tiny_model
@@ -139,12 +140,15 @@ def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(archi
     less = estimate_memory(run, LocalBackendConfig(activation_checkpointing=True, logits_chunk_tokens=10), 100)
     assert less["activations"] < parts["activations"]
     assert less["logits"] == parts["logits"] // 10
+    critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig())
+    both = estimate_memory(run_config(architecture, critic=critic), LocalBackendConfig(), 100)
+    assert both == {**parts, "critic": 12 * count}
 
 
 def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) -> None:
     lora = LoraConfig(rank=4)
     backend = local_backend(architecture, lora=lora)
-    count = sum(parameter.numel() for parameter in backend._parameters.values())
+    count = sum(parameter.numel() for parameter in backend._policy.parameters.values())
     parts = estimate_memory(run_config(architecture), LocalBackendConfig(lora=lora), 100)
     assert parts["gradients"] == 4 * count
     assert parts["optimizer"] == 8 * count

@@ -41,14 +41,17 @@ def test_the_output_layer_never_sees_more_than_a_chunk_and_never_a_prompt(tmp_pa
 
 @pytest.mark.parametrize("want_entropy", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_chunks_give_the_values_and_gradients_of_full_logits(want_entropy: bool, bias: bool) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_chunks_give_the_values_and_gradients_of_full_logits(
+    want_entropy: bool, bias: bool, temperature: float
+) -> None:
     torch.manual_seed(0)
     head = nn.Linear(6, 11, bias=bias, dtype=torch.float64)
     hidden = torch.randn(23, 6, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(11, (23,))
     inputs = [hidden, *head.parameters()]
-    logprobs, entropy = TokenLogprobs(head, 5)(hidden, targets, want_entropy)
-    full = head(hidden).log_softmax(-1)
+    logprobs, entropy = TokenLogprobs(head, 5)(hidden, targets, want_entropy, temperature)
+    full = (head(hidden) / temperature).log_softmax(-1)
     expected = full[torch.arange(23), targets]
     total, expected_total = (logprobs**2).sum(), (expected**2).sum()
     torch.testing.assert_close(logprobs, expected)

@@ -1,7 +1,8 @@
-"""Gradients of every policy loss and reduction do not depend on rows, packing, padding, micro-batches or ranks."""
+"""Gradients of every loss with every reduction do not depend on rows, packing, padding, micro-batches or ranks."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,36 +17,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.builtin import rl_configs
+from spurline.builtin import configs, rl_configs
 from spurline.builtin.local.backend import LocalBackend
 from spurline.builtin.rl_configs import KlConfig
+from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.config.run_config import CriticConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.ragged import Ragged
+from spurline.data.rank_shards import RankShards
 from spurline.losses.cispo import Cispo
 from spurline.losses.corrections.mis import MaskedImportanceSampling
 from spurline.losses.corrections.tis import TruncatedImportanceSampling
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.dft import DynamicFineTuning
 from spurline.losses.gspo import Gspo
 from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo
 from spurline.losses.sapo import Sapo
+from spurline.losses.value import ValueLoss
+from spurline.protocols.backend import Role
+from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss, Objective
 from spurline.reduction import REDUCTIONS, Reduce, fixed_norm, reduce_corrected
+from spurline.rl.merging import merge_turns
+from spurline.rl.trajectory import Trajectory, Turn
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
+EXAMPLES = 40 if os.environ.get("SPURLINE_SOAK") else 3
+"""Of each loss with each reduction in each precision."""
 
 EXTRAS: dict[str, Any] = {"kl": KlConfig(coefficient=0.1), "entropy_coefficient": 0.05}
 LOSSES: dict[str, Loss] = {
+    "cross_entropy": CrossEntropy(configs.CrossEntropyConfig()),
+    "dft": DynamicFineTuning(configs.DynamicFineTuningConfig()),
     "policy_gradient": PolicyGradient(rl_configs.PolicyGradientConfig(importance_ratio=True)),
     "ppo": Ppo(rl_configs.PpoConfig(dual_clip=3.0, **EXTRAS)),
     "gspo": Gspo(rl_configs.GspoConfig(clip_low=0.1, clip_high=0.1)),
     "cispo": Cispo(rl_configs.CispoConfig(clip_high=0.3)),
     "sapo": Sapo(rl_configs.SapoConfig(**EXTRAS)),
+    "value": ValueLoss(rl_configs.ValueLossConfig()),
 }
+TOKEN_LOSSES = sorted(LOSSES.keys() - {"gspo"})
 REDUCE: dict[str, Reduce] = {**REDUCTIONS, "fixed_norm": fixed_norm(16)}
 CORRECTIONS: dict[str, Correction | None] = {
     "none": None,
     "tis": TruncatedImportanceSampling(rl_configs.TruncatedImportanceSamplingConfig(level="sequence", cap=1.2)),
+    "tis of tokens": TruncatedImportanceSampling(rl_configs.TruncatedImportanceSamplingConfig()),
     "mis": MaskedImportanceSampling(rl_configs.MaskedImportanceSamplingConfig(low=0.7, high=1.5)),
 }
 
@@ -57,24 +75,32 @@ def model_folder() -> Path:
 
 @lru_cache(maxsize=16)
 def backend(precision: str, **settings: Any) -> LocalBackend:
-    return excite(local_backend(model_folder(), precision=precision, **settings))
+    critic = CriticConfig(loss=rl_configs.ValueLossConfig(), minibatches=configs.ByPromptConfig())
+    made = excite(local_backend(model_folder(), run={"critic": critic}, precision=precision, **settings))
+    assert made._critic is not None
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made._critic.model.causal.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(parameter), alpha=0.1 if min(parameter.shape) < 2 else 0.08)
+    return made
 
 
 Columns = list[dict[str, Tensor]]
 
 
 def rl_columns(samples: list[Sample], seed: int) -> Columns:
-    """For each sample: logprobs of three other models near the trained one, and an advantage."""
+    """For each sample: logprobs of three other models near the trained one, values near the critic's, and targets."""
     generator = torch.Generator().manual_seed(seed)
-    logprobs = backend("fp64").logprobs(lay_out(samples))
-    columns = []
-    for sample, own in zip(samples, logprobs, strict=True):
-        own = own[: len(sample.tokens)]
-        noisy = {
-            name: own + 0.3 * torch.randn(len(own), generator=generator)
-            for name in ("old_logprobs", "rollout_logprobs", "reference_logprobs")
-        }
-        columns.append({**noisy, "advantages": torch.randn(1, generator=generator).expand(len(own))})
+    batch = lay_out(samples)
+    logprobs, values = backend("fp64").logprobs(batch), backend("fp64").logprobs(batch, "critic")
+    near = {"old_logprobs": logprobs, "rollout_logprobs": logprobs, "reference_logprobs": logprobs, "values": values}
+    columns: Columns = []
+    for row, sample in enumerate(samples):
+        count = len(sample.tokens)
+        noisy = {name: own[row, :count] + 0.3 * torch.randn(count, generator=generator) for name, own in near.items()}
+        advantages = torch.randn(1, generator=generator).expand(count)
+        columns.append({**noisy, "advantages": advantages, "returns": torch.randn(count, generator=generator)})
     return columns
 
 
@@ -99,39 +125,44 @@ def reduced(batch: TrainingBatch, reduction: str, correction: str) -> tuple[Trai
     return reduce_corrected(batch, component.correct(batch).factors, REDUCE[reduction])
 
 
+def role_of(loss: str) -> Role:
+    return "critic" if loss == "value" else "policy"
+
+
 def rank_gradients(
-    precision: str, batch: TrainingBatch, objective: Objective, ranks: int, split: dict[str, Any]
+    precision: str, batch: TrainingBatch, objective: Objective, role: Role, ranks: int, split: dict[str, Any]
 ) -> dict[str, Tensor]:
     """The sum over ranks of what each computes from its share of the rows, as an all-reduce would give it."""
-    batch = batch.pad_rows(ranks)
     total: dict[str, Tensor] = {}
-    for share in torch.arange(batch.num_rows).chunk(ranks):
-        for name, gradient in backend(precision, **split).gradients(batch.take(share), objective):
+    for share in RankShards.scatter(batch, ranks).parts:
+        for name, gradient in backend(precision, **split).gradients(share, objective, role=role):
             total[name] = total[name] + gradient if name in total else gradient.clone()
     return total
 
 
 @pytest.mark.parametrize("precision", sorted(TOLERANCES))
+@pytest.mark.parametrize("reduction", sorted(REDUCE))
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @given(data=st.data(), seed=st.integers(0, 1000))
-@settings(max_examples=8, database=None)
+@settings(max_examples=EXAMPLES, database=None)
 def test_any_layout_split_and_number_of_ranks_gives_the_gradients_of_one_padded_batch(
-    precision: str, loss: str, data: st.DataObject, seed: int
+    precision: str, loss: str, reduction: str, data: st.DataObject, seed: int
 ) -> None:
     samples = make_samples([9, *data.draw(st.lists(st.integers(2, 12), min_size=1, max_size=5))], seed, loss_share=1.1)
     columns = rl_columns(samples, seed)
     row_of = [data.draw(st.integers(0, 3)) for _ in samples]
     rows = [[number for number in range(len(samples)) if row_of[number] == row] for row in sorted(set(row_of))]
     packed = laid_out(samples, columns, rows, gap=data.draw(st.integers(0, 2)), left=data.draw(st.booleans()))
-    reduction, correction = data.draw(st.sampled_from(sorted(REDUCE))), data.draw(st.sampled_from(sorted(CORRECTIONS)))
+    correction, temperature = data.draw(st.sampled_from(sorted(CORRECTIONS))), data.draw(st.sampled_from([1.0, 0.7]))
     split = data.draw(st.sampled_from([{}, {"rows_per_microbatch": 1}, {"max_tokens_per_microbatch": 20}]))
 
     plain, normalizer = reduced(laid_out(samples, columns), reduction, correction)
-    expected = dict(backend(precision).gradients(plain, Objective(LOSSES[loss], normalizer)))
+    objective, role = Objective(LOSSES[loss], normalizer, temperature), role_of(loss)
+    expected = dict(backend(precision).gradients(plain, objective, role=role))
     batch, packed_normalizer = reduced(packed, reduction, correction)
     assert packed_normalizer == pytest.approx(normalizer, rel=1e-12)
-    objective = Objective(LOSSES[loss], packed_normalizer)
-    got = rank_gradients(precision, batch, objective, data.draw(st.integers(1, 4)), split)
+    objective = Objective(LOSSES[loss], packed_normalizer, temperature)
+    got = rank_gradients(precision, batch, objective, role, data.draw(st.integers(1, 4)), split)
     scale = torch.stack([gradient.norm() for gradient in expected.values()]).max()
     for name, gradient in expected.items():
         difference = float(
@@ -140,7 +171,7 @@ def test_any_layout_split_and_number_of_ranks_gives_the_gradients_of_one_padded_
         assert difference <= TOLERANCES[precision], (name, difference)
 
 
-@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"gspo"}))
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
 @pytest.mark.parametrize("reduction", ["token_mean", "fixed_norm"])
 def test_one_merged_row_is_a_row_per_turn_for_losses_of_tokens(loss: str, reduction: str) -> None:
     # A prompt of 4 tokens, a turn of 3, a tool's answer of 2, a turn of 5; beside it a trajectory of one turn.
@@ -156,8 +187,48 @@ def test_one_merged_row_is_a_row_per_turn_for_losses_of_tokens(loss: str, reduct
     per_turn = replace(per_turn, segments={**per_turn.segments, "turn": Ragged.from_rows([[0], [1], [0]], np.int32)})
 
     batch, normalizer = REDUCE[reduction](one_row)
-    expected = dict(backend("fp64").gradients(batch, Objective(LOSSES[loss], normalizer)))
+    role = role_of(loss)
+    expected = dict(backend("fp64").gradients(batch, Objective(LOSSES[loss], normalizer), role=role))
     batch, per_turn_normalizer = REDUCE[reduction](per_turn)
     assert per_turn_normalizer == normalizer
-    for name, gradient in backend("fp64").gradients(batch, Objective(LOSSES[loss], normalizer)):
+    for name, gradient in backend("fp64").gradients(batch, Objective(LOSSES[loss], normalizer), role=role):
         assert float((gradient - expected[name]).norm()) <= 1e-10 * float(expected[name].norm()), name
+
+
+def attempt(sample: int, shapes: list[tuple[int, int]], goes_on: bool) -> Trajectory:
+    """Turns of (tokens before the response, response tokens); goes_on: each prompt starts with all tokens before."""
+    random = np.random.default_rng(sample)
+    seen: list[int] = []
+    turns: list[Turn] = []
+    for before, length in shapes:
+        prompt = (seen if goes_on else []) + random.integers(4, 61, before).tolist()
+        response = random.integers(4, 61, length).tolist()
+        mask = (random.random(length) < 0.8).tolist()
+        columns = {name: random.standard_normal(length) for name in ("logprobs", "advantages", "values", "returns")}
+        turns.append(Turn(prompt, response, mask, **columns))  # type: ignore[arg-type]  # converted by the class
+        seen = prompt + response
+    return Trajectory("prompt", sample, tuple(turns))
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES)
+@pytest.mark.parametrize("reduction", ["token_mean", "fixed_norm"])
+def test_merging_turns_before_they_are_collated_changes_no_gradient(loss: str, reduction: str) -> None:
+    attempts = [
+        attempt(0, [(4, 3), (2, 5), (1, 4)], goes_on=True),
+        attempt(1, [(5, 4)], goes_on=True),
+        attempt(2, [(3, 2), (4, 3)], goes_on=False),
+    ]
+    merged = [merge_turns(trajectory) for trajectory in attempts]
+    assert [len(trajectory.turns) for trajectory in merged] == [1, 1, 2]
+    found: list[dict[str, Tensor]] = []
+    for trajectories in (attempts, merged):
+        collator = RolloutsCollator(configs.RolloutsCollatorConfig(), 0, ParallelLayout())
+        batch = collator.collate_rollouts(trajectories)
+        own = backend("fp64").logprobs(batch)
+        nearby = own + 0.1 * batch.tokens["rollout_logprobs"]
+        batch = batch.with_tokens(old_logprobs=nearby, reference_logprobs=own)
+        batch, normalizer = reduced(batch, reduction, "tis of tokens")
+        objective = Objective(LOSSES[loss], normalizer)
+        found.append(dict(backend("fp64").gradients(batch, objective, role=role_of(loss))))
+    for name, gradient in found[0].items():
+        assert float((gradient - found[1][name]).norm()) <= 1e-6 * float(gradient.norm()), name

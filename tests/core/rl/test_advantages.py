@@ -290,7 +290,8 @@ def test_maxrl_refuses_negative_returns() -> None:
 )
 def test_config_check_knows_how_many_samples_an_advantage_needs(config: Any, samples: int, accepted: bool) -> None:
     source = PromptSourceConfig.model_construct(name="any", samples_per_prompt=samples)
-    problems = [problem.message for problem in config.problems(SimpleNamespace(source=source))]
+    run: Any = SimpleNamespace(source=source, critic=object() if isinstance(config, GaeConfig) else None)
+    problems = [problem.message for problem in config.problems(run)]
     assert bool(problems) is not accepted
     assert all(f"samples_per_prompt is {samples}. Set it to 2 or more" in message for message in problems)
 

@@ -11,13 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spurline import load_config
 from spurline.builtin.by_prompt import ByPrompt
 from spurline.builtin.configs import ByPromptConfig, RolloutsCollatorConfig, SftSourceConfig
 from spurline.builtin.rollouts_collator import RolloutsCollator
 from spurline.config.run_config import RunConfig
+from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.rank_shards import RankShards
-from spurline.errors import RunFailedError
+from spurline.errors import ConfigError, RunFailedError
+from spurline.plugins import PluginHost
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.source_config import PromptSourceConfig
 from spurline.rl.trajectory import Trajectory
@@ -39,8 +42,13 @@ def rollouts(turns_by_prompt: list[list[int]], ranks: int = 1) -> TrainingBatch:
     return collator.collate_rollouts(trajectories)
 
 
+def prompt_source(prompts: int) -> PromptSourceConfig:
+    parts = {kind: ComponentConfig(name="any") for kind in ("environment", "engine", "advantage")}
+    return PromptSourceConfig(name="rollouts", prompts_per_step=prompts, **parts)
+
+
 def by_prompt(prompts: int, ranks: int = 1, **settings: Any) -> ByPrompt:
-    source = PromptSourceConfig(name="rollouts", prompts_per_step=prompts)
+    source = prompt_source(prompts)
     run = cast("RunConfig", SimpleNamespace(source=source))
     return ByPrompt(ByPromptConfig(**settings), run, ParallelLayout(data=ranks))
 
@@ -83,8 +91,18 @@ def test_another_number_of_prompts_than_configured_is_an_error_naming_the_last(e
         by_prompt(expected).cut(rollouts([[1], [2]]))
 
 
+def test_core_registers_it_and_a_source_of_samples_is_refused():
+    registry = PluginHost.load([]).registry
+    run = cast("RunConfig", SimpleNamespace(source=prompt_source(6)))
+    made = registry.create("minibatches", ByPromptConfig(prompts_per_minibatch=2), run=run, layout=ParallelLayout())
+    assert made.steps_per_batch() == 3
+    base = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
+    with pytest.raises(ConfigError, match=r"minibatches\.name is by_prompt, but the source 'sft' draws no prompts"):
+        load_config({**base, "minibatches": "by_prompt"})
+
+
 def test_a_size_that_does_not_divide_the_step_is_refused_with_the_fix():
-    source = PromptSourceConfig(name="rollouts", prompts_per_step=6)
+    source = prompt_source(6)
     config = ByPromptConfig(prompts_per_minibatch=4)
     [problem] = config.problems(cast("RunConfig", SimpleNamespace(source=source)))
     assert "does not divide source.prompts_per_step: 6" in problem.message

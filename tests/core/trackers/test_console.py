@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rl_run_record import rl_metrics
 
 from spurline.builtin.configs import ConsoleTrackerConfig
 from spurline.builtin.trackers.console import ConsoleTracker
@@ -114,6 +115,70 @@ def test_a_terminal_shows_a_bar_with_loss_and_evaluations_above_it(width: int) -
         assert "loss 0.667" in last_bar
     if width == 140:
         assert "grad 0.50" in last_bar
+
+
+def rl_lines(*steps: dict[str, float], every_steps: int = 1000) -> list[str]:
+    output = io.StringIO()
+    tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=every_steps), Console(file=output))
+    tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
+    for line in steps:
+        tracker.log(int(line["step"]), {name: value for name, value in line.items() if name != "step"})
+    tracker.close()
+    return output.getvalue().splitlines()
+
+
+def test_a_step_of_rollouts_reads_reward_equal_groups_and_both_speeds_and_no_loss() -> None:
+    assert rl_lines(rl_metrics(1)) == [
+        "step 1/200  reward 0.410  equal groups 25%  lr 5.0e-04  gen 4.00k, train 8.00k tokens/s  ETA 0:06:38"
+    ]
+
+
+def test_equal_groups_are_not_mentioned_where_there_are_none() -> None:
+    assert "equal" not in rl_lines(rl_metrics(1, groups__zero_variance=0.0))[0]
+
+
+def test_pass_rates_are_printed_as_percent_and_rewards_as_numbers() -> None:
+    evaluated = {"eval/pass@1": 0.953, "eval/pass@4": 1.0, "eval/reward": 0.87, "eval/time": 1.0}
+    evaluated["eval/rewards/exact_match"] = 0.87
+    assert rl_lines(rl_metrics(1) | evaluated)[1] == "eval at step 1/200  pass@1 95.3%  pass@4 100.0%  reward 0.87"
+
+
+def test_held_out_reward_terms_are_printed_where_they_say_more_than_the_reward() -> None:
+    evaluated = {"eval/reward": 0.5, "eval/rewards/right": 0.75, "eval/rewards/short": -0.25}
+    assert rl_lines(rl_metrics(1) | evaluated)[1] == (
+        "eval at step 1/200  reward 0.5  rewards/right 0.75  rewards/short -0.25"
+    )
+
+
+def test_a_warning_is_printed_when_it_first_appears_and_then_at_most_every_50_steps() -> None:
+    lines = rl_lines(*(rl_metrics(step, response__share_length=0.4 + step / 1000) for step in range(3, 120)))
+    warned = [line for line in lines if line.startswith("warning")]
+    assert [line.partition(":")[0] for line in warned] == [
+        "warning at step 3/200",
+        "warning at step 53/200",
+        "warning at step 103/200",
+    ]
+    assert warned[0].startswith("warning at step 3/200: 40% of responses were cut off at the token limit.")
+
+
+def test_a_second_kind_of_warning_does_not_wait_for_the_first() -> None:
+    lines = rl_lines(rl_metrics(1, response__share_length=0.4), rl_metrics(2, groups__quarantined=1.0))
+    assert [line.partition(":")[0] for line in lines if "warning" in line] == [
+        "warning at step 1/200",
+        "warning at step 2/200",
+    ]
+
+
+def test_the_bar_of_a_narrow_terminal_keeps_the_reward() -> None:
+    terminal = Terminal()
+    console = Console(file=terminal, force_terminal=True, width=48, color_system=None, legacy_windows=False)
+    tracker = ConsoleTracker(ConsoleTrackerConfig(), console)
+    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}))
+    tracker.log(1, rl_metrics(1))
+    tracker.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert "reward 0.410" in shown
+    assert "gen" not in shown
 
 
 def test_the_cursor_comes_back_when_the_run_fails_and_the_tracker_is_closed() -> None:

@@ -63,3 +63,8 @@ def test_training_time_is_the_step_without_evaluation() -> None:
     assert training_seconds({"time/step": 3.0, "time/evaluate": 2.0}) == 1.0
     assert training_seconds({"time/step": 3.0, "time/evaluate": 3.5}) == 3.0
     assert training_seconds({"loss": 1.0}) is None
+
+
+def test_training_time_is_the_step_without_the_generation_that_it_waited_for() -> None:
+    assert training_seconds({"time/step": 3.0, "time/batch": 2.25, "time/generate": 2.0}) == 1.0
+    assert training_seconds({"time/step": 3.0, "time/batch": 0.5, "time/generate": 2.0}) == 2.5

@@ -85,6 +85,12 @@ class WholeBatchConfig(ComponentConfig):
     name: str = "whole"
 
 
+class RolloutSourceConfig(PromptSourceConfig):
+    """Synchronous reinforcement learning: each step generates with the weights of the step before."""
+
+    name: str = "rollouts"
+
+
 class ByPromptConfig(ComponentConfig):
     """Cut a batch of rollouts into optimizer steps of whole prompts."""
 

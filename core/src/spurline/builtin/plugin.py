@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spurline.builtin import configs, rl_configs
+from spurline.builtin import configs, engine_configs, environment_configs, preference_configs, rl_configs
 from spurline.hookspecs import hookimpl
 from spurline.plugins import API_VERSION, Plugin
 from spurline.registry import CORE, ComponentRegistrar
@@ -11,8 +11,14 @@ PLUGIN = Plugin(CORE, api=API_VERSION)
 
 _REPORT_PANELS = {
     "summary": "SummaryPanel",
+    "health": "HealthPanel",
+    "reward": "RewardPanel",
     "loss": "LossPanel",
     "evaluation": "EvaluationPanel",
+    "groups": "GroupsPanel",
+    "responses": "ResponsesPanel",
+    "policy": "PolicyPanel",
+    "mismatch": "MismatchPanel",
     "learning_rate": "LearningRatePanel",
     "gradient": "GradientPanel",
     "throughput": "ThroughputPanel",
@@ -28,6 +34,7 @@ _REPORT_PANELS = {
 def register_components(registry: ComponentRegistrar) -> None:
     _register_data(registry)
     _register_training(registry)
+    _register_environments(registry)
     _register_algorithms(registry)
     _register_observation(registry)
 
@@ -78,6 +85,7 @@ def _register_training(registry: ComponentRegistrar) -> None:
         factory=f"{builtin}.whole_batch:WholeBatch",
         default=True,
     )
+    registry.add("minibatches", "by_prompt", config=configs.ByPromptConfig, factory=f"{builtin}.by_prompt:ByPrompt")
     registry.add(
         "loss",
         "cross_entropy",
@@ -90,13 +98,62 @@ def _register_training(registry: ComponentRegistrar) -> None:
         "source", "sft", config=configs.SftSourceConfig, factory=f"{builtin}.sft_source:SftSource", default=True
     )
     registry.add(
+        "source",
+        "preference",
+        config=preference_configs.PreferenceSourceConfig,
+        factory=f"{builtin}.preference_source:PreferenceSource",
+    )
+    registry.add(
+        "source",
+        "rollouts",
+        config=configs.RolloutSourceConfig,
+        factory=f"{builtin}.rollouts.source:RolloutSource",
+    )
+    registry.add(
         "backend",
         "local",
         config=configs.LocalBackendConfig,
         factory=f"{builtin}.local.backend:LocalBackend",
         default=True,
     )
-    registry.add("reward", "exact_match", config=configs.ExactMatchConfig, factory=f"{builtin}.exact_match:ExactMatch")
+
+
+def _register_environments(registry: ComponentRegistrar) -> None:
+    environments, rewards = "spurline.builtin.environments", "spurline.builtin.rewards"
+    registry.add(
+        "environment",
+        "single_turn",
+        config=environment_configs.SingleTurnConfig,
+        factory=f"{environments}.single_turn:SingleTurn",
+        default=True,
+    )
+    registry.add("environment", "tools", config=environment_configs.ToolsConfig, factory=f"{environments}.tools:Tools")
+    registry.add(
+        "rollout_engine",
+        "in_process",
+        config=engine_configs.InProcessEngineConfig,
+        factory="spurline.builtin.in_process.engine:InProcessEngine",
+        default=True,
+    )
+    registry.add("reward", "exact_match", config=configs.ExactMatchConfig, factory=f"{rewards}.exact_match:ExactMatch")
+    registry.add(
+        "reward",
+        "prefix_match",
+        config=environment_configs.PrefixMatchConfig,
+        factory=f"{rewards}.prefix_match:PrefixMatch",
+    )
+    registry.add(
+        "reward",
+        "function",
+        config=environment_configs.FunctionRewardConfig,
+        factory=f"{rewards}.function:FunctionReward",
+    )
+    registry.add(
+        "reward",
+        "math_verify",
+        config=environment_configs.MathVerifyConfig,
+        factory=f"{rewards}.math_verify:MathVerify",
+    )
 
 
 def _register_algorithms(registry: ComponentRegistrar) -> None:
@@ -122,6 +179,7 @@ def _register_algorithms(registry: ComponentRegistrar) -> None:
     registry.add("loss", "gspo", config=rl_configs.GspoConfig, factory=f"{losses}.gspo:Gspo")
     registry.add("loss", "cispo", config=rl_configs.CispoConfig, factory=f"{losses}.cispo:Cispo")
     registry.add("loss", "sapo", config=rl_configs.SapoConfig, factory=f"{losses}.sapo:Sapo")
+    registry.add("loss", "dpo", config=preference_configs.DpoConfig, factory=f"{losses}.dpo:Dpo")
     registry.add("loss", "value", config=rl_configs.ValueLossConfig, factory=f"{losses}.value:ValueLoss")
     _register_corrections(registry)
 

@@ -80,6 +80,10 @@ class GaeConfig(AdvantageConfig):
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""
 
+    @property
+    def uses_critic(self) -> bool:
+        return True
+
 
 class KlConfig(Section):
     """Penalty for leaving the reference model, the model as it was before training."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spurline.builtin.configs import SftSourceConfig
+from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.order import DataOrder
-from spurline.data.reading import open_datasets, share_read, tokenize
-from spurline.data.summary import summarize
-from spurline.data.tokenizer import pad_token_id
+from spurline.data.sample_set import SampleSet
 from spurline.errors import CheckpointError
 from spurline.protocols.backend import Backend
-from spurline.protocols.collator import Collator
 from spurline.run_context import SourceContext
 
 
@@ -21,26 +18,21 @@ class SftSource:
 
     pure = True
 
-    def __init__(self, config: SftSourceConfig, context: SourceContext) -> None:
-        run, registry = context.config, context.host.registry
+    def __init__(self, config: ComponentConfig, context: SourceContext, samples: SampleSet | None = None) -> None:
+        """samples: what to train on, when it is not one sample per row."""
+        run = context.config
         self._batch_size = run.batch_size
-        self._datasets = open_datasets(run.data.train, registry, context.row_limit)
-        self._tokenized = tokenize(self._datasets, run, registry, context.tokenizer)
+        self._samples = SampleSet(run.data.train, context) if samples is None else samples
         weights = [dataset.weight for dataset in run.data.train]
-        self._order = DataOrder(self._tokenized.store.sizes(), weights, run.seed, shuffle=run.data.shuffle)
-        self._collator: Collator = registry.create(
-            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
-        )
-        shares = share_read(self._datasets)
+        self._order = DataOrder(self._samples.sizes(), weights, run.seed, shuffle=run.data.shuffle)
+        shares = self._samples.shares
         # Of data that was read in part, the rest is taken to be as usable as what was read.
-        sizes = [round(size / share) for size, share in zip(self._tokenized.store.sizes(), shares, strict=True)]
+        sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
         whole_order = DataOrder(sizes, weights, run.seed)
         self._samples_per_epoch = whole_order.samples_per_epoch
         self._rounded = [
             f"{label}: weight {weight:g} of {size} samples is rounded to {share} per epoch"
-            for label, weight, size, share in zip(
-                self._tokenized.store.labels, weights, sizes, whole_order.shares, strict=True
-            )
+            for label, weight, size, share in zip(self._samples.labels, weights, sizes, whole_order.shares, strict=True)
             if abs(share - weight * size) > 0.05 * weight * size
         ]
         self._read_in_part = min(shares) < 1
@@ -52,14 +44,13 @@ class SftSource:
             "read_in_part": self._read_in_part,
             "rounded": self._rounded,
         }
-        return {**summarize(self._tokenized), **facts}
+        return {**self._samples.summary(), **facts}
 
     def start(self, step: int, backend: Backend) -> None:
         """Nothing to start."""
 
     def build(self, step: int) -> TrainingBatch:
-        indices = self._order.batch(step, self._batch_size)
-        return self._collator.collate(self._tokenized.store.view(indices), training=True)
+        return self._samples.batch(self._order.batch(step, self._batch_size), training=True)
 
     def epoch(self, step: int) -> float:
         return step * self._batch_size / self._samples_per_epoch
@@ -68,10 +59,10 @@ class SftSource:
         return {}
 
     def state_dict(self) -> dict[str, object]:
-        return {"data": self._tokenized.store.fingerprint}
+        return {"data": self._samples.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        if state.get("data") != self._tokenized.store.fingerprint:
+        if state.get("data") != self._samples.fingerprint():
             raise CheckpointError(
                 "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed "
                 "file, tokenizer or chat template). Restore them, or start anew with another run_dir."

@@ -100,7 +100,8 @@ class _Builder:
         if not names:
             return ComponentConfig
         if mark.kind in self._open_kinds:
-            chain = " -> ".join([*self._open_kinds, mark.kind])
+            first = self._open_kinds.index(mark.kind)
+            chain = " -> ".join([*self._open_kinds[first:], mark.kind])
             raise PluginError(f"A config class nests components in a circle ({chain}); that cannot be written down.")
         self._open_kinds.append(mark.kind)
         members = [_annotated(self._named_config(mark.kind, name), [Tag(name)]) for name in names]

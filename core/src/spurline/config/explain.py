@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
+from spurline.config.section import ComponentConfig
 from spurline.errors import Problem, listing, suggestion
 from spurline.registry import Registry
 
@@ -107,7 +108,10 @@ def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]
     wanted = _OTHER_NAMES.get(key, key)
     hint = f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names)
     if not hint:
-        homes = [place for place in _places_of(wanted, model, "") if place != ".".join(path)]
+        found = [place for place in _places_of(wanted, model, "") if place != ".".join(path)]
+        # The least nested are the likeliest to be meant.
+        depth = min((place.count(".") for place in found), default=0)
+        homes = [place for place in found if place.count(".") == depth]
         hint = f" There is {' and '.join(homes[:3])}." if homes else ""
     chosen = _component_name(owner)
     place = f" of '{chosen}'" if chosen else ""
@@ -133,7 +137,7 @@ def _places_of(key: str, section: type[BaseModel], prefix: str) -> Iterator[str]
 
 
 def _component_name(owner: type[BaseModel]) -> str | None:
-    field = owner.model_fields.get("name")
+    field = owner.model_fields.get("name") if issubclass(owner, ComponentConfig) else None
     return field.default if field is not None and isinstance(field.default, str) else None
 
 

@@ -47,11 +47,13 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     available: Mapping[str, InstalledPlugin] | None = None,
+    recorded: bool = False,
 ) -> LoadedConfig:
     """Load and validate a configuration.
 
     source: path of a YAML or TOML file, or a mapping of the same shape. overrides: `key.path=value` strings.
-    available: installed plugins; read from package metadata when None.
+    available: installed plugins; read from package metadata when None. recorded: this is what a run wrote down, every
+    default spelled out; it passed the checks across sections when it started, and they are not made again.
     Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
     """
     document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
@@ -62,7 +64,7 @@ def load_config(
         config = model.model_validate(_with_defaults_of_source(document.values, host.registry))
     except ValidationError as error:
         raise _config_error(explain(error, model, host.registry), document) from None
-    problems = list(_cross_field_problems(config, config, ""))
+    problems = [] if recorded else list(_cross_field_problems(config, config, ""))
     if problems:
         raise _config_error(problems, document)
     return LoadedConfig(config, host, document.origin)

@@ -11,11 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
+from spurline.config.optimization import CriticConfig as CriticConfig
+from spurline.config.optimization import OptimizerConfig as OptimizerConfig
+from spurline.config.optimization import ScheduleConfig as ScheduleConfig
+from spurline.config.reduction_config import ReductionConfig
 from spurline.config.schema import SchemaOfOneOrMany
 from spurline.config.section import Component, ComponentConfig, OnResume, Section
-from spurline.config.shorthand import as_list, expand_shorthand
+from spurline.config.shorthand import as_list
 from spurline.errors import Problem
 
 FREE = OnResume.FREE
@@ -78,39 +82,6 @@ class ModelConfig(Section):
     """Run Python code that ships with a hub model."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
-
-
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and gradient clipping."""
-
-    learning_rate: float = Field(default=2e-5, ge=0, allow_inf_nan=False)
-    """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the first and second moment estimates."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Decoupled weight decay for matrices; biases, norms and other vectors get none."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Clip the global gradient norm to this; null turns clipping off."""
-
-
-class ScheduleConfig(Section):
-    """Learning rate as a function of the optimizer step; a bare string is short for its `name`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return expand_shorthand(value, "name")
-
-    name: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape after warm-up."""
-    warmup_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps of linear warm-up from zero."""
-    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Warm-up as a share of all optimizer steps; used when `warmup_steps` is not given."""
-    min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate that the decay ends at, one step after the last, as a share of the peak (linear and cosine)."""
 
 
 class CheckpointConfig(Section):
@@ -192,12 +163,14 @@ class RunConfig(Section):
     """How a batch is cut into optimizer steps."""
     loss: Annotated[ComponentConfig, Component("loss")]
     """The objective per token."""
-    reduction: Literal["token_mean", "sequence_mean", "prompt_mean"] = "token_mean"
+    reduction: ReductionConfig = ReductionConfig()
     """Which losses of an optimizer step count the same: all tokens, or all samples whatever their length."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW settings."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
+    critic: CriticConfig | None = None
+    """The critic of an advantage that needs one, `gae`; null for none."""
     backend: Annotated[ComponentConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -218,10 +191,13 @@ class RunConfig(Section):
             if name in names[:position]:
                 yield Problem(f"trackers.{position}", f"lists '{name}' a second time. Remove one.")
 
-    def total_steps(self, samples_per_epoch: int) -> int:
-        """Number of loop steps of this run for data with so many samples per epoch."""
+    def total_steps(self, samples_per_epoch: int, samples_per_step: int | None = None) -> int:
+        """Number of loop steps of this run for data with so many samples per epoch.
+
+        samples_per_step: `batch_size`, unless the source counts its steps otherwise.
+        """
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
         # A billionth of a batch absorbs binary rounding of fractional epochs, e.g. 0.1 * 30 samples.
-        return max(1, math.ceil(self.epochs * samples_per_epoch / self.batch_size - 1e-9))
+        return max(1, math.ceil(self.epochs * samples_per_epoch / (samples_per_step or self.batch_size) - 1e-9))

@@ -32,11 +32,16 @@ OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "reference_logprobs": torch.float32,
     "values": torch.float32,
     "rewards": torch.float32,
+    "returns": torch.float32,
     "advantages": torch.float32,
+    "correction_factors": torch.float32,
     "token_versions": torch.int32,
     "routed_experts": torch.int16,
+    "pair_ids": torch.int32,
 }
-"""Columns RL adds; `routed_experts` is `[rows, length, layers, top_k]`."""
+"""Columns that RL and preference data add. `pair_ids` is n on the chosen answer of the batch's n-th pair, from 1, and
+-n on the rejected one. `routed_experts` is `[rows, length, layers, top_k]`. `correction_factors` are those of
+`Corrected`: they weigh the policy's loss and are applied when the optimizer step is reduced, never before."""
 
 SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
 """Ragged metadata, one value per segment: prompt uid (str), sample of the group, turn, tokens."""

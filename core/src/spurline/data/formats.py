@@ -38,6 +38,8 @@ _SIGNATURES: tuple[tuple[FormatName, frozenset[str]], ...] = (
     ("alpaca", frozenset({"instruction", "output"})),
 )
 
+ANSWER_COLUMNS = frozenset({"completion", "output"})
+
 # The text of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), with a line break after the last header.
 _ALPACA_INTRODUCTION = "Below is an instruction that describes a task"
 _ALPACA_REQUEST = "Write a response that appropriately completes the request."
@@ -71,15 +73,20 @@ class TextPair:
     completion: str
 
 
-def detect_format(config: DatasetConfig, columns: Iterable[str]) -> FormatName:
-    """The format of a dataset by its config, or by the columns of its first row. Raises DataError without a place."""
+def detect_format(config: DatasetConfig, columns: Iterable[str], *, needs_answer: bool = True) -> FormatName:
+    """The format of a dataset by its config, or by the columns of its first row. Raises DataError without a place.
+
+    needs_answer: False for prompts that are to be answered, whose rows may lack the column of the answer.
+    """
     if config.format != "auto":
         return config.format
     names = list(columns)
     view = RowView(dict.fromkeys(names), config.columns)
     for name, signature in _SIGNATURES:
-        if all(column in view for column in signature):
+        if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name
+    if "chosen" in view and "rejected" in view:
+        raise DataError(f"the columns ({listing(names)}) are those of preference pairs. Set `source: preference`.")
     needs = "; ".join(f"{name}: {columns}" for name, columns in NEEDS.items())
     raise DataError(
         f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. Rename columns with "
@@ -109,26 +116,36 @@ def format_of(source: DatasetToTokenize) -> FormatName:
     raise DataError(f"{dataset.label}: no usable sample: none of its {len(dataset)} rows can be read.")
 
 
-def read_row(row: Mapping[str, Any], config: DatasetConfig, name: FormatName, *, has_chat_template: bool) -> Any:
+def read_row(
+    row: Mapping[str, Any],
+    config: DatasetConfig,
+    name: FormatName,
+    *,
+    has_chat_template: bool,
+    needs_answer: bool = True,
+) -> Any:
     """The row as Conversation, TextPair or TokenRow. Raises BadRowError naming the field.
 
     has_chat_template: alpaca rows become a conversation when the tokenizer can render one, otherwise Alpaca's text.
+    needs_answer: with False a row without an answer is a conversation that ends with a question, or a TextPair whose
+    completion is empty.
     """
     view = RowView(row, config.columns)
     if name == "pretokenized":
         return read_token_row(view)
     if name == "chat":
-        return _chat(view)
+        return _chat(view, needs_answer)
     if name == "alpaca":
-        return _alpaca(view, has_chat_template)
-    return _prompt_completion(view)
+        return _alpaca(view, has_chat_template, needs_answer)
+    return _prompt_completion(view, needs_answer)
 
 
-def _chat(view: RowView) -> Conversation:
+def _chat(view: RowView, needs_answer: bool) -> Conversation:
     column = "messages" if "messages" in view or "conversations" not in view else "conversations"
     field = view.label(column)
     messages = read_messages(view.require(column), field)
-    _require_assistant(messages, 0, field)
+    if needs_answer:
+        _require_assistant(messages, 0, field)
     return _conversation(view, messages)
 
 
@@ -139,14 +156,14 @@ def _conversation(view: RowView, messages: list[Message], first_trained: int | N
     return Conversation(complete, tools, None if first_trained is None else first_trained + added)
 
 
-def _alpaca(view: RowView, has_chat_template: bool) -> Conversation | TextPair:
-    instruction, output = view.text("instruction"), view.text("output")
+def _alpaca(view: RowView, has_chat_template: bool, needs_answer: bool) -> Conversation | TextPair:
+    instruction = view.text("instruction")
+    output = view.text("output") if needs_answer or view.get("output") is not None else None
     extra = view.text("input") if view.get("input") is not None else ""
     if has_chat_template:
         request = f"{instruction}\n\n{extra}" if extra else instruction
-        return _conversation(
-            view, [{"role": "user", "content": request}, {"role": "assistant", "content": output}], first_trained=1
-        )
+        answer = [] if output is None else [{"role": "assistant", "content": output}]
+        return _conversation(view, [{"role": "user", "content": request}, *answer], first_trained=1)
     if view.get("system"):
         raise BadRowError(
             view.label("system"), "needs a chat template; Alpaca's text has no place for it. Set model.chat_template."
@@ -154,12 +171,19 @@ def _alpaca(view: RowView, has_chat_template: bool) -> Conversation | TextPair:
     # Not str.format: braces in the data must stay what they are.
     prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).split("{instruction}")
     text = prompt[0] + instruction + prompt[1].replace("{input}", extra, 1)
-    return TextPair(text, output)
+    return TextPair(text, output or "")
 
 
-def _prompt_completion(view: RowView) -> Conversation | TextPair:
-    prompt, completion = view.require("prompt"), view.require("completion")
+def _prompt_completion(view: RowView, needs_answer: bool) -> Conversation | TextPair:
+    prompt = view.require("prompt")
     prompt_field, completion_field = view.label("prompt"), view.label("completion")
+    if not needs_answer and view.get("completion") is None:
+        return (
+            TextPair(prompt, "")
+            if isinstance(prompt, str)
+            else _conversation(view, read_messages(prompt, prompt_field))
+        )
+    completion = view.require("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         return TextPair(prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):

@@ -1,7 +1,7 @@
-"""Split a row into the prompt a model answers and the reference answer, for held-out generation.
+"""From a row to the prompt a model answers and the reference answer, for rollouts and held-out generation.
 
-In: a chat, alpaca or prompt/completion row. Out: prompt tokens as the model sees them at inference, and the reference
-as plain text. Nothing here is trained on.
+In: a chat, alpaca or prompt/completion row, with or without an answer. Out: prompt tokens as the model sees them at
+inference, and the reference as plain text where there is one. Nothing here is trained on.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.data.bad_row import BadRowError
 from spurline.data.chat import ChatRenderer
 from spurline.data.encoding import encode_batch, require_chat_template, require_offsets
-from spurline.data.formats import TextPair, detect_format, read_row
-from spurline.data.messages import assistant_turns
-from spurline.data.pretokenized import TokenRow
+from spurline.data.prompt_rows import TextQuestion, read_question
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 
@@ -29,7 +27,7 @@ class GenerationExample:
 
     prompt_ids: list[int]
     prompt_text: str
-    reference_text: str
+    reference_text: str | None
 
 
 def prompt_and_reference(
@@ -40,7 +38,7 @@ def prompt_and_reference(
     *,
     location: str = "row",
 ) -> GenerationExample:
-    """Everything before the last assistant turn, with the generation prompt, and that turn's content.
+    """The question of the row with the generation prompt, and its reference; see `data.prompt_rows`.
 
     Raises DataError with `location` in front for malformed and for pretokenized rows, and for a prompt over
     `data.max_length` when `data.too_long` is `error`; otherwise prompts are used whole.
@@ -77,25 +75,20 @@ def _split(
     row: Mapping[str, Any], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, location: str
 ) -> GenerationExample:
     try:
-        name = detect_format(config, row)
+        question = read_question(row, config, has_chat_template=tokenizer.chat_template is not None)
+    except BadRowError:
+        raise
     except DataError as error:
         raise DataError(f"{location}: {error}") from error
-    item = read_row(row, config, name, has_chat_template=tokenizer.chat_template is not None)
-    if isinstance(item, TokenRow):
-        raise BadRowError(
-            item.field,
-            "holds token ids; answers cannot be generated and scored as text for pretokenized rows. Use chat, alpaca "
-            "or prompt_completion rows for evaluation.generate.",
-        )
-    if isinstance(item, TextPair):
-        [encoding] = encode_batch(tokenizer, [item.prompt], is_chat=False)
+    if isinstance(question, TextQuestion):
+        [encoding] = encode_batch(tokenizer, [question.text], is_chat=False)
         ids = list(encoding.ids)
         # A tokenizer that ends every text would ask the model to answer after the end.
         if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
-        return GenerationExample(ids, item.prompt, item.completion)
+        return GenerationExample(ids, question.text, question.reference)
     require_chat_template(tokenizer, location)
-    turn = assistant_turns(item.messages)[-1]
-    text = ChatRenderer(tokenizer).render(item.messages[:turn], item.tools, add_generation_prompt=True)
+    asked = question.messages[: question.answer_at]
+    text = ChatRenderer(tokenizer).render(asked, question.tools, add_generation_prompt=True)
     [encoding] = encode_batch(tokenizer, [text], is_chat=True)
-    return GenerationExample(list(encoding.ids), text, str(item.messages[turn].get("content", "")))
+    return GenerationExample(list(encoding.ids), text, question.reference)

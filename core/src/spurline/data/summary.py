@@ -49,7 +49,12 @@ def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def describe(name: str, summary: dict[str, Any]) -> list[str]:
-    """The same as lines of text, with a line for each reason that left samples out."""
+    """The same as lines of text, with a line for each reason that left samples out.
+
+    Of data that is not tokenized beforehand, `prompts` is all that is known.
+    """
+    if "prompts" in summary:
+        return [f"{name}: {summary['prompts']:,} prompts"]
     lines = [
         f"{name}: {summary['samples']:,} samples, {summary['tokens']:,} tokens, mean length "
         f"{summary['mean_length']:.0f}, longest {summary['longest']:,}, {summary['loss_share']:.0%} of tokens have loss"

@@ -42,6 +42,7 @@ def _extra(turn: Turn) -> dict[str, NDArray[Any]]:
         "rewards": turn.rewards,
         "advantages": turn.advantages,
         "values": turn.values,
+        "returns": turn.returns,
     }
     extra = {name: _after_prompt(turn, values) for name, values in per_response.items() if values is not None}
     if turn.routed_experts is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from spurline.protocols.loss import Objective
 
 Role = Literal["policy", "reference", "critic"]
+"""policy: the model that acts and is trained. reference: that model as it was when the run began, never trained.
+critic: a model with a value head, there when the run has a section `critic`, with an optimizer and learning rate of its
+own."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +24,20 @@ class LossSums:
     """Sums over loss tokens, to be divided by whoever joins several batches.
 
     loss: sum of weight * loss, in nats. weight: sum of weights. tokens: number of loss tokens.
+    metrics: sums of weight * value of the loss's own metrics, without those that are a largest or smallest value.
     """
 
     loss: float
     weight: float
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Backend(Protocol):
     """Hold a model and its optimizer, on however many ranks, behind one object.
 
-    Factory: `Class(config, run=RunConfig, total_updates=int)`: `run` gives the sections model, optimizer, schedule and
-    seed; `total_updates` the optimizer steps of the whole run. Its config class derives from
+    Factory: `Class(config, run=RunConfig, total_updates=int)`: `run` gives the sections model, optimizer, schedule,
+    critic and seed; `total_updates` the policy's optimizer steps of the whole run. Its config class derives from
     `spurline.protocols.backend_config.BackendConfig`, which gives the parallel layout without loading anything.
     Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
     """
@@ -40,7 +45,8 @@ class Backend(Protocol):
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         """One optimizer step on all rows of a mini-batch; micro-batching, accumulation and clipping happen inside.
 
-        role: the model that is trained. Raises ModelError for one that this backend does not train.
+        role: the model that is trained. Raises ModelError for one that this backend does not train, such as the
+        critic of a run that has none. To a critic's loss, `logprobs` are values (see `TokenLossInputs`).
         Returns `loss` (weighted sum / normalizer, nats), `grad_norm` (before clipping), `lr`, the loss's own metrics
         and `time/forward_backward`, `time/optimizer` in seconds.
         Raises NonFiniteLossError before anything changed when loss or gradient norm is not finite.
@@ -60,10 +66,12 @@ class Backend(Protocol):
         """Loss sums without gradients, in evaluation mode; `objective.normalizer` is not applied."""
         ...
 
-    def logprobs(self, batch: TrainingBatch, role: Role = "policy") -> Tensor:
+    def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         """Logprob of the token at each position with loss weight, 0 elsewhere: float32 [R, L] on CPU.
 
-        Padding rows are dropped, so R counts real rows only.
+        Padding rows are dropped, so R counts real rows only. temperature: as in `Objective`. For `critic` they are its
+        values, which have no temperature. In evaluation mode, without gradients; draws no random numbers. Models of
+        other roles than the policy take memory from when they are first asked for at the latest.
         """
         ...
 

@@ -60,8 +60,9 @@ class PolicyHandle(Protocol):
     ) -> Trajectory:
         """All turns as the attempt's trajectory.
 
-        rewards: named terms of the whole attempt, before weights. turn_rewards: one number per turn, as it is, for the
-        last token of each. info: JSON-able facts for the log and the report, such as `prompt` and `response`.
+        rewards: named terms of the whole attempt, before weights; the same names in every attempt.
+        turn_rewards: one number per turn, as it is, for the last token of each.
+        info: JSON-able facts for the log and the report, such as `prompt` and `response`.
         """
         ...
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class TokenLossInputs:
     """What a loss sees: the N positions of a micro-batch that carry loss, flattened, whole segments together.
 
-    logprobs: [N], differentiable, of the token at each position under the model being trained.
+    logprobs: [N], differentiable, of the token at each position under the model being trained. For the role `critic`
+        the critic's values there instead: its estimate, from the position before, of the return from that token on.
     segment_index: int64 [N], which segment of the micro-batch each position is in, from 0.
     num_segments: number of segments in the micro-batch.
     columns: batch columns gathered at those positions, each [N]: `advantages`, `rollout_logprobs`, ...
@@ -32,7 +33,8 @@ class Loss(Protocol):
     """Loss per token.
 
     Factory: `Class(config)`. Pure and device-free: tensors in, tensors out, on whatever device they are.
-    A token's loss may depend on its own segment only, so that gradients do not depend on how rows were cut.
+    A token's loss may depend on its own segment only, so that gradients do not depend on how rows were cut; a loss that
+    needs `pair_ids` also on the other answer of its pair, which the source keeps in the same unit.
     """
 
     needs: frozenset[str]
@@ -60,7 +62,10 @@ class Objective:
     """What a backend minimises in one optimizer step: sum over tokens of w_t * l_t, divided by `normalizer`.
 
     loss: the token loss. normalizer: Z, fixed once for the whole optimizer step over all ranks; > 0.
+    temperature: logits are divided by it before their softmax, so that logprobs and entropy are those of the
+        distribution that rollouts were sampled from.
     """
 
     loss: Loss
     normalizer: float
+    temperature: float = 1.0

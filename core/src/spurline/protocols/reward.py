@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Reward(Protocol):
         ...
 
 
-@runtime_checkable
-class ScoresConcurrently(Protocol):
-    """A reward that waits for something: rollouts then await this on the event loop instead of calling `score`."""
+class ScoresOnLoop(Protocol):
+    """A reward that needs no thread, because it awaits what it waits for, or is done at once.
+
+    Rollouts then await this on the event loop instead of calling `score`.
+    """
 
     async def score_async(self, answer: Answer) -> float:
         """The same number as `score`."""

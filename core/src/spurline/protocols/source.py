@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
@@ -46,4 +46,13 @@ class BatchSource(Protocol):
 
     def close(self) -> None:
         """Stop all work of the source."""
+        ...
+
+
+@runtime_checkable
+class GivesUpPrompts(Protocol):
+    """A source that leaves prompts out after repeated failures, and can say which and why."""
+
+    def given_up(self) -> Sequence[str]:
+        """One line for each so far, with the place of the row and the error; for summary.json and the report."""
         ...

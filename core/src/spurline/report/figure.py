@@ -1,7 +1,8 @@
 """Plots as plain plotly.js figures: data in, one HTML fragment out.
 
-The page draws them with the plotly.js it carries. A colour is a CSS variable name such as `--series-1`, which the page
-resolves, so that plots follow the light or dark theme. No trace has more than `MAX_POINTS` points.
+The page draws them with the plotly.js it carries. A colour is a CSS variable name such as `--series-1`, for areas also
+`--series-1-faint`, which the page resolves, so that plots follow the light or dark theme. No trace has more than
+`MAX_POINTS` points.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from spurline.report.markup import text
 MAX_POINTS = 2000
 """Points one trace may have; longer series keep the extremes of each stretch."""
 
+_SMOOTHED_FROM = 10
+"""Shorter series are drawn as they are."""
+
 Trace = dict[str, Any]
+
+
+def series_color(index: int) -> str:
+    """One of the eight colours that tell series apart, in turn."""
+    return f"--series-{index % 8 + 1}"
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -50,6 +59,15 @@ def moving_sums(values: Sequence[float], span: int) -> list[float]:
     return [sums_before[end] - sums_before[start] for start, end in windows]
 
 
+def moving_means(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
+    """Mean over the `smoothing_span` of points around each point, weighted when weights are given."""
+    span = smoothing_span(len(values))
+    weights = weights if weights is not None else [1.0] * len(values)
+    tops = moving_sums([value * weight for value, weight in zip(values, weights, strict=True)], span)
+    bottoms = moving_sums(weights, span)
+    return [top / bottom if bottom > 0 else math.nan for top, bottom in zip(tops, bottoms, strict=True)]
+
+
 def line(
     name: str, steps: Sequence[int], values: Sequence[float], color: str, *, width: float = 2, **changes: Any
 ) -> Trace:
@@ -75,16 +93,44 @@ def raw_and_smoothed(
 
     weights: of the values in that mean; all equal when not given.
     """
-    if len(values) < 10:
+    if len(values) < _SMOOTHED_FROM:
         return [line(name, steps, values, color)]
-    span = smoothing_span(len(values))
-    weights = weights if weights is not None else [1.0] * len(values)
-    tops = moving_sums([value * weight for value, weight in zip(values, weights, strict=True)], span)
-    bottoms = moving_sums(weights, span)
-    means = [top / bottom if bottom > 0 else math.nan for top, bottom in zip(tops, bottoms, strict=True)]
+    means = moving_means(values, weights)
     return [
         line(name, steps, values, color, width=1, opacity=0.4, mode="lines"),
-        line(f"mean of {span} steps", steps, means, color, width=2.5, mode="lines"),
+        line(f"mean of {smoothing_span(len(values))} steps", steps, means, color, width=2.5, mode="lines"),
+    ]
+
+
+def one_of_several(
+    name: str,
+    steps: Sequence[int],
+    values: Sequence[float],
+    color: str,
+    weights: Sequence[float] | None = None,
+    **changes: Any,
+) -> list[Trace]:
+    """As `raw_and_smoothed`, for plots of several series: one entry in the legend, which hides and shows both lines.
+
+    Pointing at the plot shows the values themselves, not their means. `changes` are plotly trace attributes.
+    """
+    if len(values) < _SMOOTHED_FROM:
+        return [line(name, steps, values, color, **changes)]
+    common: Trace = {"legendgroup": name, "mode": "lines"} | changes
+    means = moving_means(values, weights)
+    unread: Trace = {"hoverinfo": "skip", "hovertemplate": None}
+    return [
+        line(name, steps, values, color, width=1, opacity=0.35, showlegend=False, **common),
+        line(name, steps, means, color, **(common | unread)),
+    ]
+
+
+def band(name: str, steps: Sequence[int], low: Sequence[float], high: Sequence[float], color: str) -> list[Trace]:
+    """The area between two series, in a light shade. color: the name of a CSS variable."""
+    common: Trace = {"mode": "lines", "hoverinfo": "skip", "hovertemplate": None, "legendgroup": name}
+    return [
+        line(name, steps, low, color, width=0, showlegend=False, **common),
+        line(name, steps, high, color, width=0, fill="tonexty", fillcolor=f"{color}-faint", **common),
     ]
 
 

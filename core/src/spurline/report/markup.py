@@ -40,6 +40,11 @@ def block(*fragments: str, wide: bool = False) -> str:
     return f'<div class="block{" wide" if wide else ""}">{"".join(fragments)}</div>'
 
 
+def columns(*fragments: str) -> str:
+    """Two of these side by side in each row, where there is room."""
+    return f'<div class="columns even">{"".join(f"<div>{fragment}</div>" for fragment in fragments)}</div>'
+
+
 def caption(line: str) -> str:
     """One line of plain text below a heading."""
     return f'<p class="caption">{text(line)}</p>'

@@ -15,11 +15,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spurline.testing.advantage_contract import AdvantageContract as AdvantageContract
     from spurline.testing.backend_contract import BackendContract as BackendContract
     from spurline.testing.collator_contract import CollatorContract as CollatorContract
     from spurline.testing.collator_contract import RolloutCollatorContract as RolloutCollatorContract
+    from spurline.testing.correction_contract import CorrectionContract as CorrectionContract
     from spurline.testing.data import make_store as make_store
     from spurline.testing.data import make_trajectories as make_trajectories
+    from spurline.testing.environment_contract import EnvironmentContract as EnvironmentContract
     from spurline.testing.loss_contract import LossContract as LossContract
     from spurline.testing.minibatches_contract import MiniBatchesContract as MiniBatchesContract
     from spurline.testing.models import write_tiny_model as write_tiny_model
@@ -27,17 +30,22 @@ if TYPE_CHECKING:
     from spurline.testing.observer_contracts import TrackerContract as TrackerContract
     from spurline.testing.plugin_contract import PluginContract as PluginContract
     from spurline.testing.prefetch_contract import PrefetchContract as PrefetchContract
+    from spurline.testing.rollout_engine_contract import RolloutEngineContract as RolloutEngineContract
     from spurline.testing.tokenization_contract import TokenizationContract as TokenizationContract
 
 _HOMES = {
+    "AdvantageContract": "advantage_contract",
     "BackendContract": "backend_contract",
     "CollatorContract": "collator_contract",
+    "CorrectionContract": "correction_contract",
+    "EnvironmentContract": "environment_contract",
     "LossContract": "loss_contract",
     "MiniBatchesContract": "minibatches_contract",
     "PluginContract": "plugin_contract",
     "PrefetchContract": "prefetch_contract",
     "ReportPanelContract": "observer_contracts",
     "RolloutCollatorContract": "collator_contract",
+    "RolloutEngineContract": "rollout_engine_contract",
     "TokenizationContract": "tokenization_contract",
     "TrackerContract": "observer_contracts",
     "make_store": "data",

@@ -113,7 +113,7 @@ class CollatorContract:
         assert_batches_equal(batch, reference.collate(samples, training=training))
 
 
-_TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "routed_experts")
+_TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns", "routed_experts")
 
 
 class RolloutCollatorContract:

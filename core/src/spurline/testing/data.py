@@ -58,7 +58,7 @@ def make_trajectories(
 def _turn(
     random: np.random.Generator, prompt: int, response: int, optional_columns: bool, routed_experts: bool
 ) -> Turn:
-    floats = random.standard_normal((4, response)).astype(np.float32)
+    floats = random.standard_normal((5, response)).astype(np.float32)
     return Turn(
         prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),
         response_ids=random.integers(1, VOCABULARY, response).astype(np.int32),
@@ -67,6 +67,7 @@ def _turn(
         rewards=floats[1] if optional_columns else None,
         advantages=floats[2] if optional_columns else None,
         values=floats[3] if optional_columns else None,
+        returns=floats[4] if optional_columns else None,
         versions=random.integers(0, 4, response).astype(np.int32) if optional_columns else None,
         routed_experts=random.integers(0, 64, (prompt + response, 2, 3)).astype(np.int16) if routed_experts else None,
     )

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from spurline.protocols.loss import Loss, TokenLossInputs
 
+PAIR_IDS = "pair_ids"
+
 
 class LossContract:
     """Subclass with `make_loss()`. Columns the loss needs beyond `logprobs` are filled with random numbers."""
@@ -15,8 +17,11 @@ class LossContract:
         """Your loss."""
         raise NotImplementedError("subclass LossContract with make_loss(self)")
 
-    def inputs(self, segments: tuple[int, ...] = (3, 5, 2), seed: int = 0) -> TokenLossInputs:
-        """Random inputs in float64 with segments of these many loss tokens; logprobs of other models lie nearby."""
+    def inputs(self, segments: tuple[int, ...] = (3, 5, 2, 4), seed: int = 0) -> TokenLossInputs:
+        """Random inputs in float64 with segments of these many loss tokens; logprobs of other models lie nearby.
+
+        For losses that need `pair_ids`, the first and the second segment are a pair, the third and the fourth, ...
+        """
         generator = torch.Generator().manual_seed(seed)
         count = sum(segments)
         needs = self.make_loss().needs
@@ -30,11 +35,12 @@ class LossContract:
         for name in columns:
             if name.endswith("_logprobs"):
                 columns[name] = (logprobs + 0.5 * columns[name]).clamp(max=0)
+        segment_index = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(segments, dtype=torch.int64))
+        if PAIR_IDS in columns:
+            columns[PAIR_IDS] = (segment_index // 2 + 1) * (1 - 2 * (segment_index % 2))
         return TokenLossInputs(
             logprobs=logprobs.requires_grad_(),
-            segment_index=torch.repeat_interleave(
-                torch.arange(len(segments)), torch.tensor(segments, dtype=torch.int64)
-            ),
+            segment_index=segment_index,
             num_segments=len(segments),
             columns=columns,
             entropy=entropy,
@@ -48,12 +54,13 @@ class LossContract:
         (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)
         assert bool(torch.isfinite(gradient).all())
 
-    def test_a_segment_alone_has_the_loss_and_metrics_it_has_among_others(self) -> None:
+    def test_a_segment_or_pair_alone_has_the_loss_and_metrics_it_has_among_others(self) -> None:
         inputs = self.inputs()
         together = self._values(inputs)
-        for segment in range(inputs.num_segments):
-            (where,) = torch.nonzero(inputs.segment_index == segment, as_tuple=True)
-            _assert_equal(self._values(_chosen(inputs, where, first=segment)), together, where)
+        size = 2 if PAIR_IDS in inputs.columns else 1
+        for first in range(0, inputs.num_segments, size):
+            (where,) = torch.nonzero(inputs.segment_index // size == first // size, as_tuple=True)
+            _assert_equal(self._values(_chosen(inputs, where, first=first)), together, where)
 
     def test_order_of_segments_does_not_matter(self) -> None:
         inputs = self.inputs()

@@ -109,6 +109,7 @@ _TURN_FIELDS = {
     "rewards": "rewards",
     "advantages": "advantages",
     "values": "values",
+    "returns": "returns",
 }
 """Optional columns with one value per response token -> field of Turn."""
 

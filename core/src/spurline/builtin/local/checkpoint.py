@@ -61,26 +61,36 @@ def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
         raise CheckpointWriteError(str(error)) from error
 
 
-def load_training_state(path: Path, state: TrainingState) -> int:
-    """Restore what was saved and return the update count; changes nothing unless all of it fits.
+@dataclass(frozen=True)
+class SavedState:
+    """What a folder holds, read and found to fit; nothing has been changed by it yet."""
 
-    Raises CheckpointError.
-    """
+    updates: int
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    generator_tensors: dict[str, Tensor]
+    generator_values: dict[str, Any]
+
+    def put_into(self, state: TrainingState) -> None:
+        """Make the model, its optimizer and the random generators what they were."""
+        with torch.no_grad():
+            for name, target in _model_tensors(state).items():
+                target.copy_(self.model[name])
+        restore_optimizer(state.optimizer, state.parameters, self.optimizer)
+        rng_state.restore_generator_tensors(self.generator_tensors)
+        rng_state.restore_generator_values(self.generator_values)
+
+
+def read_training_state(path: Path, state: TrainingState) -> SavedState:
+    """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer."""
     model = _read(path / "model.safetensors")
     optimizer = _read(path / "optimizer.safetensors")
     generators = _read(path / "rng.safetensors")
     content = _read_json(path / "state.json")
-    targets = _model_tensors(state)
-    _check_model(path, model, targets)
+    _check_model(path, model, _model_tensors(state))
     _check_frozen(path, content["frozen_weights"], state)
     _check_optimizer(path, optimizer, state.parameters)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(model[name])
-    restore_optimizer(state.optimizer, state.parameters, optimizer)
-    rng_state.restore_generator_tensors(generators)
-    rng_state.restore_generator_values(content["generators"])
-    return int(content["updates"])
+    return SavedState(int(content["updates"]), model, optimizer, generators, content["generators"])
 
 
 def _model_tensors(state: TrainingState) -> dict[str, Tensor]:

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from spurline.builtin.local.config_checks import LengthLimit
+from spurline.builtin.local.device_profile import DeviceProfile
 from spurline.builtin.local.segment_attention import ATTENTION_NAME
 from spurline.builtin.local.stream_model import evaluation_mode
+from spurline.protocols.generation_model import GenerationModel
 
 _TOKENS_PER_BATCH = 65536
 """Prompt and response tokens generated together, padding included; bounds the KV cache."""
@@ -99,6 +102,13 @@ def _rotary_state_kept(causal: PreTrainedModel) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
+
+
+def generation_model(causal: PreTrainedModel, profile: DeviceProfile, limit: LengthLimit | None) -> GenerationModel:
+    """The model for a rollout engine. limit: see `check_config`."""
+    context = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
+    return GenerationModel(causal, profile.computing, min(limits, default=None))
 
 
 def model_stop_tokens(causal: PreTrainedModel) -> list[int]:

@@ -22,6 +22,7 @@ _ELEMENTWISE_TENSORS_PER_LAYER = 8
 def estimate_memory(run: RunConfig, config: LocalBackendConfig, tokens_per_microbatch: int) -> dict[str, int]:
     """Bytes of `weights`, `gradients`, `optimizer`, `activations` and `logits`. Raises ModelError.
 
+    `critic`, if there is one: its weights and optimizer; all else of it is never there together with the policy's.
     tokens_per_microbatch: non-padding tokens of one micro-batch, all of which are taken to carry loss.
     """
     model_config = load_model_config(run.model)
@@ -32,13 +33,17 @@ def estimate_memory(run: RunConfig, config: LocalBackendConfig, tokens_per_micro
     all_parameters = sum(parameter.numel() for parameter in causal.parameters())
     adapters = 0 if config.lora is None else _adapter_parameters(causal, config)
     trained = adapters or all_parameters
-    return {
+    parts = {
         "weights": (all_parameters + adapters) * weight_bytes,
         "gradients": trained * weight_bytes,
         "optimizer": 2 * trained * weight_bytes,
         "activations": tokens_per_microbatch * _activation_elements_per_token(causal, config) * activation_bytes,
         "logits": _logit_bytes(causal, config, tokens_per_microbatch, weight_bytes, activation_bytes),
     }
+    if run.critic is not None:
+        # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
+        parts["critic"] = parts["weights"] + parts["optimizer"]
+    return parts
 
 
 def _activation_elements_per_token(causal: PreTrainedModel, config: LocalBackendConfig) -> int:

@@ -18,6 +18,7 @@ from spurline.builtin.configs import LocalBackendConfig
 from spurline.builtin.local.device_profile import DeviceProfile
 from spurline.builtin.local.segment_plan import SegmentPlan, plan_segments
 from spurline.data.batch import TrainingBatch
+from spurline.errors import DataError, listing
 
 Rows = NDArray[np.int64]
 
@@ -50,6 +51,16 @@ class TokenStream:
     @property
     def num_loss_tokens(self) -> int:
         return self.batch_index.shape[0]
+
+
+def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
+    """Raise DataError when the batch lacks a column that the loss needs."""
+    missing = [name for name in needed if name not in batch.tokens]
+    if missing:
+        raise DataError(
+            f"The loss needs {listing(missing)}, which this run's batches do not have. "
+            "Choose another `loss`, or a `source` that provides it."
+        )
 
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:

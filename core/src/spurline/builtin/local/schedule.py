@@ -6,8 +6,20 @@ It has no state, so there is nothing to save and nothing to drift on resume.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from spurline.config.run_config import ScheduleConfig
+from spurline.config.run_config import CriticConfig, RunConfig, ScheduleConfig
+
+
+def policy_rate(run: RunConfig, total: int) -> Callable[[int], float]:
+    """The policy's learning rate by optimizer step, for a run of `total` of them."""
+    return lambda step: learning_rate(step, peak=run.optimizer.learning_rate, total=total, schedule=run.schedule)
+
+
+def critic_rate(critic: CriticConfig) -> Callable[[int], float]:
+    """The critic's, by its own optimizer steps; constant after warm-up, so it needs no total."""
+    peak, warmup = critic.optimizer.learning_rate, critic.warmup_steps
+    return lambda step: peak * min(1.0, step / warmup) if warmup else peak
 
 
 def learning_rate(step: int, *, peak: float, total: int, schedule: ScheduleConfig) -> float:

@@ -61,14 +61,14 @@ class StepSums:
         """Sum of `loss` or `weight`; 0 for a step without loss tokens."""
         return self._fetched.get(name, 0.0)
 
+    def metric_sums(self) -> dict[str, float]:
+        """Sums of weight * value of the loss's own metrics, extremes left out."""
+        return {name.removeprefix(_METRIC): value for name, value in self._fetched.items() if name.startswith(_METRIC)}
+
     def metrics(self) -> dict[str, float]:
         """The loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
         weight = self.total("weight")
-        means = {
-            name.removeprefix(_METRIC): value / weight
-            for name, value in self._fetched.items()
-            if name.startswith(_METRIC) and weight != 0
-        }
+        means = {name: value / weight for name, value in self.metric_sums().items() if weight != 0}
         extremes = {
             name.removeprefix(_EXTREME): value for name, value in self._fetched.items() if name.startswith(_EXTREME)
         }

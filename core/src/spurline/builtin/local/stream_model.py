@@ -1,7 +1,7 @@
 """A causal language model that reads token streams: decoder, then logprobs where there is loss.
 
 Place on the way: `TokenStream` -> this -> `TokenLossInputs`. It owns no optimizer and no loop; the trained model and a
-frozen reference are two of these.
+frozen reference are two of these, a critic is a `ValueModel`.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class StreamModel:
         )
         return output.last_hidden_state.squeeze(0)
 
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str]) -> TokenLossInputs:
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """What a loss with these `needs` sees of the stream."""
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
-        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs)
+        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
         return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
 
 

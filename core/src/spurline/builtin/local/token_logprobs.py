@@ -24,33 +24,44 @@ class TokenLogprobs:
         # draw nothing.
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
 
-    def __call__(self, hidden: Tensor, targets: Tensor, want_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for."""
+    def __call__(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for.
+
+        Both are of softmax(logits / temperature).
+        """
         num_chunks = math.ceil(len(targets) / self._chunk_tokens)
         if num_chunks <= 1:
-            return self._score(hidden, targets, want_entropy)
+            return self._score(hidden, targets, want_entropy, temperature)
         size = math.ceil(len(targets) / num_chunks)
         parts = [
-            self._score_chunk(hidden_chunk, target_chunk, want_entropy)
+            self._score_chunk(hidden_chunk, target_chunk, want_entropy, temperature)
             for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
         ]
         entropies = [entropy for _, entropy in parts if entropy is not None]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
 
-    def _score_chunk(self, hidden: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _score_chunk(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
         if not torch.is_grad_enabled():
-            return self._score(hidden, targets, want_entropy)
+            return self._score(hidden, targets, want_entropy, temperature)
         result = checkpoint(
-            self._score, hidden, targets, want_entropy, use_reentrant=False, preserve_rng_state=self._draws
+            self._score, hidden, targets, want_entropy, temperature, use_reentrant=False, preserve_rng_state=self._draws
         )
         assert isinstance(result, tuple)
         return result
 
-    def _score(self, hidden: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
         logits = self._head(hidden)
         if logits.dtype in (torch.bfloat16, torch.float16):
             # Half-precision logits are exact enough, a softmax over 1e5 of them is not.
             logits = logits.float()
+        if temperature != 1.0:
+            logits = logits / temperature
         if not want_entropy:
             return -F.cross_entropy(logits, targets, reduction="none"), None
         all_logprobs = F.log_softmax(logits, dim=-1)

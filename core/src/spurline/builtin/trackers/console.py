@@ -1,6 +1,7 @@
 """Progress of a run on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
-Reads only the metrics it is given; writes to stdout. Always on, next to the JSONL tracker.
+Reads only the metrics it is given; writes to stdout. Always on, next to the JSONL tracker. Steps of reinforcement
+learning show their reward where others show the loss, which tells nothing there, and say in words what is off.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from rich.table import Column
 from spurline.builtin.configs import ConsoleTrackerConfig
 from spurline.builtin.trackers.readout import Smoothed, clock, quantity, training_seconds
 from spurline.protocols.tracker import RunInfo
+from spurline.rl.health_words import health_words
 
 _SEPARATOR = "  "
+_STEPS_BETWEEN_WARNINGS = 50
 
 
 class ConsoleTracker:
-    """Show step, loss, learning rate, tokens/s and the time left.
+    """Show step, loss or reward, learning rate, tokens/s and the time left.
 
     console: where to write; default is stdout.
     """
@@ -35,6 +38,9 @@ class ConsoleTracker:
         self._tokens = Smoothed(span=20)
         self._training_s = Smoothed(span=20)
         self._step_s = Smoothed(span=100)
+        self._generated = Smoothed(span=20)
+        self._generation_s = Smoothed(span=20)
+        self._warned_at: dict[str, int] = {}
 
     def start(self, info: RunInfo) -> None:
         """Print the notes on the start, and open the live bar when the output is a terminal."""
@@ -47,7 +53,7 @@ class ConsoleTracker:
             self._open_bar(info)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar, or print a line when one is due; evaluation results are always printed."""
+        """Move the bar, or print a line when one is due; warnings and evaluation results are always printed."""
         self._observe(metrics)
         fields = self._fields(step, metrics)
         if self._progress is not None and self._task is not None:
@@ -57,6 +63,7 @@ class ConsoleTracker:
             plain = [text for name, text in fields if name != "grad_norm"]
             self._print(_SEPARATOR.join([self._step_label(step), *plain]))
         self._is_first = False
+        self._warn(step, metrics)
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/") and name != "eval/time"}
         if evaluated:
             self._print(self._evaluation_line(step, evaluated))
@@ -92,30 +99,51 @@ class ConsoleTracker:
             self._training_s.add(training_s)
         if "time/step" in metrics:
             self._step_s.add(metrics["time/step"])
+        if "rollout/tokens" in metrics and "time/generate" in metrics:
+            self._generated.add(metrics["rollout/tokens"])
+            self._generation_s.add(metrics["time/generate"])
 
     def _fields(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Name and text of each field in display order."""
-        fields: list[tuple[str, str]] = []
-        if "loss" in metrics:
-            fields.append(("loss", f"loss {metrics['loss']:.3f}"))
+        fields = _progress_fields(metrics)
         if "grad_norm" in metrics:
             fields.append(("grad_norm", f"grad {metrics['grad_norm']:.2f}"))
         if "lr" in metrics:
             fields.append(("lr", f"lr {metrics['lr']:.1e}"))
-        tokens, seconds = self._tokens.value, self._training_s.value
-        if tokens is not None and seconds:
-            fields.append(("tokens", f"{quantity(tokens / seconds)} tokens/s"))
+        speed = self._speed()
+        if speed:
+            fields.append(("tokens", speed))
         step_s = self._step_s.value
         if step_s is not None and self._total_steps is not None and step < self._total_steps:
             fields.append(("eta", f"ETA {clock(step_s * (self._total_steps - step))}"))
         return fields
 
+    def _speed(self) -> str:
+        """Tokens per second of training and, where rollouts are generated, of generation, each over its own time."""
+        tokens, seconds = self._tokens.value, self._training_s.value
+        if tokens is None or not seconds:
+            return ""
+        trained = f"{quantity(tokens / seconds)} tokens/s"
+        generated, seconds = self._generated.value, self._generation_s.value
+        return f"gen {quantity(generated / seconds)}, train {trained}" if generated is not None and seconds else trained
+
     def _step_label(self, step: int) -> str:
         return f"step {step}/{self._total_steps}" if self._total_steps is not None else f"step {step}"
 
     def _evaluation_line(self, step: int, evaluated: Mapping[str, float]) -> str:
-        results = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in evaluated.items()]
+        terms = [name for name in evaluated if name.startswith("eval/rewards/")]
+        if len(terms) == 1 and evaluated[terms[0]] == evaluated.get("eval/reward"):
+            evaluated = {name: value for name, value in evaluated.items() if name != terms[0]}
+        results = [_result(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
         return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
+
+    def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print what is off, each kind of it at most once in a while."""
+        for kind, words in health_words(metrics).items():
+            last = self._warned_at.get(kind)
+            if last is None or step - last >= _STEPS_BETWEEN_WARNINGS:
+                self._warned_at[kind] = step
+                self._print(f"warning at {self._step_label(step)}: {words}")
 
     def _is_due(self, step: int) -> bool:
         return self._is_first or step % self._config.every_steps == 0 or step == self._total_steps
@@ -125,10 +153,25 @@ class ConsoleTracker:
         self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
+def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What tells whether the model gets better: the reward where there is one, else the loss."""
+    if "reward/mean" in metrics:
+        fields = [("reward", f"reward {metrics['reward/mean']:.3f}")]
+        equal = metrics.get("groups/zero_variance", 0.0)
+        return fields + ([("equal", f"equal groups {equal:.0%}")] if equal > 0 else [])
+    return [("loss", f"loss {metrics['loss']:.3f}")] if "loss" in metrics else []
+
+
+def _result(name: str, value: float) -> str:
+    return f"{name} {value:.1%}" if name.startswith("pass@") else f"{name} {value:.4g}"
+
+
 def _fitting(fields: list[tuple[str, str]], width: int) -> list[str]:
     """Field texts, less the least important ones until they fit into `width` columns."""
-    for dropped in ((), ("grad_norm",), ("grad_norm", "lr"), ("grad_norm", "lr", "tokens")):
+    unimportant = ("grad_norm", "lr", "equal", "tokens")
+    for number in range(len(unimportant) + 1):
+        dropped = unimportant[:number]
         texts = [text for name, text in fields if name not in dropped]
         if len(_SEPARATOR.join(texts)) <= width:
             return texts
-    return [text for name, text in fields if name == "loss"]
+    return [text for name, text in fields if name in ("loss", "reward")]

@@ -34,12 +34,17 @@ class Smoothed:
 
 
 def training_seconds(metrics: Mapping[str, float]) -> float | None:
-    """Seconds that one step spent on training: `time/step` less its part `time/evaluate`. None when unknown."""
+    """Seconds that one step spent on training: `time/step` without evaluation and generation. None when unknown."""
     whole = metrics.get("time/step")
     if whole is None or whole <= 0:
         return None
-    rest = whole - metrics.get("time/evaluate", 0.0)
+    rest = whole - metrics.get("time/evaluate", 0.0) - generation_seconds(metrics)
     return rest if rest > 0 else whole
+
+
+def generation_seconds(metrics: Mapping[str, float]) -> float:
+    """Seconds of the step that passed while rollouts were generated: as far as `time/generate` lies in `time/batch`."""
+    return min(metrics.get("time/generate", 0.0), metrics.get("time/batch", 0.0))
 
 
 def quantity(value: float) -> str:

@@ -2,9 +2,12 @@
 (() => {
   const settings = { responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] };
 
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  // A string such as "--series-1" stands for the CSS variable of that name.
+  // Plotly gives areas no opacity of their own; as #rrggbbaa a colour brings it along.
+  const color = (name) => (name.endsWith("-faint") ? `${variable(name.slice(0, -6))}2b` : variable(name));
+
+  // A string such as "--series-1" stands for the CSS variable of that name, "--series-1-faint" for a light shade of it.
   const resolved = (value) => {
     if (typeof value === "string") return value.startsWith("--") ? color(value) : value;
     if (Array.isArray(value)) return value.map(resolved);

@@ -1,7 +1,10 @@
 """Core's report panels, one file per subject. Registered in `spurline.builtin.plugin`."""
 
 from spurline.report.panels.data import PackingPanel, SampleLengthsPanel
+from spurline.report.panels.health import HealthPanel
 from spurline.report.panels.learning import EvaluationPanel, GradientPanel, LearningRatePanel, LossPanel
+from spurline.report.panels.policy import MismatchPanel, PolicyPanel
+from spurline.report.panels.rollouts import GroupsPanel, ResponsesPanel, RewardPanel
 from spurline.report.panels.samples import SamplesPanel
 from spurline.report.panels.settings import ConfigPanel
 from spurline.report.panels.speed import ThroughputPanel, TimeSplitPanel
@@ -11,9 +14,15 @@ __all__ = [
     "ConfigPanel",
     "EvaluationPanel",
     "GradientPanel",
+    "GroupsPanel",
+    "HealthPanel",
     "LearningRatePanel",
     "LossPanel",
+    "MismatchPanel",
     "PackingPanel",
+    "PolicyPanel",
+    "ResponsesPanel",
+    "RewardPanel",
     "SampleLengthsPanel",
     "SamplesPanel",
     "SummaryPanel",

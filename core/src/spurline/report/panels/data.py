@@ -14,7 +14,10 @@ from spurline.report.markup import block, caption, table, text
 
 
 class SampleLengthsPanel:
-    """Sample counts per split, and the length distribution of the training samples."""
+    """Sample counts per split, and the length distribution of the training samples.
+
+    Prompts of rollouts are counted alone: there is no more to know of them before the run.
+    """
 
     title = "Data"
 
@@ -27,6 +30,9 @@ class SampleLengthsPanel:
         splits = {name: counts for name, counts in data.items() if isinstance(counts, Mapping) and counts}
         if not splits:
             return None
+        if any("prompts" in counts for counts in splits.values()):
+            sentences = splits.get("train", {}).get("objective") or ()
+            return block(_prompt_table(splits), *(caption(sentence) for sentence in sentences))
         counted = _count_table(splits)
         histograms = [
             _histogram(name, counts["lengths"], _max_length(record))
@@ -82,6 +88,21 @@ def _count_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append([f"<span{first}>Dropped: {text(reason.replace('_', ' '))}</span>", *dropped])
     if not reasons:
         rows.append(["Dropped", *("0" for _ in splits)])
+    return table(["", *splits], rows, css="numbers")
+
+
+def _prompt_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
+    """Prompts per split, and of each dataset where there are several."""
+    rows = [["Prompts", *(_number(counts.get("prompts")) for counts in splits.values())]]
+    sources = dict.fromkeys(label for counts in splits.values() for label in counts.get("sources") or ())
+    if any(len(counts.get("sources") or ()) > 1 for counts in splits.values()):
+        for label in sources:
+            sizes = [(counts.get("sources") or {}).get(label) for counts in splits.values()]
+            found = ["" if size is None else _number(size) for size in sizes]
+            rows.append([f"of {text(label)}", *found])
+    steps = [counts.get("step_of") for counts in splits.values()]
+    if any(steps):
+        rows.append(["Step", *(text(step) if step else "" for step in steps)])
     return table(["", *splits], rows, css="numbers")
 
 

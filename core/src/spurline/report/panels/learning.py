@@ -8,9 +8,9 @@ from typing import Any
 from spurline.builtin.configs import ReportPanelConfig
 from spurline.builtin.trackers.readout import score
 from spurline.protocols.report_panel import RunRecord
-from spurline.report.evaluations import evaluation_losses, evaluation_scores, label_of
+from spurline.report.evaluations import GIVEN_UP, evaluation_losses, evaluation_scores, label_of
 from spurline.report.figure import level, line, raw_and_smoothed, step_figure
-from spurline.report.markup import block, caption
+from spurline.report.markup import block, caption, columns
 
 _SERIES = [f"--series-{number}" for number in range(1, 9)]
 
@@ -36,7 +36,11 @@ class LossPanel:
             )
         if not traces:
             return None
-        return block(step_figure(traces, "Loss (nats per token)", label="Loss over steps"), wide=True)
+        _, rewards = record.series("reward/mean")
+        if not rewards:
+            return block(step_figure(traces, "Loss (nats per token)", label="Loss over steps"), wide=True)
+        head = caption("Of the policy: near 0 whatever is learned. The reward tells how training goes")
+        return block(head, step_figure(traces, "Loss", label="Loss over steps"))
 
 
 class EvaluationPanel:
@@ -58,7 +62,10 @@ class EvaluationPanel:
             )
             if names
         ]
-        return block(*plots) if plots else None
+        if not plots:
+            return None
+        head = _given_up(record)
+        return block(head, plots[0]) if len(plots) == 1 else block(head, columns(*plots), wide=True)
 
     @staticmethod
     def _plot(record: RunRecord, names: list[str], y_title: str, y_axis: dict[str, Any]) -> str:
@@ -113,6 +120,15 @@ class GradientPanel:
             clipped = sum(value > threshold for value in values)
             line_of_numbers += f"; {clipped / len(values):.0%} of the steps were clipped"
         return block(caption(line_of_numbers), step_figure(traces, "Norm", label="Norm", **_scale(values)))
+
+
+def _given_up(record: RunRecord) -> str:
+    """Held-out prompts that could not be evaluated, which scores count as failed."""
+    steps, counts = record.series(GIVEN_UP)
+    if not counts:
+        return ""
+    worst = max(range(len(counts)), key=counts.__getitem__)
+    return caption(f"Held-out prompts given up: {counts[worst]:,.0f} at step {steps[worst]:,}. They count as failed")
 
 
 def _rate(value: float) -> str:

@@ -1,4 +1,8 @@
-"""What the model answered: held-out prompts with the first and the latest answers side by side."""
+"""What the model answered: held-out prompts with the first and the latest answers side by side.
+
+In: lines of `eval_samples.jsonl` with `prompt`, `response` and `reference`, which are texts or, for conversations,
+lists of messages, and `scores` by name. Attempts judged by the sum of their terms also have `reward` and `passed`.
+"""
 
 from __future__ import annotations
 
@@ -80,12 +84,15 @@ def _verdict(by_step: Mapping[int, Mapping[Any, Answer]], steps: Sequence[int]) 
     counts = [
         (step, sum(_is_correct(answer) for answer in by_step[step].values()), len(by_step[step])) for step in steps
     ]
-    if not any(answer.get("scores") for answer in by_step[steps[-1]].values()):
+    if not any(answer.get("scores") or "passed" in answer for answer in by_step[steps[-1]].values()):
         return f"{counts[-1][2]} answers at step {counts[-1][0]:,}, not scored"
-    return "; ".join(f"step {step:,}: {correct} of {total} correct" for step, correct, total in counts).capitalize()
+    word = "passed" if any("passed" in answer for answer in by_step[steps[-1]].values()) else "correct"
+    return "; ".join(f"step {step:,}: {correct} of {total} {word}" for step, correct, total in counts).capitalize()
 
 
 def _is_correct(answer: Answer) -> bool:
+    if "passed" in answer:
+        return bool(answer["passed"])
     scores = answer.get("scores") or {}
     return bool(scores) and all(float(value) >= 1 for value in scores.values())
 
@@ -93,24 +100,62 @@ def _is_correct(answer: Answer) -> bool:
 def _answer(answer: Answer | None) -> str:
     if answer is None:
         return ""
-    marks = "".join(_mark(name, float(value)) for name, value in (answer.get("scores") or {}).items())
-    return f'{_long(answer.get("response"))}<div class="marks">{marks}</div>'
+    return f'{_long(answer.get("response"))}<div class="marks">{_marks(answer)}</div>'
+
+
+def _marks(answer: Answer) -> str:
+    """Of scores, which of them the answer reached; of reward terms, the verdict and then what each term came to."""
+    scores = {name: float(value) for name, value in (answer.get("scores") or {}).items()}
+    if "passed" not in answer:
+        return "".join(_mark(name, value) for name, value in scores.items())
+    kind, verdict = ("good", "✓ passed") if answer["passed"] else ("bad", "✗ failed")
+    if answer.get("reward") is not None:
+        verdict += f", reward {float(answer['reward']):.3g}"
+    return _chip(kind, verdict) + "".join(_chip("term", f"{_name(name)} {value:.3g}") for name, value in scores.items())
 
 
 def _mark(name: str, value: float) -> str:
-    kind, sign = ("good", "✓") if value >= 1 else ("bad", "✗") if value <= 0 else ("partial", "~")
-    amount = "" if value in (0.0, 1.0) else f" {value:.3g}"
-    return f'<span class="mark {kind}">{sign} {text(name.replace("_", " "))}{amount}</span>'
+    if not 0 <= value <= 1:
+        # No share of anything, such as a penalty: there is no telling which amount is good.
+        return _chip("term", f"{_name(name)} {value:.3g}")
+    kind, sign = ("good", "✓") if value == 1 else ("bad", "✗") if value == 0 else ("partial", "~")
+    return _chip(kind, f"{sign} {_name(name)}" + (f" {value:.3g}" if kind == "partial" else ""))
+
+
+def _chip(kind: str, words: str) -> str:
+    return f'<span class="mark {kind}">{text(words)}</span>'
+
+
+def _name(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _long(value: Any) -> str:
     whole = _as_text(value)
     cut = whole[:_MAX_CHARACTERS]
     rest = f" … ({len(whole) - len(cut):,} more characters)" if len(whole) > len(cut) else ""
-    return f'<div class="answer">{text(cut)}{rest}</div>'
+    css = "answer turns" if _is_conversation(value) else "answer"
+    return f'<div class="{css}">{text(cut)}{rest}</div>'
 
 
 def _as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if _is_conversation(value):
+        return "\n\n".join(_message(item) for item in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "role" in item for item in value)
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    """Role, content, and whatever else the message holds, such as calls of tools."""
+    others = {key: item for key, item in message.items() if key not in ("role", "content") and item}
+    lines = [
+        f"{message['role']}:",
+        _as_text(message.get("content")),
+        json.dumps(others, ensure_ascii=False) if others else "",
+    ]
+    return "\n".join(line for line in lines if line)

@@ -8,18 +8,35 @@ from collections.abc import Mapping, Sequence
 from spurline.builtin.configs import ReportPanelConfig
 from spurline.builtin.trackers.readout import clock, quantity, training_seconds
 from spurline.protocols.report_panel import RunRecord
-from spurline.report.figure import Trace, raw_and_smoothed, step_figure
+from spurline.report.figure import Trace, one_of_several, raw_and_smoothed, step_figure
 from spurline.report.markup import block, caption, shares
 
-_PARTS = ("time/batch", "time/forward_backward", "time/optimizer", "time/after_update", "time/evaluate")
+_PARTS = (
+    "time/batch",
+    "time/forward_backward",
+    "time/optimizer",
+    "time/critic_forward_backward",
+    "time/critic_optimizer",
+    "time/after_update",
+    "time/evaluate",
+)
+_INSIDE_BATCH = ("time/generate", "time/look_back")
 _OTHER = "time/other"
+_NAMES = {
+    "time/forward_backward": "forward + backward",
+    "time/critic_forward_backward": "critic forward + backward",
+    "time/look_back": "look back (forward)",
+}
 _MAX_BARS = 40
 _MAX_AREA_POINTS = 300
 _SERIES = [f"--series-{number}" for number in range(1, 9)]
 
 
 class ThroughputPanel:
-    """Non-padding tokens per second of training; evaluation is not counted."""
+    """Non-padding tokens per second of training, and beside it response tokens per second of generation.
+
+    Evaluation is not counted, nor is generation as a part of training.
+    """
 
     title = "Throughput"
 
@@ -37,14 +54,29 @@ class ThroughputPanel:
             return None
         steps = [step for step, _, _ in points]
         rates = [tokens / seconds for _, tokens, seconds in points]
-        # Weighted by time: an average of rates would overweight quick steps.
-        traces = raw_and_smoothed("tokens/s", steps, rates, "--series-5", weights=[seconds for _, _, seconds in points])
         total_tokens, total_s = sum(point[1] for point in points), sum(point[2] for point in points)
-        head = caption(f"Mean {quantity(total_tokens / total_s)} tokens/s, evaluation not counted")
+        head = f"Mean {quantity(total_tokens / total_s)} tokens/s"
+        # Weighted by time: an average of rates would overweight quick steps.
+        weights = [seconds for _, _, seconds in points]
+        generated = generation_rates(record)
+        if generated:
+            traces = one_of_several("training", steps, rates, "--series-5", weights)
+            traces += one_of_several(
+                "generation",
+                [step for step, _, _ in generated],
+                [tokens / seconds for _, tokens, seconds in generated],
+                "--series-2",
+                [seconds for _, _, seconds in generated],
+            )
+            mean = sum(tokens for _, tokens, _ in generated) / sum(seconds for _, _, seconds in generated)
+            head += f" in training, {quantity(mean)} in generation; each over its own time"
+        else:
+            traces = raw_and_smoothed("tokens/s", steps, rates, "--series-5", weights)
+            head += ", evaluation not counted"
         plot = step_figure(
             traces, "Tokens per second", label="Tokens per second over steps", rangemode="tozero", tickformat="~s"
         )
-        return block(head, plot)
+        return block(caption(head), plot)
 
 
 class TimeSplitPanel:
@@ -57,7 +89,8 @@ class TimeSplitPanel:
 
     def render(self, record: RunRecord) -> str | None:
         """None when no step time was recorded."""
-        lines = [_split(metrics) for metrics in record.metrics if "time/step" in metrics]
+        inside = _inside_batch(record)
+        lines = [_split(metrics, inside) for metrics in record.metrics if "time/step" in metrics]
         totals: dict[str, float] = {}
         for parts in lines:
             for name, seconds in parts.items():
@@ -69,45 +102,65 @@ class TimeSplitPanel:
         shown = [name for name, total in totals.items() if name != _OTHER or total > 1e-6 * whole]
         names = sorted(shown, key=lambda name: -totals[name])
         rows = [
-            (_readable(name), totals[name] / whole, f"{_percent(totals[name] / whole)} · {_seconds(totals[name])}")
+            (_part(name, inside), totals[name] / whole, f"{_percent(totals[name] / whole)} · {_seconds(totals[name])}")
             for name in names
         ]
         steps = [int(metrics["step"]) for metrics in record.metrics if "time/step" in metrics]
-        plot = _stacked(steps, lines, names)
+        plot = _stacked(steps, lines, {name: _part(name, inside) for name in names})
         return block(
-            f'<div class="columns"><div>{plot}</div><div>{shares(rows)}{_within(record)}</div></div>', wide=True
+            f'<div class="columns"><div>{plot}</div><div>{shares(rows)}{_within(record, inside)}</div></div>', wide=True
         )
 
 
-def _split(metrics: Mapping[str, float]) -> dict[str, float]:
+def generation_rates(record: RunRecord) -> list[tuple[int, float, float]]:
+    """Step, generated tokens and seconds of each step that generated."""
+    return [
+        (int(metrics["step"]), float(metrics["rollout/tokens"]), float(metrics["time/generate"]))
+        for metrics in record.metrics
+        if "rollout/tokens" in metrics and metrics.get("time/generate", 0) > 0
+    ]
+
+
+def _inside_batch(record: RunRecord) -> list[str]:
+    """Times that are parts of `time/batch` in this run; none where they go on while others do, as when prefetching."""
+    timed = [metrics for metrics in record.metrics if "time/batch" in metrics]
+    names = [name for name in _INSIDE_BATCH if any(name in metrics for metrics in timed)]
+    fits = all(sum(metrics.get(name, 0.0) for name in names) <= metrics["time/batch"] for metrics in timed)
+    return names if fits else []
+
+
+def _split(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str, float]:
     """The parts of one step, which do not overlap, and what is left of `time/step`."""
     parts = {name: float(metrics[name]) for name in _PARTS if name in metrics}
+    nested = {name: float(metrics[name]) for name in inside if name in metrics and "time/batch" in metrics}
+    if nested:
+        parts |= nested | {"time/batch": parts["time/batch"] - sum(nested.values())}
     return parts | {_OTHER: max(0.0, float(metrics["time/step"]) - sum(parts.values()))}
 
 
-def _within(record: RunRecord) -> str:
+def _within(record: RunRecord, inside: Sequence[str]) -> str:
     """Times that lie inside the parts, or overlap them, and so cannot be stacked."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():
-            if name.startswith("time/") and name not in (*_PARTS, _OTHER, "time/step"):
+            if name.startswith("time/") and name not in (*_PARTS, *inside, _OTHER, "time/step"):
                 totals[name] = totals.get(name, 0.0) + float(value)
     listed = ", ".join(f"{_readable(name)} {_seconds(total)}" for name, total in sorted(totals.items()))
     return caption(f"Also measured, overlapping the above: {listed}") if listed else ""
 
 
-def _stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], names: Sequence[str]) -> str:
-    """Bars for a few steps; areas over means of stretches of steps for many."""
+def _stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
+    """Bars for a few steps; areas over means of stretches of steps for many. labels: the parts, bottom first."""
     stretch = math.ceil(len(lines) / _MAX_AREA_POINTS)
     stretches = [lines[start : start + stretch] for start in range(0, len(lines), stretch)]
     steps = [steps[min(start + stretch, len(steps)) - 1] for start in range(0, len(lines), stretch)]
     traces: list[Trace] = []
     heights = [0.0] * len(steps)
-    for index, name in enumerate(names):
+    for index, (name, label) in enumerate(labels.items()):
         color = _SERIES[min(index, len(_SERIES) - 1)]
         values = [sum(parts.get(name, 0.0) for parts in members) / len(members) for members in stretches]
         heights = [height + value for height, value in zip(heights, values, strict=True)]
-        common: Trace = {"name": _readable(name), "x": steps, "y": values, "hovertemplate": "%{y:.3~s}s"}
+        common: Trace = {"name": label, "x": steps, "y": values, "hovertemplate": "%{y:.3~s}s"}
         if len(steps) <= _MAX_BARS:
             traces.append(common | {"type": "bar", "marker": {"color": color}})
         else:
@@ -128,8 +181,12 @@ def _axis_top(heights: Sequence[float]) -> float | None:
     return 2 * usual if ordered[-1] > 4 * usual > 0 else None
 
 
+def _part(name: str, inside: Sequence[str]) -> str:
+    return "rest of the batch" if name == "time/batch" and inside else _readable(name)
+
+
 def _readable(name: str) -> str:
-    return name.removeprefix("time/").replace("forward_backward", "forward + backward").replace("_", " ")
+    return _NAMES.get(name) or name.removeprefix("time/").replace("_", " ")
 
 
 def _percent(share: float) -> str:

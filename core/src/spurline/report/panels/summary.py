@@ -7,12 +7,14 @@ from spurline.builtin.trackers.readout import clock, quantity, score, training_s
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.evaluations import evaluation_losses, evaluation_scores, label_of
 from spurline.report.markup import Card, cards
+from spurline.report.panels.rollouts import REWARD
+from spurline.report.panels.speed import generation_rates
 
 _MAX_SCORES = 3
 
 
 class SummaryPanel:
-    """Final loss, best evaluation, speed, time, steps, tokens and size, as cards."""
+    """Final loss or reward, best evaluation, speed, time, steps, tokens and size, as cards."""
 
     title = "Summary"
 
@@ -21,16 +23,18 @@ class SummaryPanel:
 
     def render(self, record: RunRecord) -> str | None:
         """None when there is not a single number."""
-        found = [*_loss_cards(record), *_evaluation_cards(record), *_speed_cards(record), *_size_cards(record)]
+        found = [*_progress_cards(record), *_evaluation_cards(record), *_speed_cards(record), *_size_cards(record)]
         return cards(found) if found else None
 
 
-def _loss_cards(record: RunRecord) -> list[Card]:
-    _, values = record.series("loss")
-    if not values:
-        return []
-    label = "Final loss" if record.summary.get("status") == "finished" else "Latest loss"
-    return [Card(label, score(values[-1]), f"from {score(values[0])}" if len(values) > 1 else "")]
+def _progress_cards(record: RunRecord) -> list[Card]:
+    """The reward where there is one: a policy's loss says nothing of how good it is."""
+    for name, noun in ((REWARD, "reward"), ("loss", "loss")):
+        _, values = record.series(name)
+        if values:
+            label = f"{'Final' if record.summary.get('status') == 'finished' else 'Latest'} {noun}"
+            return [Card(label, score(values[-1]), f"from {score(values[0])}" if len(values) > 1 else "")]
+    return []
 
 
 def _evaluation_cards(record: RunRecord) -> list[Card]:
@@ -58,6 +62,10 @@ def _speed_cards(record: RunRecord) -> list[Card]:
     if timed:
         rate = sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed)
         found.append(Card("Tokens per second", quantity(rate), "training only"))
+    generated = generation_rates(record)
+    if generated:
+        rate = sum(tokens for _, tokens, _ in generated) / sum(seconds for _, _, seconds in generated)
+        found.append(Card("Generated per second", quantity(rate), "tokens of responses"))
     _, times = record.series("time/step")
     if times:
         mean = sum(times) / len(times)

@@ -15,8 +15,15 @@ class ExactMatch:
 
     def score(self, answer: Answer) -> float:
         if answer.reference is None:
-            raise DataError("exact_match needs a reference answer, but this row has none. Use chat or completion data.")
+            raise DataError(
+                "exact_match needs a reference answer, but this row has none. Give it one, or name the column that "
+                "holds it with `columns: {reference: NAME}`."
+            )
         response, reference = answer.response.strip(), answer.reference.strip()
         if self._ignore_case:
             response, reference = response.casefold(), reference.casefold()
         return float(response == reference)
+
+    async def score_async(self, answer: Answer) -> float:
+        """Sooner done than a thread is started."""
+        return self.score(answer)

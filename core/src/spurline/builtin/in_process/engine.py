@@ -1,0 +1,241 @@
+"""Rollout engine `in_process`: generate with the Hugging Face model in this process.
+
+Place on the way: environments ask for continuations -> this, on their event loop -> decode steps on one thread ->
+results. It is the engine for CPUs, small models and tests; a server such as vLLM is faster where it can run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from spurline.builtin.engine_configs import InProcessEngineConfig
+from spurline.builtin.in_process.cached_attention import generating
+from spurline.builtin.in_process.decoder import Decoder
+from spurline.builtin.in_process.own_model import load_own_model, write_weights
+from spurline.builtin.in_process.probe import probed_decoder
+from spurline.builtin.in_process.row import Row, check_request
+from spurline.builtin.in_process.stop_texts import StopTexts
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, Problem, RunFailedError
+from spurline.protocols.backend import Backend
+from spurline.protocols.generation_model import GenerationModel, LendsModel
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
+
+_Result = TypeVar("_Result")
+
+
+class InProcessEngine:
+    """A `RolloutEngine` that also `SharesWeights`.
+
+    Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by `load_weights`
+    only. With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
+
+    Everything here runs on the event loop; only the work on the model runs on the thread. A burst is the task that
+    takes one decode step after another, as long as somebody waits for a response and no pause holds it.
+    """
+
+    def __init__(self, config: InProcessEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
+        self._decoder: Decoder | None = None
+        self._version = 0
+        self._shares = False
+        self._waiting: deque[Row] = deque()
+        self._in_flight: dict[Row, asyncio.Future[GenerationResult]] = {}
+        self._burst: asyncio.Task[None] | None = None
+        self._holds: set[str] = set()
+        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spurline-decode")
+
+    def share(self, backend: Backend) -> None:
+        if not isinstance(backend, LendsModel):
+            raise ConfigError(
+                [
+                    Problem(
+                        "source.engine.name",
+                        f"is in_process, which here shares the weights of the backend, but {type(backend).__name__} "
+                        "does not hold its whole model in this process. Set backend.name: local, or choose a source "
+                        "that publishes weights.",
+                    )
+                ]
+            )
+        assert not self._in_flight, f"still in flight: {[row.request.name for row in self._in_flight]}"
+        self._open_model = backend.generation_model
+        self._decoder = None
+        self._shares = True
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        check_request(request)
+        if self._failure is not None:
+            raise _explained(self._failure, request.name)
+        stop = request.sampling.stop
+        row = Row(
+            request,
+            prompt=np.asarray(request.prompt_ids, np.int64).tolist(),
+            stop_texts=StopTexts(self._tokenizer, stop) if stop else None,
+        )
+        self._in_flight[row] = asyncio.get_running_loop().create_future()
+        self._waiting.append(row)
+        self._start_burst()
+        try:
+            return await self._in_flight[row]
+        finally:
+            if self._in_flight.pop(row, None) is not None:
+                row.abandoned = True
+                if not self._in_flight:
+                    # A cancelled caller may go on to train the model: it must be ours no longer.
+                    await self._burst_ended("a cancelled request")
+
+    async def pause(self) -> None:
+        await self._hold("pause")
+
+    async def resume(self) -> None:
+        self._release("pause")
+
+    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the weights of the engine's copy between two steps; tokens from then on carry this version.
+
+        weights: (hf_name, tensor) of all weights, consumed one at a time on the engine's thread. Requests in flight go
+        on; what they have read keeps the keys and values of the old weights. An error ends the engine.
+        """
+        assert not self._shares, "shared weights are updated by their owner; tell the engine with set_version"
+        await self._hold("load_weights")
+        try:
+            decoder = await self._ready_decoder()
+            await self._on_thread(
+                f"taking over the weights of version {version}", lambda: write_weights(decoder.model.causal, weights)
+            )
+            self._version = version
+        except Exception as error:
+            self._fail(error)
+            raise _explained(error, "load_weights") from error
+        finally:
+            self._release("load_weights")
+
+    async def close(self) -> None:
+        self._fail(RunFailedError("it was closed"))
+        await self._burst_ended("close")
+        self._decoder = None
+        self._thread.shutdown(wait=False)
+
+    def _start_burst(self) -> None:
+        if self._in_flight and self._burst is None and not self._holds and self._failure is None:
+            self._burst = asyncio.create_task(self._decode(), name="spurline-decode")
+
+    async def _decode(self) -> None:
+        """Step after step, until nobody waits or something holds it."""
+        ended: list[Row] = []
+        try:
+            decoder = await self._ready_decoder()
+            with generating(decoder.model.causal):
+                while self._goes_on(ended):
+                    self._deliver(ended)
+                    # Whoever got a response and asks again at once joins the very next step, so that the rows of a step
+                    # do not depend on timing.
+                    await asyncio.sleep(0)
+                    more, ended = decoder.take(self._waiting)
+                    state = f"a decode step ({len(decoder.rows)} responses under way, {len(more)} new)"
+                    ended += await self._on_thread(state, decoder.advance, more, self._version)
+                decoder.drop_abandoned()
+        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
+            self._fail(error)
+        finally:
+            self._burst = None
+        # Not before: whoever gets the last of them may train the model at once, and now it is ours no longer.
+        self._deliver(ended)
+        self._start_burst()
+
+    def _goes_on(self, ended: list[Row]) -> bool:
+        """Whether there is more to write than these, and nothing else to do first."""
+        held = self._holds or self._failure is not None
+        return not held and len(self._in_flight) > sum(row in self._in_flight for row in ended)
+
+    def _deliver(self, rows: list[Row]) -> None:
+        for row in rows:
+            waiter = self._in_flight.pop(row, None)
+            if waiter is None or waiter.done():
+                continue
+            if row.refused is not None:
+                waiter.set_exception(row.refused)
+            else:
+                waiter.set_result(row.result())
+        rows.clear()
+
+    def _fail(self, failure: BaseException) -> None:
+        """Nobody is left waiting, now or later."""
+        self._failure = self._failure or failure
+        for row, waiter in self._in_flight.items():
+            if not waiter.done():
+                waiter.set_exception(_explained(failure, row.request.name))
+        self._in_flight.clear()
+        self._waiting.clear()
+
+    async def _hold(self, why: str) -> None:
+        """No step is under way and the model is as its owner left it, until `_release`."""
+        self._holds.add(why)
+        await self._burst_ended(why)
+        if self._failure is not None:
+            raise _explained(self._failure, why)
+
+    def _release(self, why: str) -> None:
+        self._holds.discard(why)
+        self._start_burst()
+
+    async def _burst_ended(self, who: str) -> None:
+        if self._burst is not None:
+            # Longer than any step may take: the burst gives up first, and says what it was doing.
+            done, _ = await asyncio.wait({self._burst}, timeout=2 * self._config.timeout_s)
+            if not done:
+                raise RunFailedError(f"{who}: the decode step under way has not ended. {self._advice()}")
+
+    async def _ready_decoder(self) -> Decoder:
+        if self._decoder is None:
+            self._decoder = await self._on_thread("loading and probing the model", self._make_decoder)
+        return self._decoder
+
+    def _make_decoder(self) -> Decoder:
+        model = self._open_model()
+
+        def make(rows_per_pass: int | None) -> Decoder:
+            return Decoder(
+                model,
+                self._tokenizer,
+                max_rows=self._config.max_batch,
+                max_cache_tokens=self._config.max_cache_tokens,
+                rows_per_pass=rows_per_pass,
+            )
+
+        return probed_decoder(make, deterministic=self._config.deterministic)
+
+    async def _on_thread(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
+        """The result of work on the model. Raises RunFailedError naming it when it takes too long."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RunFailedError(f"{what} did not end within {self._config.timeout_s:g} s. {self._advice()}") from error
+
+    def _advice(self) -> str:
+        return "Raise source.engine.timeout_s when it is only slow."
+
+
+def _explained(failure: BaseException, name: str) -> RunFailedError:
+    """A new error for each who waits: an exception that is raised in several tasks would mix up their tracebacks."""
+    kind = "" if isinstance(failure, RunFailedError) else f"{type(failure).__name__}: "
+    error = RunFailedError(f"{name}: the rollout engine in_process has ended: {kind}{failure}")
+    error.__cause__ = failure
+    return error

@@ -1,0 +1,99 @@
+"""One response while it is written: its tokens so far, and whether it has ended.
+
+Place on the way: GenerationRequest -> Row, which gathers tokens -> GenerationResult. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spurline.builtin.in_process.stop_texts import StopTexts
+from spurline.errors import DataError
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
+from spurline.rl.trajectory import FinishReason
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in flight.
+
+    prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known.
+    refused: why the model cannot answer. abandoned: nobody waits for the response any more.
+    """
+
+    request: GenerationRequest
+    prompt: list[int]
+    stop_texts: StopTexts | None
+    max_tokens: int = 0
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    raw_logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason | None = None
+    refused: DataError | None = None
+    abandoned: bool = False
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens the model has read: all but the last one it wrote."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """The same when the response has become as long as it may."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    def add(self, token: int, logprob: float, raw_logprob: float, version: int, stop_tokens: Collection[int]) -> None:
+        """Take the next token, and see whether it ends the response."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.raw_logprobs.append(raw_logprob)
+        self.versions.append(version)
+        if (
+            token in stop_tokens
+            or token in self.request.sampling.stop_token_ids
+            or (self.stop_texts is not None and self.stop_texts.completed_by(token))
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.max_tokens:
+            self.finish_reason = "length"
+
+    def result(self) -> GenerationResult:
+        """What was written. Raises DataError when the request was refused."""
+        if self.refused is not None:
+            raise self.refused
+        assert self.finish_reason is not None, f"{self.request.name} has not ended"
+        return GenerationResult(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            raw_logprobs=np.array(self.raw_logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            finish_reason=self.finish_reason,
+        )
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raise DataError for what no model could answer."""
+    sampling = request.sampling
+    if len(request.prompt_ids) == 0:
+        raise DataError(f"{request.name}: the prompt has no tokens. Give at least one, such as the chat template's.")
+    for problem in _sampling_problems(sampling):
+        raise DataError(f"{request.name}: sampling.{problem}")
+
+
+def _sampling_problems(sampling: Sampling) -> list[str]:
+    problems = []
+    if sampling.max_new_tokens < 1:
+        problems.append(f"max_new_tokens is {sampling.max_new_tokens}; a response has at least 1 token.")
+    if not 0 <= sampling.temperature < float("inf"):
+        problems.append(f"temperature is {sampling.temperature}; give 0 for greedy, or a number above.")
+    if not 0 < sampling.top_p <= 1:
+        problems.append(f"top_p is {sampling.top_p}; give a number above 0, up to 1 for all tokens.")
+    if sampling.top_k < 0:
+        problems.append(f"top_k is {sampling.top_k}; give 0 for all tokens, or a count.")
+    if "" in sampling.stop:
+        problems.append("stop has an empty text, which every response contains. Remove it.")
+    return problems

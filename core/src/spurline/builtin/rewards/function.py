@@ -1,0 +1,60 @@
+"""Reward `function`: a Python function named in the config, with a time limit.
+
+def short_and_right(answer: Answer) -> float:
+    return float(answer.reference in answer.response) - 0.001 * len(answer.response)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+from spurline.builtin.environment_configs import FunctionRewardConfig
+from spurline.builtin.user_functions import load_function
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.reward import Answer
+from spurline.rl.thread_calls import within
+
+
+class FunctionReward:
+    """Call `path` with the Answer. A plain function runs on a thread, which is abandoned when it takes too long."""
+
+    def __init__(self, config: FunctionRewardConfig) -> None:
+        self._config = config
+        self._function = load_function(config.path, "reward function")
+        _check_signature(self._function, config.path)
+
+    def score(self, answer: Answer) -> float:
+        """For callers without an event loop."""
+        return asyncio.run(self.score_async(answer))
+
+    async def score_async(self, answer: Answer) -> float:
+        """What the function returns or raises; AttemptFailedError when it takes longer than `timeout_s`."""
+        return await within(self._config.timeout_s, f"The function {self._config.path}", self._function, answer)
+
+
+def _check_signature(function: Any, path: str) -> None:
+    """Raise ConfigError for a function that one argument does not fit."""
+    name = path.partition(":")[2]
+    if not callable(function):
+        problem = f"is of type {type(function).__name__}, not a function."
+    else:
+        try:
+            signature = inspect.signature(function)
+        except ValueError:
+            # Some functions written in C do not tell; the first call will.
+            return
+        try:
+            signature.bind(None)
+            return
+        except TypeError:
+            problem = f"is defined as {name}{signature}, but is called with one argument."
+    raise ConfigError(
+        [
+            Problem(
+                f"reward function {path}",
+                f"{problem} Write `def {name}(answer)`; answer has prompt, response, reference, row and messages.",
+            )
+        ]
+    )

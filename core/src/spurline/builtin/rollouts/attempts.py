@@ -1,0 +1,115 @@
+"""Everything that makes an attempt at a prompt: engine, environment, rewards on tokens, retries and quarantine.
+
+Place on the way: Draw -> Task -> environment with a policy handle -> scored trajectory. One set serves training and
+held-out evaluation, which differ in how they sample and in what a failure costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from spurline.builtin.rollouts.draws import Draw
+from spurline.protocols.environment import Environment, PolicyHandle, Task
+from spurline.protocols.rollout_engine import RolloutEngine, Sampling
+from spurline.protocols.source_config import PromptSourceConfig
+from spurline.rl.group_runner import GroupRunner
+from spurline.rl.overlong import overlong_penalty
+from spurline.rl.policy import EnginePolicy
+from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.scoring import score
+from spurline.rl.trajectory import Group, Trajectory
+from spurline.run_context import SourceContext
+
+OVERLONG = "overlong"
+"""Reward term of `source.overlong`."""
+
+
+class Attempts:
+    """Owns the engine and the environment. Coroutines are awaited on one event loop."""
+
+    def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
+        run, registry = context.config, context.host.registry
+        self._config = config
+        self._run_seed = run.seed
+        self.engine: RolloutEngine = registry.create(
+            "rollout_engine", config.engine, run=run, tokenizer=context.tokenizer
+        )
+        self._environment: Environment = registry.create(
+            "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
+        )
+        sampling = config.sampling
+        self._sampling = Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            stop=sampling.stop,
+        )
+        self.quarantine = Quarantine(config.faults.max_quarantined)
+        self._training = self._runner(self._sampling, self.quarantine, config.samples_per_prompt, self._score)
+        self._retries_told = 0
+
+    async def train(self, prompts: Sequence[Draw]) -> Sequence[Group | QuarantinedGroup]:
+        """The groups of these prompts, scored for training, in order."""
+        return await self._training.run_groups(prompts)
+
+    async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Group | QuarantinedGroup]:
+        """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
+        held_out = self._config.held_out
+        sampling = replace(self._sampling, temperature=held_out.temperature, top_p=1.0, top_k=0)
+        quarantine = Quarantine(self._config.faults.max_quarantined)
+        runner = self._runner(sampling, quarantine, held_out.samples_per_prompt, self._score_held_out)
+        return await runner.run_groups(prompts)
+
+    def take_retries(self) -> int:
+        """Attempts in training that were made again since this was last asked."""
+        told, self._retries_told = self._retries_told, self._training.num_retries
+        return self._retries_told - told
+
+    async def close(self) -> None:
+        """End the engine and the environment."""
+        try:
+            if hasattr(self._environment, "close"):
+                self._environment.close()  # type: ignore[attr-defined]
+        finally:
+            await self.engine.close()
+
+    def _runner(
+        self,
+        sampling: Sampling,
+        quarantine: Quarantine,
+        samples_per_prompt: int,
+        score_attempt: Callable[[Trajectory], Trajectory],
+    ) -> GroupRunner:
+        faults = self._config.faults
+
+        def make_policy(task: Task, attempt: int) -> PolicyHandle:
+            return EnginePolicy(self.engine, sampling, run_seed=self._run_seed, task=task, attempt=attempt)
+
+        return GroupRunner(
+            self._environment,
+            make_policy,
+            score_attempt,
+            quarantine,
+            samples_per_prompt=samples_per_prompt,
+            retries=faults.retries,
+            attempt_timeout_s=faults.attempt_timeout_s,
+            max_concurrent=self._config.max_concurrent,
+        )
+
+    def _score(self, trajectory: Trajectory) -> Trajectory:
+        overlong = self._config.overlong
+        if overlong is None:
+            return score(trajectory, self._config.reward_weights)
+        penalty = min(
+            overlong_penalty(
+                len(turn.response_ids), longest=self._config.sampling.max_new_tokens, buffer=overlong.buffer_tokens
+            )
+            for turn in trajectory.turns
+        )
+        punished = replace(trajectory, rewards={**trajectory.rewards, OVERLONG: penalty})
+        return score(punished, {OVERLONG: overlong.penalty, **self._config.reward_weights})
+
+    def _score_held_out(self, trajectory: Trajectory) -> Trajectory:
+        return score(trajectory, {name: w for name, w in self._config.reward_weights.items() if name != OVERLONG})

@@ -1,0 +1,198 @@
+"""Run all attempts at a prompt: at the same time, within a time limit, again when they fail, until they are given up.
+
+Place on the way: drawn prompt -> n tasks -> environment -> scored trajectories -> Group, or QuarantinedGroup with the
+reason. Knows nothing of engines, batches or steps; `run_group` is the unit that every source of rollouts builds on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from spurline.config.run_config import DatasetConfig
+from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError
+from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
+from spurline.rl.error_text import located
+from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.trajectory import Group, Trajectory
+
+T = TypeVar("T")
+
+CANCEL_TIMEOUT_S = 30.0
+"""Seconds a cancelled attempt may take to end."""
+
+
+class DrawnPrompt(Protocol):
+    """A prompt to run.
+
+    number: position in the endless data order. uid: unique in the run. dataset: the settings its row is read with.
+    location: where the row is, for messages.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def uid(self) -> str: ...
+    @property
+    def dataset(self) -> DatasetConfig: ...
+    @property
+    def location(self) -> str: ...
+    @property
+    def row(self) -> Mapping[str, Any]: ...
+
+
+class _GiveUp(Exception):  # noqa: N818 - how an attempt tells its group
+    """An attempt failed for good; the text says where and why."""
+
+
+class GroupRunner:
+    """Runs groups on one event loop.
+
+    make_policy: a handle for a task and the number of its earlier failures. score: applied to every trajectory within
+    its attempt, so that what it raises counts as a failure of the attempt. retries: further attempts after a failure.
+    max_concurrent: attempts under way at the same time.
+
+    DataError quarantines the prompt at once: another attempt would meet the same row. Every other SpurlineError but
+    AttemptFailedError ends the run, as it is about the configuration, a component or the engine. Whatever else an
+    attempt raises, and its time-out, is retried with other seeds, then the whole group is quarantined: its remaining
+    attempts would be compared with a smaller group than the others.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        make_policy: Callable[[Task, int], PolicyHandle],
+        score: Callable[[Trajectory], Trajectory],
+        quarantine: Quarantine,
+        *,
+        samples_per_prompt: int,
+        retries: int,
+        attempt_timeout_s: float,
+        max_concurrent: int,
+    ) -> None:
+        self._environment = environment
+        self._make_policy = make_policy
+        self._score = score
+        self._quarantine = quarantine
+        self._samples_per_prompt = samples_per_prompt
+        self._retries = retries
+        self._attempt_timeout_s = attempt_timeout_s
+        self._places = asyncio.Semaphore(max_concurrent)
+        self.num_retries = 0
+        """Attempts that were made again, since this object was made."""
+
+    async def run_groups(self, prompts: Sequence[DrawnPrompt]) -> list[Group | QuarantinedGroup]:
+        """The outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
+        return await _all_or_none([self.run_group(prompt) for prompt in prompts])
+
+    async def run_group(self, prompt: DrawnPrompt) -> Group | QuarantinedGroup:
+        """All attempts at one prompt. Raises RunFailedError when its quarantine exceeds the budget."""
+        tasks = [
+            Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
+            for sample in range(self._samples_per_prompt)
+        ]
+        try:
+            trajectories = await _all_or_none([self._run_task(task) for task in tasks])
+        except _GiveUp as failure:
+            group = QuarantinedGroup(prompt.uid, prompt.number, str(failure))
+            self._quarantine.add(group)
+            return group
+        return Group(prompt.uid, prompt.number, tuple(trajectories))
+
+    async def _run_task(self, task: Task) -> Trajectory:
+        """Attempts until one succeeds. Raises _GiveUp after the last."""
+        attempt = 0
+        while True:
+            try:
+                async with self._places:
+                    return await self._attempt(task, attempt)
+            except Exception as error:
+                if isinstance(error, SpurlineError) and not isinstance(error, (DataError, AttemptFailedError)):
+                    raise
+                if isinstance(error, DataError) or attempt == self._retries:
+                    raise _GiveUp(_reason(task, attempt, error)) from error
+            attempt += 1
+            self.num_retries += 1
+
+    async def _attempt(self, task: Task, attempt: int) -> Trajectory:
+        run = self._environment.run(task, self._make_policy(task, attempt))
+        trajectory = await _within(
+            run, self._attempt_timeout_s, f"{type(self._environment).__name__}.run for {_name(task)}"
+        )
+        self._check(trajectory, task)
+        return self._score(trajectory)
+
+    def _check(self, trajectory: Any, task: Task) -> None:
+        """Raise PluginError for an environment that does not keep its contract."""
+        name = type(self._environment).__name__
+        if not isinstance(trajectory, Trajectory):
+            raise PluginError(f"{name}.run returned a {type(trajectory).__name__}, not a Trajectory.")
+        if (trajectory.uid, trajectory.sample) != (task.uid, task.sample):
+            raise PluginError(
+                f"{name}.run was given {_name(task)} and returned sample {trajectory.sample} of prompt "
+                f"{trajectory.uid}. Does it keep state between attempts?"
+            )
+        if not trajectory.turns:
+            raise PluginError(f"{name}.run returned a trajectory without turns for {_name(task)}.")
+        for number, turn in enumerate(trajectory.turns):
+            for field in ("loss_mask", "logprobs", "versions", "rewards"):
+                values = getattr(turn, field)
+                if values is not None and len(values) != len(turn.response_ids):
+                    raise PluginError(
+                        f"{name}.run: turn {number} of {_name(task)} has {len(values)} {field} for "
+                        f"{len(turn.response_ids)} response tokens."
+                    )
+
+
+async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; or the first error, once everything else has been cancelled and has ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _end(tasks, "work")
+
+
+async def _within(run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: str) -> Trajectory:
+    """The result of `run`; AttemptFailedError after `timeout_s`, or when it was cancelled by its own code."""
+    task = asyncio.ensure_future(run)
+    try:
+        await asyncio.wait([task], timeout=timeout_s)
+        if task.cancelled():
+            # Not this run's doing, and as a CancelledError it would end the run without a word.
+            raise AttemptFailedError(f"{what} was cancelled from within.")
+        if task.done():
+            return task.result()
+        raise AttemptFailedError(f"{what} did not end within {timeout_s:g} s (source.faults.attempt_timeout_s).")
+    finally:
+        await _end([task], what)
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]], what: str) -> None:
+    """Cancel what still runs and wait for it. Raises RunFailedError when something does not let itself be cancelled."""
+    running = [task for task in tasks if not task.done()]
+    if not running:
+        return
+    for task in running:
+        task.cancel()
+    ended, stuck = await asyncio.wait(running, timeout=CANCEL_TIMEOUT_S)
+    for task in ended:
+        # What is raised on the way out of a cancelled task must not cover what it was cancelled for.
+        _ = task.cancelled() or task.exception()
+    if stuck:
+        raise RunFailedError(
+            f"{what} was cancelled, but still runs {CANCEL_TIMEOUT_S:g} s later. An environment must let "
+            "asyncio.CancelledError pass."
+        )
+
+
+def _name(task: Task) -> str:
+    return f"sample {task.sample} of prompt {task.uid}"
+
+
+def _reason(task: Task, attempt: int, error: Exception) -> str:
+    """Which attempt failed, and how; for an unexpected error also where in the code."""
+    tries = f", after {attempt + 1} attempts" if attempt else ""
+    text = str(error) if isinstance(error, SpurlineError) else located(error)
+    return f"{task.location} ({_name(task)}{tries}): {text}"

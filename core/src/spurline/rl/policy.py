@@ -1,0 +1,99 @@
+"""The policy as an environment sees it: one handle per attempt that asks the engine and remembers every turn.
+
+Place on the way: environment -> token ids -> this -> request with seed and name -> rollout engine -> Turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from spurline.errors import DataError
+from spurline.protocols.environment import AttemptFailedError, Task
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
+from spurline.rl.seeds import derive_seed
+from spurline.rl.trajectory import Trajectory, Turn
+
+
+class EnginePolicy:
+    """A PolicyHandle on a rollout engine.
+
+    attempt: how often this task has failed before; part of every seed, so that a retry does not repeat what failed.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, sampling: Sampling, *, run_seed: int, task: Task, attempt: int = 0
+    ) -> None:
+        self.sampling = sampling
+        self._engine = engine
+        self._run_seed = run_seed
+        self._task = task
+        self._attempt = attempt
+        self._num_asked = 0
+        self._finished: dict[int, Turn] = {}
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns finished so far, in the order in which they were asked for."""
+        return tuple(turn for _, turn in sorted(self._finished.items()))
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
+        """Ask the engine for the next turn. Raises DataError for an empty prompt, and what the engine raises."""
+        # Counted before waiting: turns that an environment asks for together keep their numbers, whoever ends first.
+        number = self._num_asked
+        self._num_asked += 1
+        task = self._task
+        if len(prompt_ids) == 0:
+            raise DataError(
+                f"{task.location}: the prompt has no tokens, so there is nothing to go on from. Give the row a prompt, "
+                "or use a tokenizer that begins texts with a token."
+            )
+        retry = f" attempt {self._attempt}" if self._attempt else ""
+        request = GenerationRequest(
+            prompt_ids=list(prompt_ids),
+            sampling=sampling or self.sampling,
+            seed=derive_seed(self._run_seed, task.uid, task.sample, number, self._attempt),
+            name=f"{task.uid} sample {task.sample} turn {number}{retry}",
+        )
+        result = await self._engine.generate(request)
+        self._finished[number] = _turn(request, result)
+        return result
+
+    def finish(
+        self,
+        rewards: Mapping[str, float] | None = None,
+        *,
+        turn_rewards: Sequence[float] | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
+        """All turns as the attempt's trajectory. Raises ValueError when there is not one reward for each turn."""
+        turns = self.turns
+        if turn_rewards is not None:
+            if len(turn_rewards) != len(turns):
+                raise ValueError(f"{len(turn_rewards)} turn rewards for {len(turns)} turns; give one for each")
+            turns = tuple(_rewarded(turn, reward) for turn, reward in zip(turns, turn_rewards, strict=True))
+        return Trajectory(self._task.uid, self._task.sample, turns, dict(rewards or {}), dict(info or {}))
+
+
+def _turn(request: GenerationRequest, result: GenerationResult) -> Turn:
+    length = len(result.token_ids)
+    assert len(result.logprobs) == len(result.versions) == length, f"the engine's answer to {request.name} is ragged"
+    return Turn(
+        prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+        response_ids=result.token_ids,
+        loss_mask=np.ones(length, dtype=np.uint8),
+        logprobs=result.logprobs,
+        versions=result.versions,
+        finish_reason=result.finish_reason,
+    )
+
+
+def _rewarded(turn: Turn, reward: float) -> Turn:
+    if not len(turn.response_ids) and reward:
+        raise AttemptFailedError(f"A turn without response tokens has no place for its reward of {reward:g}.")
+    values = np.zeros(len(turn.response_ids), dtype=np.float32)
+    values[-1:] = reward
+    return replace(turn, rewards=values)

@@ -1,0 +1,145 @@
+"""What every environment must satisfy, checked with an engine that writes random tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DatasetConfig
+from spurline.errors import RunFailedError
+from spurline.protocols.environment import Environment, Task
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
+from spurline.rl.policy import EnginePolicy
+from spurline.rl.scoring import score
+from spurline.rl.trajectory import Trajectory
+from spurline.testing.models import tiny_tokenizer
+from spurline.testing.scripted_engine import ScriptedEngine, random_text
+
+_TIME_LIMIT_S = 60.0
+
+
+class EnvironmentContract:
+    """Subclass with `make_environment(tokenizer)`, and `row()` when the environment needs rows of its own."""
+
+    def make_environment(self, tokenizer: PreTrainedTokenizerBase) -> Environment:
+        """Your environment."""
+        raise NotImplementedError("subclass EnvironmentContract with make_environment(self, tokenizer)")
+
+    def row(self) -> Mapping[str, Any]:
+        """A dataset row that it understands."""
+        return {
+            "messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}],
+        }
+
+    def test_a_trajectory_belongs_to_its_task_and_keeps_what_the_engine_wrote(self) -> None:
+        engine = _RecordingEngine(tiny_tokenizer())
+        [trajectory] = self._run(engine, [0])
+        assert (trajectory.uid, trajectory.sample) == ("rows:0@0", 0)
+        assert trajectory.turns
+        for turn in trajectory.turns:
+            exchange = tuple(turn.prompt_ids.tolist()), tuple(turn.response_ids.tolist())
+            assert exchange in engine.exchanges, "a turn is not what the engine was given and wrote"
+            for name in ("loss_mask", "logprobs", "versions", "rewards"):
+                values = getattr(turn, name)
+                assert values is None or len(values) == len(turn.response_ids), name
+
+    def test_it_gives_finite_rewards(self) -> None:
+        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
+        assert trajectory.rewards or any(turn.rewards is not None for turn in trajectory.turns)
+        scored = score(trajectory, {})
+        assert all(turn.rewards is not None and np.isfinite(turn.rewards).all() for turn in scored.turns)
+
+    def test_every_attempt_gives_the_same_reward_terms(self) -> None:
+        trajectories = self._run(_RecordingEngine(tiny_tokenizer()), range(8))
+        assert len({frozenset(trajectory.rewards) for trajectory in trajectories}) == 1, "weights need every term"
+
+    def test_what_it_says_about_an_attempt_can_be_written_as_json(self) -> None:
+        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
+        json.dumps(trajectory.info)
+
+    def test_attempts_at_the_same_time_do_not_touch_each_other(self) -> None:
+        tokenizer = tiny_tokenizer()
+        together = self._run(_RecordingEngine(tokenizer), range(8))
+        alone = [self._run(_RecordingEngine(tokenizer), [sample])[0] for sample in range(8)]
+        for one, other in zip(together, alone, strict=True):
+            assert _content(one) == _content(other)
+
+    def test_an_error_of_the_engine_is_not_swallowed(self) -> None:
+        class Dead(ScriptedEngine):
+            async def generate(self, request: GenerationRequest) -> GenerationResult:
+                raise RunFailedError("the engine died")
+
+        with pytest.raises(RunFailedError, match="the engine died"):
+            self._run(Dead(lambda request: [1]), [0])
+
+    def test_a_cancelled_attempt_ends(self) -> None:
+        class Silent(ScriptedEngine):
+            async def generate(self, request: GenerationRequest) -> GenerationResult:
+                waiting.set()
+                await asyncio.sleep(3600)
+                raise AssertionError("unreachable")
+
+        waiting = asyncio.Event()
+
+        async def cancel() -> None:
+            environment = self.make_environment(tiny_tokenizer())
+            attempt = asyncio.ensure_future(_attempt(environment, Silent(lambda request: [1]), self._task(0)))
+            await asyncio.wait_for(waiting.wait(), _TIME_LIMIT_S)
+            attempt.cancel()
+            done, _ = await asyncio.wait([attempt], timeout=_TIME_LIMIT_S)
+            assert done, "the attempt goes on after it was cancelled"
+            assert attempt.cancelled()
+            _close(environment)
+
+        asyncio.run(cancel())
+
+    def _task(self, sample: int) -> Task:
+        return Task(self.row(), DatasetConfig(name="rows"), "rows:0@0", sample, "rows.jsonl:1")
+
+    def _run(self, engine: ScriptedEngine, samples: Iterable[int]) -> list[Trajectory]:
+        async def run() -> list[Trajectory]:
+            environment = self.make_environment(tiny_tokenizer())
+            try:
+                attempts = [_attempt(environment, engine, self._task(sample)) for sample in samples]
+                return list(await asyncio.wait_for(asyncio.gather(*attempts), _TIME_LIMIT_S))
+            finally:
+                _close(environment)
+
+        return asyncio.run(run())
+
+
+async def _attempt(environment: Environment, engine: ScriptedEngine, task: Task) -> Trajectory:
+    policy = EnginePolicy(engine, replace(Sampling(), max_new_tokens=32), run_seed=0, task=task)
+    return await environment.run(task, policy)
+
+
+class _RecordingEngine(ScriptedEngine):
+    """Writes random hexadecimal digits; `exchanges` are the prompts it was given with what it wrote."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert isinstance(tokenizer.eos_token_id, int)
+        digits = tokenizer.encode("0123456789abcdef", add_special_tokens=False)
+        super().__init__(random_text(digits, tokenizer.eos_token_id))
+        self.exchanges: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        result = await super().generate(request)
+        self.exchanges.append((tuple(request.prompt_ids), tuple(result.token_ids.tolist())))
+        return result
+
+
+def _content(trajectory: Trajectory) -> list[Any]:
+    turns = [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in trajectory.turns]
+    return [trajectory.sample, turns, dict(trajectory.rewards)]
+
+
+def _close(environment: Any) -> None:
+    if hasattr(environment, "close"):
+        environment.close()

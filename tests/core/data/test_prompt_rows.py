@@ -1,0 +1,80 @@
+"""Questions of rows: with an answer, without one, and with the reference in a column of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spurline.builtin.configs import HfDatasetConfig
+from spurline.data.bad_row import BadRowError
+from spurline.data.prompt_rows import ChatQuestion, TextQuestion, read_question
+from spurline.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+
+
+def read(row: dict[str, Any], *, template: bool = True, **settings: Any) -> ChatQuestion | TextQuestion:
+    return read_question(row, HfDatasetConfig(path="x", **settings), has_chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("row", "reference"),
+    [
+        ({"messages": [USER, ANSWER]}, "4"),
+        ({"messages": [USER]}, None),
+        ({"messages": [USER], "reference": "four"}, "four"),
+        ({"messages": [USER, ANSWER], "reference": 4}, "4"),
+        ({"conversations": [{"from": "human", "value": "2+2?"}]}, None),
+        ({"prompt": [USER]}, None),
+        ({"prompt": [USER], "completion": [ANSWER]}, "4"),
+        ({"instruction": "2+2?"}, None),
+        ({"instruction": "2+2?", "output": "4"}, "4"),
+    ],
+)
+def test_a_conversation_is_asked_up_to_its_answer(row: dict[str, Any], reference: str | None) -> None:
+    question = read(row)
+    assert isinstance(question, ChatQuestion)
+    assert question.messages[: question.answer_at] == [USER]
+    assert question.reference == reference
+
+
+def test_a_conversation_that_goes_on_after_an_answer_is_asked_as_it_stands() -> None:
+    question = read({"messages": [USER, ANSWER, {"role": "user", "content": "and 3+3?"}]})
+    assert isinstance(question, ChatQuestion)
+    assert (question.answer_at, question.reference) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "reference"),
+    [
+        ({"prompt": "2+2="}, None),
+        ({"prompt": "2+2=", "completion": "4"}, "4"),
+        ({"prompt": "2+2=", "completion": ""}, ""),
+        ({"prompt": "2+2=", "reference": 4.5}, "4.5"),
+    ],
+)
+def test_text_is_gone_on_from(row: dict[str, Any], reference: str | None) -> None:
+    assert read(row) == TextQuestion("2+2=", reference)
+
+
+def test_columns_of_other_names_are_found() -> None:
+    question = read({"question": "2+2=", "solution": "4"}, columns={"prompt": "question", "reference": "solution"})
+    assert question == TextQuestion("2+2=", "4")
+
+
+def test_a_system_column_and_tools_belong_to_the_question() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    question = read({"messages": [USER], "system": "Be brief.", "tools": [tool]})
+    assert isinstance(question, ChatQuestion)
+    assert question.messages == [{"role": "system", "content": "Be brief."}, USER]
+    assert question.tools == [tool]
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    with pytest.raises(BadRowError, match="token ids"):
+        read({"input_ids": [1, 2], "prompt_length": 1})
+    with pytest.raises(BadRowError, match="reference is a list, expected text or a number"):
+        read({"prompt": "2+2=", "reference": ["4"]})
+    with pytest.raises(DataError, match="fit no format"):
+        read({"text": "2+2="})

@@ -1,0 +1,144 @@
+"""Reward `function`: what may be named, and what happens when the function misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import reward_functions
+from rl_attempts import run
+
+from spurline.builtin.environment_configs import FunctionRewardConfig
+from spurline.builtin.rewards.function import FunctionReward
+from spurline.errors import ConfigError, PluginError
+from spurline.protocols.environment import AttemptFailedError
+from spurline.protocols.reward import Answer
+from spurline.rl.reward_calls import checked_score, reward_terms
+
+ANSWER = Answer("a prompt", "four", "4", {"difficulty": 3})
+
+
+def make_reward(name: str, timeout_s: float = 30.0) -> FunctionReward:
+    return FunctionReward(FunctionRewardConfig(path=f"reward_functions:{name}", timeout_s=timeout_s))
+
+
+def terms(name: str, timeout_s: float = 30.0) -> dict[str, float]:
+    return run(reward_terms({"mine": make_reward(name, timeout_s)}, ANSWER))
+
+
+@pytest.fixture
+def hung_threads() -> Iterator[None]:
+    """Lets the threads go that a test has left hanging."""
+    reward_functions.release.clear()
+    yield
+    reward_functions.release.set()
+    for thread in threading.enumerate():
+        if thread.name == "call-hangs":
+            thread.join(timeout=30)
+
+
+@pytest.mark.parametrize("name", ["length", "length_later"])
+def test_plain_and_async_functions_are_called_with_the_answer(name):
+    assert terms(name) == {"mine": 4.0}
+    assert make_reward(name).score(ANSWER) == 4.0
+
+
+def test_a_function_that_raises_is_named_with_its_error():
+    with pytest.raises(
+        AttemptFailedError,
+        match=r"Reward 'mine' failed on the response 'four': ValueError: no such unit \(.*reward_functions\.py:",
+    ):
+        terms("raises")
+
+
+def test_a_function_that_exits_does_not_end_the_run():
+    with pytest.raises(AttemptFailedError, match=r"Reward 'mine' failed on .*: it raised SystemExit\(2\)"):
+        terms("exits")
+
+
+def test_nan_is_refused():
+    with pytest.raises(AttemptFailedError, match="Reward 'mine' returned nan for the response 'four'; it must be fini"):
+        terms("not_a_number")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("text", "'1.0'"), ("forgets", "None")])
+def test_what_is_not_a_number_is_refused(name, shown):
+    with pytest.raises(AttemptFailedError, match=f"Reward 'mine' returned {shown} for .* it must return a number") as e:
+        terms(name)
+    assert ("return statement" in str(e.value)) == (name == "forgets")
+
+
+def test_numbers_of_every_library_are_numbers():
+    import torch
+
+    for value in (1, True, 1.0, np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0)):
+        assert checked_score("mine", value, ANSWER) == 1.0
+    for value in (np.ones(1), "1", [1], 1j):
+        with pytest.raises(AttemptFailedError, match="must return a number"):
+            checked_score("mine", value, ANSWER)
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_a_plain_function_that_hangs_is_left_behind_with_a_message():
+    with pytest.raises(AttemptFailedError) as caught:
+        terms("hangs", timeout_s=0.1)
+    expected = "The function reward_functions:hangs did not return within 0.1 s."
+    assert str(caught.value) == f"Reward 'mine' on the response 'four': {expected}"
+    with pytest.raises(AttemptFailedError, match=r"did not return within 0\.1 s"):
+        make_reward("hangs", timeout_s=0.1).score(ANSWER)
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_a_function_left_behind_keeps_nothing_else_from_being_scored():
+    async def both() -> tuple[dict[str, float], int]:
+        stuck = asyncio.ensure_future(reward_terms({"mine": make_reward("hangs")}, ANSWER))
+        other = await reward_terms({"other": make_reward("length")}, ANSWER)
+        assert not stuck.done()
+        stuck.cancel()
+        await asyncio.wait([stuck])
+        hung = [thread for thread in threading.enumerate() if thread.name == "call-hangs"]
+        # Daemons: they do not hold up the end of the process.
+        assert all(thread.daemon for thread in hung)
+        return other, len(hung)
+
+    assert run(both()) == ({"other": 4.0}, 1)
+
+
+def test_an_async_function_that_hangs_is_cancelled():
+    with pytest.raises(AttemptFailedError, match=r"reward_functions:hangs_later did not return within 0\.05 s"):
+        terms("hangs_later", timeout_s=0.05)
+
+
+def test_a_function_with_other_arguments_is_refused_at_the_start():
+    with pytest.raises(ConfigError) as caught:
+        make_reward("two_arguments")
+    message = str(caught.value)
+    assert "reward function reward_functions:two_arguments is defined as two_arguments(prompt: 'str'" in message
+    assert "but is called with one argument. Write `def two_arguments(answer)`" in message
+
+
+def test_what_cannot_be_called_or_found_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="reward_functions:NOT_A_FUNCTION is of type int, not a function"):
+        make_reward("NOT_A_FUNCTION")
+    with pytest.raises(PluginError, match="names 'reward_functions:lenght', but reward_functions has no 'lenght'"):
+        make_reward("lenght")
+    with pytest.raises(PluginError, match="reward function cannot be imported from 'no_such_module:f': ModuleNotFound"):
+        FunctionReward(FunctionRewardConfig(path="no_such_module:f"))
+
+
+def test_a_file_in_the_working_directory_can_be_named(tmp_path, monkeypatch):
+    (tmp_path / "my_local_rewards.py").write_text("def one(answer):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    reward = FunctionReward(FunctionRewardConfig(path="my_local_rewards:one"))
+    monkeypatch.delitem(sys.modules, "my_local_rewards")
+    assert reward.score(ANSWER) == 1.0
+
+
+def test_a_path_must_have_module_and_function():
+    with pytest.raises(ValueError, match="path"):
+        FunctionRewardConfig(path="length")

@@ -1,0 +1,158 @@
+"""What happens to attempts that fail: which are retried, which are given up, which end the run, and the budget."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leave_nothing
+
+from spurline.errors import ConfigError, DataError, ModelError, PluginError, Problem, RunFailedError
+from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
+from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.trajectory import Group, Trajectory
+from spurline.testing.scripted_engine import ScriptedEngine
+
+
+def test_after_the_last_retry_the_group_is_quarantined_with_the_error_and_its_place():
+    quarantine = Quarantine(5)
+
+    async def one_sample_fails(task: Task, policy: PolicyHandle) -> Trajectory:
+        if task.uid == "train:1@1" and task.sample == 2:
+            raise ConnectionError("sandbox gone")
+        return await answer(task, policy)
+
+    runner = make_runner(one_sample_fails, quarantine=quarantine)
+    groups = run_and_leave_nothing(runner, Prompt(0), Prompt(1), Prompt(2))
+    assert [type(group) for group in groups] == [Group, QuarantinedGroup, Group]
+    assert quarantine.groups == (groups[1],)
+    assert isinstance(groups[1], QuarantinedGroup)
+    expected = "rows.jsonl:2 (sample 2 of prompt train:1@1, after 3 attempts): ConnectionError: sandbox gone ("
+    assert groups[1].reason.startswith(expected)
+    assert "test_quarantine.py" in groups[1].reason
+    assert "in one_sample_fails" in groups[1].reason
+
+
+def test_the_other_attempts_of_a_quarantined_group_are_cancelled():
+    cancelled: list[int] = []
+
+    async def one_fails(task: Task, policy: PolicyHandle) -> Trajectory:
+        if task.sample == 0:
+            raise DataError("bad row")
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.append(task.sample)
+            raise
+        raise AssertionError("unreachable")
+
+    [group] = run_and_leave_nothing(make_runner(one_fails, max_groups=1), Prompt(0))
+    assert isinstance(group, QuarantinedGroup)
+    assert sorted(cancelled) == [1, 2]
+
+
+def test_a_data_error_is_not_retried():
+    runner = make_runner(engine=ScriptedEngine(one_token, context=3), max_groups=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0))
+    assert isinstance(group, QuarantinedGroup)
+    assert "no room for a response: the prompt has 3 tokens" in group.reason
+    assert "attempts" not in group.reason
+    assert runner.num_retries == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError([Problem("source", "is wrong")]),
+        PluginError("broken"),
+        ModelError("no template"),
+        RunFailedError("the engine died"),
+    ],
+)
+def test_errors_that_are_not_about_an_attempt_end_the_run_at_once(error):
+    async def wrong(task: Task, policy: PolicyHandle) -> Trajectory:
+        if task.sample == 1:
+            raise error
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    with pytest.raises(type(error), match=str(error)):
+        run_and_leave_nothing(make_runner(wrong, max_groups=10), Prompt(0), Prompt(1))
+
+
+def test_a_weight_for_an_unknown_term_ends_the_run_at_once():
+    with pytest.raises(ConfigError, match=r"source\.reward_weights\.lenght .* Did you mean 'length'"):
+        run_and_leave_nothing(make_runner(weights={"lenght": 1.0}), Prompt(0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_a_failed_attempt(value):
+    async def broken(task: Task, policy: PolicyHandle) -> Trajectory:
+        return replace(await answer(task, policy), rewards={"length": value})
+
+    runner = make_runner(broken, max_groups=1, samples_per_prompt=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0))
+    assert isinstance(group, QuarantinedGroup)
+    assert f"reward 'length' is {value}; it must be finite" in group.reason
+    assert runner.num_retries == 2
+
+
+def test_an_attempt_that_writes_nothing_is_a_failed_attempt():
+    runner = make_runner(engine=ScriptedEngine(lambda request: []), max_groups=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0))
+    assert isinstance(group, QuarantinedGroup)
+    assert "has no response token" in group.reason
+
+
+def test_an_attempt_that_takes_too_long_is_retried_and_then_given_up():
+    starts: list[int] = []
+
+    async def hangs(task: Task, policy: PolicyHandle) -> Trajectory:
+        starts.append(task.sample)
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    runner = make_runner(hangs, max_groups=1, attempt_timeout_s=0.05, samples_per_prompt=1, retries=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0))
+    assert isinstance(group, QuarantinedGroup)
+    assert starts == [0, 0]
+    assert "Scripted.run for sample 0 of prompt train:0@0 did not end within 0.05 s" in group.reason
+
+
+def test_an_attempt_whose_own_code_cancels_it_is_a_failed_attempt_and_does_not_end_the_run():
+    async def gives_itself_up(task: Task, policy: PolicyHandle) -> Trajectory:
+        raise asyncio.CancelledError
+
+    runner = make_runner(gives_itself_up, max_groups=1, samples_per_prompt=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0))
+    assert isinstance(group, QuarantinedGroup)
+    assert "Scripted.run for sample 0 of prompt train:0@0 was cancelled from within" in group.reason
+    assert runner.num_retries == 2
+
+
+def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():
+    async def fails(task: Task, policy: PolicyHandle) -> Trajectory:
+        raise AttemptFailedError(f"tool {task.uid} broke")
+
+    runner = make_runner(fails, max_groups=6, samples_per_prompt=1, retries=0, max_concurrent=1)
+    with pytest.raises(RunFailedError) as caught:
+        run_and_leave_nothing(runner, *(Prompt(number) for number in range(10)))
+    message = str(caught.value)
+    assert message.startswith("7 prompts had to be given up, over source.faults.max_quarantined: 6. Correct what fails")
+    lines = message.splitlines()[1:]
+    assert lines[0] == "- rows.jsonl:1 (sample 0 of prompt train:0@0): tool train:0@0 broke"
+    assert len(lines) == 6
+    assert lines[-1] == "- and 2 more"
+
+
+def test_the_budget_counts_over_a_resume():
+    before = Quarantine(1)
+    before.add(QuarantinedGroup("train:0@0", 0, "first"))
+    state = json.loads(json.dumps(before.state_dict()))
+    after = Quarantine(1)
+    after.load_state_dict(state)
+    assert after.groups == before.groups
+    with pytest.raises(RunFailedError, match=r"2 prompts had to be given up(.|\n)*- first\n- second"):
+        after.add(QuarantinedGroup("train:1@1", 1, "second"))

@@ -1,0 +1,98 @@
+"""The sections `reduction` and `critic`: their short forms, their checks, and what `spurline plan` says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spurline import load_config
+from spurline.config.loading import config_model
+from spurline.config.reduction_config import ReductionConfig
+from spurline.errors import ConfigError
+from spurline.plugins import PluginHost
+from spurline.reduction import describe_reduction
+
+BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
+
+
+def rollouts(**settings: Any) -> dict[str, Any]:
+    environment = {"name": "single_turn", "rewards": "exact_match"}
+    source = {"name": "rollouts", "environment": environment, "prompts_per_step": 6, "advantage": "gae", **settings}
+    return {**BASE, "source": source}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("prompt_mean", {"name": "prompt_mean", "length": None}),
+        ({"name": "fixed_norm", "length": 512}, {"name": "fixed_norm", "length": 512}),
+        ({}, {"name": "token_mean", "length": None}),
+    ],
+)
+def test_a_reduction_is_a_name_or_a_section(written: Any, expected: dict[str, Any]) -> None:
+    resolved = load_config({**BASE, "reduction": written}).resolved()
+    assert resolved["reduction"] == expected
+    assert load_config(resolved).resolved() == resolved
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("tokn_mean", r"reduction\.name is 'tokn_mean'; .*Did you mean 'token_mean'\?"),
+        ({"name": "fixed_nrm", "length": 3}, r"reduction\.name is 'fixed_nrm'; .*Did you mean 'fixed_norm'\?"),
+        ({"name": "fixed_norm", "lenth": 3}, r"reduction\.lenth is not a setting\. Did you mean 'length'\?"),
+        ({"name": "fixed_norm", "length": 0}, r"reduction\.length is 0: .*greater than 0"),
+        ("fixed_norm", r"reduction\.length is required by fixed_norm: .*\{name: fixed_norm, length: 512\}"),
+        ({"length": 3}, r"reduction\.length is for fixed_norm and has no meaning with token_mean"),
+        (3, r"reduction is 3; it must be a mapping"),
+    ],
+)
+def test_a_mistake_in_a_reduction_says_what_to_write(written: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({**BASE, "reduction": written})
+
+
+def test_a_reduction_is_told_in_words() -> None:
+    assert describe_reduction(ReductionConfig()) == (
+        "Reduction token_mean: every loss token of an optimizer step counts the same."
+    )
+    assert "divided by 512 tokens for each trajectory" in describe_reduction(
+        ReductionConfig(name="fixed_norm", length=512)
+    )
+
+
+def test_a_critic_takes_the_defaults_of_critics() -> None:
+    critic = load_config({**rollouts(), "critic": {"loss": {"clip": 0.5}}}).resolved()["critic"]
+    assert critic["loss"] == {"name": "value", "clip": 0.5}
+    assert critic["minibatches"] == {"name": "by_prompt", "prompts_per_minibatch": None, "update_epochs": 1}
+    assert critic["optimizer"]["learning_rate"] == 1e-5
+
+
+def test_a_critic_counts_its_own_minibatches_in_prompts() -> None:
+    critic = {"minibatches": {"prompts_per_minibatch": 4}}
+    with pytest.raises(ConfigError, match=r"critic\.minibatches\.prompts_per_minibatch is 4, which does not divide"):
+        load_config({**rollouts(), "critic": critic})
+
+
+def test_a_critic_is_required_by_gae_and_refused_where_nothing_reads_it() -> None:
+    with pytest.raises(ConfigError, match=r"source\.advantage\.name is gae, .*Add a section `critic: \{\}`"):
+        load_config(rollouts())
+    with pytest.raises(ConfigError, match=r"critic would be trained for nothing: the advantage 'grpo'"):
+        load_config({**rollouts(advantage="grpo"), "critic": {}})
+    with pytest.raises(ConfigError, match=r"critic would be trained for nothing: the source 'sft'"):
+        load_config({**BASE, "critic": {}})
+
+
+def test_a_misspelled_setting_of_a_critic_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"critic\.minibatchs is not a setting\. Did you mean 'minibatches'\?"):
+        load_config({**rollouts(), "critic": {"minibatchs": {}}})
+
+
+@pytest.mark.parametrize("short", [{"reduction": "prompt_mean"}, {"schedule": "constant"}])
+def test_the_json_schema_knows_sections_that_are_a_name(short: dict[str, str]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = config_model(PluginHost.load([])).model_json_schema()
+    jsonschema.validate({**BASE, **short}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**BASE, **dict.fromkeys(short, "nonsense")}, schema)

@@ -1,0 +1,172 @@
+"""Training on preference pairs through the same loop: learning, resuming, plugins, plans and mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import assert_same_weights, deterministic, read_metrics
+
+from spurline import Run, load_config
+from spurline.errors import CheckpointError, ConfigError, DataError
+from spurline.hookspecs import hookimpl
+
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+
+def write_pairs(path: Path, count: int, seed: int) -> Path:
+    """Digits in order are preferred to digits in reverse."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        digits = sorted(rng.sample("0123456789", 3))
+        prompt = [{"role": "user", "content": f"sort {''.join(rng.sample(digits, 3))}"}]
+        answers = {"chosen": "".join(digits), "rejected": "".join(reversed(digits))}
+        rows.append(
+            {"prompt": prompt, **{side: [{"role": "assistant", "content": text}] for side, text in answers.items()}}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def preference_config(base_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    return {
+        **base_config,
+        "source": "preference",
+        "data": {
+            "train": str(write_pairs(tmp_path / "pairs.jsonl", 30, seed=0)),
+            "eval": str(write_pairs(tmp_path / "held_out.jsonl", 11, seed=1)),
+            "max_length": 64,
+        },
+        "evaluation": {"every_steps": 3, "batch_size": 4},
+        "schedule": "constant",
+    }
+
+
+def test_training_tells_chosen_from_rejected_answers_it_has_not_seen(preference_config: dict[str, Any]) -> None:
+    preference_config["evaluation"]["generate"] = {
+        "rewards": {"exact": "exact_match"},
+        "max_new_tokens": 4,
+        "max_samples": 3,
+    }
+    Run(load_config(preference_config)).train()
+    metrics = read_metrics(preference_config["run_dir"])
+    # Before the first update the model is its own reference.
+    assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert abs(metrics[0]["dpo/margin"]) < 1e-3
+    assert metrics[-1]["loss"] < 0.6
+    assert metrics[-1]["eval/loss"] < 0.6
+    assert metrics[-1]["eval/dpo/accuracy"] > 0.9
+    assert metrics[-1]["dpo/chosen_reward"] - metrics[-1]["dpo/rejected_reward"] == pytest.approx(
+        metrics[-1]["dpo/margin"], abs=1e-6
+    )
+    assert [line["step"] for line in metrics if "eval/dpo/accuracy" in line] == [3, 6]
+    samples = (Path(preference_config["run_dir"]) / "eval_samples.jsonl").read_text().splitlines()
+    assert sorted(json.loads(samples[0])["reference"]) == list(json.loads(samples[0])["reference"])
+
+
+def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(preference_config: dict[str, Any], tmp_path: Path) -> None:
+    whole = {**preference_config, "run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    pieces = {**whole, "run_dir": str(tmp_path / "pieces")}
+    for stop_after in (3, 99):
+        loaded = load_config(pieces)
+        loaded.host.attach(StopAfter(stop_after), "stop-after")
+        result = Run(loaded).train()
+    assert result.status == "finished"
+    assert deterministic(read_metrics(pieces["run_dir"])) == deterministic(read_metrics(whole["run_dir"]))
+    assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
+
+
+class StopAfter:
+    """Ask the run to stop once it finished this step, as SIGTERM would."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_learn(
+    preference_config: dict[str, Any], tmp_path: Path
+) -> None:
+    variants: dict[str, dict[str, Any]] = {
+        "packed": {},
+        "padded": {"collator": "padded"},
+        "microbatches": {"backend": {**preference_config["backend"], "rows_per_microbatch": 1}},
+        "fast": {"plugins": ["collation_fast"], "tokenization": {"disable_cache": True}},
+    }
+    losses = {}
+    for name, changes in variants.items():
+        Run(load_config({**preference_config, **changes, "run_dir": str(tmp_path / name)})).train()
+        metrics = read_metrics(tmp_path / name)
+        losses[name] = [line["loss"] for line in metrics] + [metrics[-1]["eval/loss"]]
+    for name in ("padded", "microbatches"):
+        assert losses[name] == pytest.approx(losses["packed"], rel=1e-3)
+    assert losses["fast"] == losses["packed"]
+
+
+def test_a_plan_says_what_is_counted_and_compared(preference_config: dict[str, Any]) -> None:
+    from spurline.planning import make_plan
+
+    plan = make_plan(load_config(preference_config))
+    assert plan.problems == []
+    said = {name: "\n".join(lines) for name, lines in plan.sections.items()}
+    assert "30 pairs of a chosen and a rejected answer" in said["data"]
+    assert "DPO: minus the log-sigmoid of the margin" in said["objective"]
+    assert "6 steps of 8 pairs" in said["steps"]
+
+
+def test_other_pairs_than_the_checkpoint_was_trained_on_are_refused(
+    preference_config: dict[str, Any], tmp_path: Path
+) -> None:
+    Run(load_config(preference_config)).train()
+    write_pairs(tmp_path / "pairs.jsonl", 30, seed=5)
+    with pytest.raises(CheckpointError, match="training data is not what the checkpoint"):
+        Run(load_config({**preference_config, "steps": 8})).train()
+
+
+def test_a_row_of_which_one_answer_is_unusable_is_left_out_and_counted(
+    preference_config: dict[str, Any], tmp_path: Path
+) -> None:
+    long = {"prompt": "a", "chosen": "b", "rejected": "c" * 100}
+    short = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (long, short)))
+    data = {"train": str(tmp_path / "pairs.jsonl"), "max_length": 64, "too_long": "drop"}
+    config = {**preference_config, "data": data, "evaluation": {}, "steps": 1}
+    Run(load_config(config)).train()
+    facts = json.loads((Path(config["run_dir"]) / "summary.json").read_text())["data"]["train"]
+    assert (facts["pairs"], facts["dropped"]) == (1, {"too_long": 1, "other_answer_left_out": 1})
+
+
+def test_pairs_given_to_the_sft_source_are_recognised(preference_config: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="Set `source: preference`"):
+        Run(load_config({**preference_config, "source": "sft"})).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "preferences"}, "Did you mean 'preference'"),
+        ({"loss": "cross_entropy"}, "would train on rejected answers"),
+        ({"source": "sft", "loss": "dpo"}, "Set source: preference"),
+        ({"loss": {"name": "dpo", "label_smoothing": 0.1, "loss_type": "ipo"}}, "label_smoothing is 0.1"),
+        ({"loss": {"beta": 0.2, "betta": 0.1}}, "Did you mean 'beta'"),
+        ({"collator": {"name": "packed", "max_tokens": 100}}, "max_length: 50"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_settings_that_do_not_fit_pairs_are_refused_with_the_fix(
+    preference_config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({**preference_config, **changes})

@@ -1,0 +1,226 @@
+"""Whole runs of reinforcement learning through the command line, on a real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill, train_command
+
+from spurline import Run, load_config
+from spurline.errors import CheckpointError, RunFailedError
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+REWARDS = '''
+def early_letters(answer):
+    """Share of the response's characters that are in the first half of the alphabet."""
+    letters = [letter for letter in answer.response.lower() if letter.isalpha()]
+    return sum(letter < "n" for letter in letters) / max(1, len(letters))
+
+def brevity(answer):
+    return -len(answer.response) / 10
+
+def always_one(answer):
+    return 1.0
+
+def fails_on_some_rows(answer):
+    if answer.prompt.rstrip().endswith("7") or "7" in answer.prompt:
+        raise KeyError("seven")
+    return early_letters(answer)
+'''
+
+
+@pytest.fixture
+def rl_config(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Four prompts of four samples per step; two optimizer steps."""
+    module = tmp_path / "modules" / "run_rewards.py"
+    module.parent.mkdir()
+    module.write_text(REWARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(module.parent))
+    monkeypatch.setenv("PYTHONPATH", str(module.parent))
+    # Each test writes the module anew, in a folder of its own.
+    monkeypatch.delitem(sys.modules, "run_rewards", raising=False)
+    for name in ("batch_size", "collator"):
+        del base_config[name]
+    base_config["source"] = {
+        "name": "rollouts",
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "environment": {
+            "name": "single_turn",
+            "rewards": {"early": "run_rewards:early_letters", "brevity": "run_rewards:brevity"},
+        },
+        "engine": {"name": "in_process", "deterministic": True},
+        "sampling": {"max_new_tokens": 6},
+        "reward_weights": {"brevity": 0.1},
+        "held_out": {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0},
+    }
+    base_config["minibatches"] = {"name": "by_prompt", "prompts_per_minibatch": 2}
+    base_config["schedule"] = "constant"
+    return base_config
+
+
+def test_training_writes_health_metrics_evaluation_and_report(
+    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    rl_config["evaluation"] = {"every_steps": 3}
+    code, out, err = spurline("train", write_config(rl_config))
+    assert (code, err) == (0, "")
+    assert "Finished at step 6" in out
+    assert "64 prompts" in out
+    run_dir = Path(rl_config["run_dir"])
+    metrics = read_metrics(run_dir)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    expected = {"reward/mean", "reward/std", "rewards/early", "rewards/brevity", "groups/zero_variance", "groups/drawn"}
+    expected |= {"mismatch/logprob_diff", "mismatch/kl", "mismatch/ratio_p99", "advantage/std", "response/length"}
+    expected |= {"policy/entropy", "policy/clip_fraction_high", "time/generate", "time/look_back", "loss", "grad_norm"}
+    for line in metrics:
+        assert expected <= line.keys(), expected - line.keys()
+        assert line["mismatch/logprob_diff/max"] < 1e-5
+        assert line["reward/mean"] == pytest.approx(line["rewards/early"] + 0.1 * line["rewards/brevity"], abs=1e-6)
+        assert line["groups/drawn"] == 4
+    assert [line["step"] for line in metrics if "eval/pass@2" in line] == [3, 6]
+    assert metrics[-1]["epoch"] == pytest.approx(24 / 64)
+    samples = [json.loads(line) for line in (run_dir / "eval_samples.jsonl").read_text().splitlines()]
+    assert [set(sample["scores"]) for sample in samples] == [{"early", "brevity"}] * 6
+    assert (run_dir / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_the_trainer_sees_the_logprobs_that_were_sampled_with(rl_config: dict[str, Any], temperature: float) -> None:
+    rl_config["source"]["sampling"]["temperature"] = temperature
+    rl_config["steps"] = 2
+    Run(load_config(rl_config)).train()
+    for line in read_metrics(rl_config["run_dir"]):
+        assert line["mismatch/logprob_diff/max"] < 1e-5
+
+
+def test_training_raises_the_reward(rl_config: dict[str, Any]) -> None:
+    rl_config["steps"] = 30
+    rl_config["optimizer"] = {"learning_rate": 5e-3}
+    rl_config["source"]["samples_per_prompt"] = 8
+    rl_config["source"]["environment"]["rewards"] = {"early": "run_rewards:early_letters"}
+    del rl_config["source"]["reward_weights"]
+    Run(load_config(rl_config)).train()
+    rewards = [line["reward/mean"] for line in read_metrics(rl_config["run_dir"])]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2, rewards
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    whole = rl_config | {"run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    Run(load_config(rl_config | {"steps": 3})).train()
+    Run(load_config(rl_config)).train()
+    assert deterministic(read_metrics(rl_config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def test_evaluating_does_not_change_what_is_trained(
+    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+) -> None:
+    Run(load_config(rl_config)).train()
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    other = rl_config | {"run_dir": str(tmp_path / "other"), "evaluation": {"every_steps": 1}}
+    Run(load_config(other)).train()
+    assert_same_weights(tmp_path / "run", tmp_path / "other")
+
+
+def test_a_resume_on_other_prompts_is_refused(rl_config: dict[str, Any], spurline_chat_file: Path) -> None:
+    Run(load_config(rl_config | {"steps": 2})).train()
+    with spurline_chat_file.open("a") as file:
+        file.write(json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}))
+    with pytest.raises(CheckpointError, match="prompts are not those"):
+        Run(load_config(rl_config)).train()
+
+
+def test_dynamic_sampling_is_bounded_and_reported(rl_config: dict[str, Any]) -> None:
+    rl_config["steps"] = 1
+    rl_config["source"] |= {"zero_variance": "refill", "max_draws_per_step": 9}
+    rl_config["source"]["environment"]["rewards"] = {"same": "run_rewards:always_one"}
+    del rl_config["source"]["reward_weights"]
+    Run(load_config(rl_config)).train()
+    [line] = read_metrics(rl_config["run_dir"])
+    assert (line["groups/drawn"], line["groups/filtered"], line["groups/refill_missing"]) == (9, 5, 4)
+    assert line["grad_norm"] == 0
+
+
+def test_prompts_whose_reward_fails_are_given_up_within_a_budget(rl_config: dict[str, Any]) -> None:
+    rl_config["source"]["environment"]["rewards"] = {"some": "run_rewards:fails_on_some_rows"}
+    rl_config["source"]["faults"] = {"retries": 1}
+    del rl_config["source"]["reward_weights"]
+    rl_config["steps"] = 16
+    Run(load_config(rl_config)).train()
+    metrics = read_metrics(rl_config["run_dir"])
+    lost = sum(line["groups/quarantined"] for line in metrics)
+    assert lost > 0
+    assert sum(line["groups/retries"] for line in metrics) >= lost
+    assert all(line["groups/drawn"] == 4 + line["groups/quarantined"] for line in metrics)
+    summary = json.loads((Path(rl_config["run_dir"]) / "summary.json").read_text())
+    assert len(summary["given_up"]) == lost
+    assert all("chat.jsonl:" in reason and "KeyError" in reason for reason in summary["given_up"])
+    report = (Path(rl_config["run_dir"]) / "report.html").read_text()
+    assert "Prompts given up" in report
+    rl_config["run_dir"] += "-strict"
+    rl_config["source"]["faults"]["max_quarantined"] = 0
+    with pytest.raises(RunFailedError, match=r"max_quarantined: 0(.|\n)*KeyError"):
+        Run(load_config(rl_config)).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 8}, "'batch_size' has no meaning"),
+        ({"prefetch": "serial"}, "cannot be built ahead"),
+        ({"collator": {"name": "packed", "max_tokens": 64}}, "Set collator: rollouts"),
+        ({"source": {"sampling": {"top_p": 0.9}}}, "source.sampling.top_p"),
+        ({"source": {"samples_per_prompt": 1}}, "compares the samples of a prompt"),
+        ({"source": {"max_draws_per_step": 8}}, "no effect with zero_variance: keep"),
+        ({"minibatches": {"name": "by_prompt", "prompts_per_minibatch": 3}}, "does not divide"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    source = rl_config["source"] | changes.get("source", {})
+    code, _, err = spurline("plan", write_config(rl_config | changes | {"source": source}))
+    assert code != 0
+    assert message in err
+
+
+def test_a_plan_says_what_is_optimised(
+    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any]
+) -> None:
+    code, out, err = spurline("plan", write_config(rl_config))
+    assert (code, err) == (0, "")
+    assert "6 steps of 4 prompts x 4 attempts, 12 optimizer steps" in out
+    assert "GRPO" in out
+    assert "64 prompts" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
+    rl_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
+) -> None:
+    kills = 100 if os.environ.get("SPURLINE_SOAK") else 20
+    config = rl_config | {"steps": 12 * kills, "checkpoint": {"every_steps": 3}, "report": {"enabled": False}}
+    whole = config | {"run_dir": str(tmp_path / "whole")}
+    subprocess.run(train_command(write_config(whole)), check=True, capture_output=True, timeout=900)
+    path = write_config(config)
+    instants = random.Random(11)
+    metrics = Path(config["run_dir"]) / "metrics.jsonl"
+    for _ in range(kills):
+        train_and_kill(path, metrics, instants.uniform(0, 0.6))
+    assert Run(load_config(path)).train().status == "finished"
+    assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")

@@ -1,0 +1,97 @@
+"""Functions that tests name in configs as rewards, tools and worker functions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+
+from spurline.protocols.reward import Answer
+
+release = threading.Event()
+"""Lets `hangs` go, so that no thread outlives its test."""
+
+NOT_A_FUNCTION = 3
+
+
+def length(answer: Answer) -> float:
+    return float(len(answer.response))
+
+
+async def length_later(answer: Answer) -> float:
+    await asyncio.sleep(0)
+    return float(len(answer.response))
+
+
+def two_arguments(prompt: str, response: str) -> float:
+    return 0.0
+
+
+def raises(answer: Answer) -> float:
+    raise ValueError("no such unit")
+
+
+def exits(answer: Answer) -> float:
+    sys.exit(2)
+
+
+def not_a_number(answer: Answer) -> float:
+    return float("nan")
+
+
+def text(answer: Answer) -> str:
+    return "1.0"
+
+
+def forgets(answer: Answer) -> None: ...
+
+
+def hangs(answer: Answer) -> float:
+    release.wait(60)
+    return 1.0
+
+
+async def hangs_later(answer: Answer) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+def add(left: int, right: int = 1) -> int:
+    """Add two numbers."""
+    return left + right
+
+
+def fails(reason: str) -> str:
+    raise KeyError(reason)
+
+
+def sleeps(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def spins() -> None:
+    while True:
+        pass
+
+
+def dies() -> None:
+    print("giving up", file=sys.stderr, flush=True)
+    # Ends the worker process, as a crash inside a library would.
+    os.abort()
+
+
+def process_id() -> int:
+    print("this line is not a reply")
+    return os.getpid()
+
+
+async def named_like_our_own(what: int, function: int, timeout_s: int) -> list[int]:
+    return [what, function, timeout_s]
+
+
+def compares_for_ever(reference: str, response: str) -> bool:
+    time.sleep(600)
+    return reference == response

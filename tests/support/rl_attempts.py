@@ -1,0 +1,69 @@
+"""Tasks, policies and components for tests of environments, without a model and without a config file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DatasetConfig
+from spurline.plugins import PluginHost
+from spurline.protocols.environment import Task
+from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.registry import Registry
+from spurline.rl.policy import EnginePolicy
+from spurline.testing.models import tiny_tokenizer
+from spurline.testing.scripted_engine import ScriptedEngine
+
+T = TypeVar("T")
+
+TEMPLATES = Path(__file__).parents[1] / "core" / "data" / "chat_templates"
+SORT_ROW = {"messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}]}
+
+
+def run(coroutine: Coroutine[Any, Any, T], limit_s: float = 60.0) -> T:
+    """The result of a coroutine, which must not take for ever."""
+    return asyncio.run(asyncio.wait_for(coroutine, limit_s))
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
+    """The byte-level test tokenizer with a template of tests/core/data/chat_templates."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text().rstrip("\n")
+    return tokenizer
+
+
+def make_task(row: Mapping[str, Any] = SORT_ROW, *, sample: int = 0, **dataset: Any) -> Task:
+    return Task(row, DatasetConfig(name="rows", **dataset), "train:0@0", sample, "rows.jsonl:1")
+
+
+def make_policy(engine: ScriptedEngine, task: Task | None = None, attempt: int = 0, **sampling: Any) -> EnginePolicy:
+    return EnginePolicy(engine, Sampling(**sampling), run_seed=0, task=task or make_task(), attempt=attempt)
+
+
+def core_registry() -> Registry:
+    """Core's components, and nothing else."""
+    return PluginHost.load([]).registry
+
+
+def says(tokenizer: PreTrainedTokenizerBase, *texts: str, end: bool = True) -> Callable[[GenerationRequest], list[int]]:
+    """A script that writes these texts in turn, each followed by the end token."""
+    left: Iterator[str] = iter(texts)
+
+    def script(request: GenerationRequest) -> list[int]:
+        ids = encode(tokenizer, next(left))
+        assert isinstance(tokenizer.eos_token_id, int)
+        return [*ids, tokenizer.eos_token_id] if end else ids
+
+    return script
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))

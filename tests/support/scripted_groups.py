@@ -1,0 +1,83 @@
+"""Prompts, environments and runners for tests of groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spurline.config.run_config import DatasetConfig
+from spurline.protocols.environment import PolicyHandle, Task
+from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.rl.group_runner import GroupRunner
+from spurline.rl.policy import EnginePolicy
+from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.scoring import score
+from spurline.rl.trajectory import Group, Trajectory
+from spurline.testing.scripted_engine import ScriptedEngine
+
+Behaviour = Callable[[Task, PolicyHandle], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    number: int
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dataset(self) -> DatasetConfig:
+        return DatasetConfig(name="rows")
+
+    @property
+    def uid(self) -> str:
+        return f"train:{self.number}@{self.number}"
+
+    @property
+    def location(self) -> str:
+        return f"rows.jsonl:{self.number + 1}"
+
+
+class Scripted:
+    """An environment that does what a function says."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self._behaviour = behaviour
+
+    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
+        return await self._behaviour(task, policy)
+
+
+async def answer(task: Task, policy: PolicyHandle) -> Trajectory:
+    result = await policy.generate([1, 2, 3])
+    return policy.finish({"length": float(len(result.token_ids))})
+
+
+def one_token(request: GenerationRequest) -> list[int]:
+    return [request.seed % 100]
+
+
+def make_runner(behaviour: Behaviour = answer, **settings: Any) -> GroupRunner:
+    """engine, run_seed, max_groups and weights besides the runner's own settings."""
+    engine = settings.pop("engine", ScriptedEngine(one_token))
+    run_seed, weights = settings.pop("run_seed", 0), settings.pop("weights", {})
+    quarantine = settings.pop("quarantine", Quarantine(settings.pop("max_groups", 0)))
+
+    def policy(task: Task, attempt: int) -> PolicyHandle:
+        return EnginePolicy(engine, Sampling(), run_seed=run_seed, task=task, attempt=attempt)
+
+    defaults = {"samples_per_prompt": 3, "retries": 2, "attempt_timeout_s": 60.0, "max_concurrent": 64}
+    return GroupRunner(
+        Scripted(behaviour), policy, lambda it: score(it, weights), quarantine, **{**defaults, **settings}
+    )
+
+
+def run_and_leave_nothing(runner: GroupRunner, *prompts: Prompt) -> list[Group | QuarantinedGroup]:
+    async def observe() -> list[Group | QuarantinedGroup]:
+        try:
+            return await runner.run_groups(prompts)
+        finally:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not others, f"still running: {others}"
+
+    return asyncio.run(observe())
