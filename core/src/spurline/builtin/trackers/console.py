@@ -97,7 +97,7 @@ class ConsoleTracker:
         if training_s is not None and "tokens" in metrics:
             self._tokens.add(metrics["tokens"])
             self._training_s.add(training_s)
-        if "time/step" in metrics:
+        if "time/step" in metrics and not self._is_first:
             self._step_s.add(metrics["time/step"])
         if "rollout/tokens" in metrics and "time/generate" in metrics:
             self._generated.add(metrics["rollout/tokens"])
@@ -114,7 +114,8 @@ class ConsoleTracker:
         if speed:
             fields.append(("tokens", speed))
         step_s = self._step_s.value
-        if step_s is not None and self._total_steps is not None and step < self._total_steps:
+        # The first step loads and compiles; what it took says nothing about the others.
+        if step_s is not None and not self._is_first and self._total_steps is not None and step < self._total_steps:
             fields.append(("eta", f"ETA {clock(step_s * (self._total_steps - step))}"))
         return fields
 
