@@ -71,6 +71,7 @@ docs: $(VENV)/.dev
 
 benchmarks: $(VENV)/.dev models/tiny-qwen3
 	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/rl_overhead.py
 	$(BIN)/python benchmarks/startup.py
 
 clean:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from spurline.config.run_config import DatasetConfig
 from spurline.protocols.environment import PolicyHandle, Task
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.group_runner import GroupRunner
+from spurline.rl.group_runner import GroupRunner, Outcome
 from spurline.rl.policy import EnginePolicy
-from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.quarantine import Quarantine
 from spurline.rl.scoring import score
-from spurline.rl.trajectory import Group, Trajectory
+from spurline.rl.trajectory import Trajectory
 from spurline.testing.scripted_engine import ScriptedEngine
 
 Behaviour = Callable[[Task, PolicyHandle], Awaitable[Any]]
@@ -24,10 +24,11 @@ Behaviour = Callable[[Task, PolicyHandle], Awaitable[Any]]
 class Prompt:
     number: int
     row: Mapping[str, Any] = field(default_factory=dict)
+    on_bad_row: Literal["error", "skip"] = "error"
 
     @property
     def dataset(self) -> DatasetConfig:
-        return DatasetConfig(name="rows")
+        return DatasetConfig(name="rows", on_bad_row=self.on_bad_row)
 
     @property
     def uid(self) -> str:
@@ -72,8 +73,8 @@ def make_runner(behaviour: Behaviour = answer, **settings: Any) -> GroupRunner:
     )
 
 
-def run_and_leave_nothing(runner: GroupRunner, *prompts: Prompt) -> list[Group | QuarantinedGroup]:
-    async def observe() -> list[Group | QuarantinedGroup]:
+def run_and_leave_nothing(runner: GroupRunner, *prompts: Prompt) -> list[Outcome]:
+    async def observe() -> list[Outcome]:
         try:
             return await runner.run_groups(prompts)
         finally:

@@ -18,6 +18,7 @@ from spurline.data.summary import describe
 from spurline.errors import ConfigError, Problem, UserError
 from spurline.protocols.backend_config import BackendConfig
 from spurline.protocols.loss import Loss
+from spurline.protocols.source_config import PromptSourceConfig
 from spurline.reduction import describe_reduction
 from spurline.registry import CORE, group_by_kind
 
@@ -114,7 +115,7 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
 
 
 def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
-    """Lay out the first batches; returns row length and tokens of the one with most tokens."""
+    """Lay out the first batches; returns row length and tokens of the one with most tokens, 0 where unknown."""
     if not data.source.pure:
         plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
         return 0, 0
@@ -134,7 +135,8 @@ def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
 
 def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
     config, layout = loaded.config, data.context.layout
-    if config.batch_size < layout.data:
+    # Prompt sources do not read batch_size.
+    if not isinstance(config.source, PromptSourceConfig) and config.batch_size < layout.data:
         problem = Problem(
             "batch_size",
             f"is {config.batch_size}, but the backend has {layout.data} data-parallel ranks, so some would never get a "
@@ -146,6 +148,11 @@ def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
 def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int) -> None:
     backend = cast("BackendConfig", loaded.config.backend)
     parts = backend.estimate_memory(loaded.config, row_length, tokens)
-    if parts:
-        lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items()]
-        plan.sections["memory (estimate)"] = [*lines, f"total: {sum(parts.values()) / 2**20:,.0f} MiB"]
+    if not parts:
+        return
+    # Without a batch, what grows with its tokens comes out as 0.
+    lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size or tokens]
+    total = f"total: {sum(parts.values()) / 2**20:,.0f} MiB"
+    if not tokens:
+        total += ", to which come activations, logits and generation, whose size depends on how long rollouts get"
+    plan.sections["memory (estimate)"] = [*lines, total]

@@ -111,8 +111,7 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         resume = find_resume(self.directory, self.loaded, self._resume)
-        components = build_components(self.loaded, stack)
-        self._components = components
+        components = self._components = build_components(self.loaded, stack)
         self.source, self.backend = components.data.source, components.backend
         self._notes = [*resume.notes]
         self._resumed = resume

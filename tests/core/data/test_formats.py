@@ -270,7 +270,7 @@ def test_a_prompt_over_max_length_stops_the_run_only_when_too_long_says_so(make_
     row = {"prompt": "hello world " * 20, "completion": "x"}
     config, tokenizer = HfDatasetConfig(path="x"), make_tokenizer()
     assert len(prompt_and_reference(row, config, tokenizer, data(max_length=8)).prompt_ids) > 8
-    with pytest.raises(DataError, match=r"^e:1: the prompt has \d+ tokens, over data.max_length: 8"):
+    with pytest.raises(DataError, match=r"^e:1: the prompt has \d+ tokens, over data.max_length: 8\. Raise"):
         prompt_and_reference(row, config, tokenizer, data(max_length=8, too_long="error"), location="e:1")
 
 

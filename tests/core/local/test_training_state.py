@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spurline.builtin.configs import CrossEntropyConfig, LoraConfig
 from spurline.builtin.local.backend import LocalBackend
 from spurline.builtin.local.frozen_digest import frozen_digest
-from spurline.config.run_config import ScheduleConfig
+from spurline.config.run_config import ModelConfig, ScheduleConfig
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.loss import Objective
@@ -106,6 +107,81 @@ def test_adapters_are_refused_on_another_base_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"other frozen weights.*model\.path"):
         other.load(tmp_path / "saved")
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.named_weights())
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """A folder with weights."""
+    model = tmp_path / "model"
+    local_backend(write_model_folder(model))._model.causal.save_pretrained(model)
+    return model
+
+
+def reference_of(model: Path, checkpoint: Path | None = None, **settings: Any) -> torch.Tensor:
+    backend = local_backend(model, run={"model": ModelConfig(path=str(model))}, **settings)
+    if checkpoint is not None:
+        backend.load(checkpoint)
+    return backend.logprobs(lay_out(make_samples([9, 12])), role="reference")
+
+
+def save_trained(model: Path, path: Path) -> None:
+    backend = local_backend(model, run={"model": ModelConfig(path=str(model))})
+    train(backend, range(1))
+    backend.save(path)
+
+
+def overwrite_with_noise(model: Path) -> None:
+    path = model / "model.safetensors"
+    generator = torch.Generator().manual_seed(5)
+    noise = {name: torch.randn(old.shape, generator=generator) for name, old in load_file(path).items()}
+    save_file(noise, path, metadata={"format": "pt"})
+
+
+def test_the_reference_of_a_resumed_run_is_what_the_run_started_from_over_several_resumes(
+    pretrained: Path, tmp_path: Path
+) -> None:
+    expected = reference_of(pretrained)
+    save_trained(pretrained, tmp_path / "first")
+    assert torch.equal(reference_of(pretrained, tmp_path / "first"), expected)
+    # The run in between needs no reference, and has no reason to mind the weights it finds.
+    kept = (pretrained / "model.safetensors").read_bytes()
+    overwrite_with_noise(pretrained)
+    between = local_backend(pretrained, run={"model": ModelConfig(path=str(pretrained))})
+    between.load(tmp_path / "first")
+    train(between, range(1, 2))
+    between.save(tmp_path / "second")
+    with pytest.raises(CheckpointError, match=r"^model\.path: the weights of .*model are not those this run started"):
+        reference_of(pretrained, tmp_path / "second")
+    (pretrained / "model.safetensors").write_bytes(kept)
+    assert torch.equal(reference_of(pretrained, tmp_path / "second"), expected)
+
+
+def test_a_reference_that_changes_while_the_run_is_on_is_refused(pretrained: Path) -> None:
+    backend = local_backend(pretrained, run={"model": ModelConfig(path=str(pretrained))})
+    overwrite_with_noise(pretrained)
+    with pytest.raises(CheckpointError, match="reference model"):
+        backend.logprobs(lay_out(make_samples([9])), role="reference")
+
+
+def test_a_checkpoint_that_does_not_tell_its_initial_weights_still_loads(pretrained: Path, tmp_path: Path) -> None:
+    save_trained(pretrained, tmp_path / "saved")
+    path = tmp_path / "saved/state.json"
+    content = json.loads(path.read_text())
+    del content["initial_weights"]
+    path.write_text(json.dumps(content))
+    assert torch.equal(reference_of(pretrained, tmp_path / "saved"), reference_of(pretrained))
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}])
+def test_random_initial_weights_are_recognised_after_a_resume(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = dropout_model(tmp_path)
+    batch = lay_out(make_samples([9, 12]))
+    saved = local_backend(model, **settings)
+    train(saved, range(1))
+    saved.save(tmp_path / "saved")
+    resumed = local_backend(model, **settings)
+    resumed.load(tmp_path / "saved")
+    assert torch.equal(resumed.logprobs(batch, role="reference"), local_backend(model, **settings).logprobs(batch))
 
 
 @pytest.mark.parametrize("place", [0, 1, 700, -1])

@@ -11,6 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from spurline.builtin.rl_configs import KlConfig, PolicyLossConfig
+from spurline.config.loss_config import trains_on
+from spurline.config.section import ComponentConfig
 from spurline.losses.policy_loss import PolicyLoss, ratio_to_old
 from spurline.plugins import PluginHost
 from spurline.protocols.advantage import Advantage
@@ -100,3 +102,8 @@ def test_kl_penalty_and_entropy_bonus_come_with_the_base_class(host: PluginHost)
     inputs = TokenLossInputs(values, torch.zeros(1, dtype=torch.int64), 1, columns, entropy=torch.tensor([3.0]))
     assert loss.token_loss(inputs).tolist() == pytest.approx([1.0 + 0.5 * 2.0 - 0.1 * 3.0])
     assert loss.describe().startswith("Squared: policy gradient with a squared penalty on the ratio; plus 0.5 times")
+
+
+def test_a_policy_loss_says_that_it_trains_on_advantages_and_any_other_on_tokens() -> None:
+    assert trains_on(SquaredConfig()) == "advantages"
+    assert trains_on(ComponentConfig(name="focal")) == "tokens"

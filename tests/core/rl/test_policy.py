@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rl_attempts import make_policy, make_task, run
 
-from spurline.errors import DataError
+from spurline.errors import DataError, PluginError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline.rl.seeds import derive_seed
@@ -87,6 +87,16 @@ def test_sampling_of_one_turn_can_be_changed():
     run(two_turns())
     assert [len(turn.response_ids) for turn in policy.turns] == [2, 1]
     assert [turn.finish_reason for turn in policy.turns] == ["length", "length"]
+
+
+def test_a_turn_of_another_distribution_is_refused_before_the_engine_is_asked():
+    engine = ScriptedEngine(countdown)
+    policy = make_policy(engine, temperature=0.8, top_k=5)
+    words = r"samples a turn with temperature 1, top_k 0, but the run trains with temperature 0\.8, top_k 5"
+    with pytest.raises(PluginError, match=words):
+        run(policy.generate([1], Sampling()))
+    assert engine.requests == []
+    assert policy.turns == ()
 
 
 def test_an_empty_prompt_is_an_error_with_the_rows_place():

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 import pytest
 
-from spurline.builtin.rollouts.draws import PromptDraws
+from spurline.builtin.rollouts.draws import Draw, PromptDraws
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.quarantine import SkippedRow
 
 
 class Rows:
-    def __init__(self, label: str, size: int) -> None:
+    def __init__(self, label: str, size: int, unreadable: Collection[int] = ()) -> None:
         self.label = label
         self._size = size
+        self._unreadable = unreadable
+        self.read: list[int] = []
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
+        self.read.append(row)
+        if row in self._unreadable:
+            raise DataError(f"{self.location(row)}: is no JSON.")
         return {"row": (self.label, row)}
 
     def location(self, row: int) -> str:
@@ -81,3 +88,39 @@ def test_a_changed_dataset_has_another_fingerprint() -> None:
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(DataError, match="b has no rows"):
         draws_over(2, 0)
+
+
+def draws_with_bad_rows(rows: Rows, on_bad_row: Literal["error", "skip"]) -> PromptDraws:
+    config = DatasetConfig(name="rows", on_bad_row=on_bad_row)
+    return PromptDraws([DatasetToTokenize(rows, config)], 7, shuffle=False)
+
+
+def test_a_row_that_cannot_be_read_is_an_error_or_skipped_as_its_dataset_says() -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:2: is no JSON"):
+        draws_with_bad_rows(Rows("a", 3, {1}), "error").take(0, 3)
+    taken = draws_with_bad_rows(Rows("a", 3, {1}), "skip").take(0, 3)
+    assert [type(draw) for draw in taken] == [Draw, SkippedRow, Draw]
+    assert taken[1] == SkippedRow("a:1@1", 1, "a.jsonl:2: is no JSON.")
+
+
+def test_skipped_rows_are_not_read_again_also_after_a_resume() -> None:
+    rows = Rows("a", 4, {1})
+    draws = draws_with_bad_rows(rows, "skip")
+    draws.take(0, 4)
+    draws.skip(SkippedRow("a:2@2", 2, "has no question"))
+    for later in (draws, draws_with_bad_rows(rows, "skip")):
+        later.load_state_dict(json.loads(json.dumps(draws.state_dict())))
+        rows.read.clear()
+        taken = later.take(4, 4)
+        assert rows.read == [0, 3]
+        assert taken[1:3] == [
+            SkippedRow("a:1@5", 5, "a.jsonl:2: is no JSON."),
+            SkippedRow("a:2@6", 6, "has no question"),
+        ]
+
+
+def test_when_every_row_is_skipped_drawing_ends_with_the_first_reason() -> None:
+    draws = draws_with_bad_rows(Rows("a", 2, {0, 1}), "skip")
+    draws.take(0, 3)
+    with pytest.raises(DataError, match=r"All 2 rows were left out .*The first: a\.jsonl:1: is no JSON"):
+        draws.take(3, 1)

@@ -11,7 +11,8 @@ from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leav
 
 from spurline.errors import ConfigError, DataError, ModelError, PluginError, Problem, RunFailedError
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
-from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.chat_front import PrefixError
+from spurline.rl.quarantine import Quarantine, QuarantinedGroup, SkippedRow
 from spurline.rl.trajectory import Group, Trajectory
 from spurline.testing.scripted_engine import ScriptedEngine
 
@@ -40,7 +41,7 @@ def test_the_other_attempts_of_a_quarantined_group_are_cancelled():
 
     async def one_fails(task: Task, policy: PolicyHandle) -> Trajectory:
         if task.sample == 0:
-            raise DataError("bad row")
+            raise AttemptFailedError("the tool broke")
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
@@ -48,17 +49,62 @@ def test_the_other_attempts_of_a_quarantined_group_are_cancelled():
             raise
         raise AssertionError("unreachable")
 
-    [group] = run_and_leave_nothing(make_runner(one_fails, max_groups=1), Prompt(0))
+    [group] = run_and_leave_nothing(make_runner(one_fails, max_groups=1, retries=0), Prompt(0))
     assert isinstance(group, QuarantinedGroup)
     assert sorted(cancelled) == [1, 2]
 
 
-def test_a_data_error_is_not_retried():
-    runner = make_runner(engine=ScriptedEngine(one_token, context=3), max_groups=1)
-    [group] = run_and_leave_nothing(runner, Prompt(0))
+async def refuses_row_1(task: Task, policy: PolicyHandle) -> Trajectory:
+    if task.uid != "train:1@1":
+        return await answer(task, policy)
+    if task.sample == 0:
+        raise DataError("messages is empty.")
+    await asyncio.sleep(3600)
+    raise AssertionError("unreachable")
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_with_its_location_and_the_way_out():
+    quarantine = Quarantine(0)
+    runner = make_runner(refuses_row_1, quarantine=quarantine)
+    expected = r"^rows\.jsonl:2: messages is empty\. Mend the row, or leave such rows out with `on_bad_row: skip`\.$"
+    with pytest.raises(DataError, match=expected):
+        run_and_leave_nothing(runner, Prompt(0), Prompt(1), Prompt(2))
+    assert (runner.num_retries, quarantine.groups) == (0, ())
+
+
+def test_a_location_and_a_way_out_that_an_error_names_itself_are_not_said_twice():
+    async def refuses(task: Task, policy: PolicyHandle) -> Trajectory:
+        raise DataError("rows.jsonl:1: is null. Give it a value, or set `on_bad_row: skip`.")
+
+    with pytest.raises(DataError, match=r"^rows\.jsonl:1: is null\. Give it a value, or set `on_bad_row: skip`\.$"):
+        run_and_leave_nothing(make_runner(refuses), Prompt(0))
+
+
+def test_a_row_that_cannot_be_used_is_skipped_at_once_where_asked_for_and_costs_no_budget():
+    quarantine = Quarantine(0)
+    runner = make_runner(refuses_row_1, quarantine=quarantine)
+    outcomes = run_and_leave_nothing(runner, *(Prompt(number, on_bad_row="skip") for number in range(3)))
+    assert [type(outcome) for outcome in outcomes] == [Group, SkippedRow, Group]
+    skipped = outcomes[1]
+    assert isinstance(skipped, SkippedRow)
+    assert (skipped.uid, skipped.draw) == ("train:1@1", 1)
+    assert skipped.reason.startswith("rows.jsonl:2: messages is empty.")
+    assert (runner.num_retries, quarantine.groups) == (0, ())
+
+
+def test_a_prompt_without_room_for_a_response_cannot_be_used():
+    runner = make_runner(engine=ScriptedEngine(one_token, context=3))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no room for a response: the prompt has 3 tokens"):
+        run_and_leave_nothing(runner, Prompt(0))
+
+
+def test_a_template_that_rewrites_history_is_not_the_rows_fault_and_is_given_up_without_a_retry():
+    async def rewrites(task: Task, policy: PolicyHandle) -> Trajectory:
+        raise PrefixError("rewritten", turn=0, token=1)
+
+    runner = make_runner(rewrites, max_groups=1)
+    [group] = run_and_leave_nothing(runner, Prompt(0, on_bad_row="skip"))
     assert isinstance(group, QuarantinedGroup)
-    assert "no room for a response: the prompt has 3 tokens" in group.reason
-    assert "attempts" not in group.reason
     assert runner.num_retries == 0
 
 
@@ -147,6 +193,15 @@ def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():
     assert lines[-1] == "- and 2 more"
 
 
+def test_a_row_that_fails_in_every_epoch_counts_once():
+    quarantine = Quarantine(1)
+    for epoch in range(3):
+        quarantine.add(QuarantinedGroup(f"train:4@{4 + 8 * epoch}", 4 + 8 * epoch, f"in epoch {epoch}"))
+    assert [group.reason for group in quarantine.groups] == ["in epoch 0"]
+    with pytest.raises(RunFailedError, match=r"2 prompts had to be given up"):
+        quarantine.add(QuarantinedGroup("other:4@30", 30, "another dataset"))
+
+
 def test_the_budget_counts_over_a_resume():
     before = Quarantine(1)
     before.add(QuarantinedGroup("train:0@0", 0, "first"))
@@ -154,5 +209,6 @@ def test_the_budget_counts_over_a_resume():
     after = Quarantine(1)
     after.load_state_dict(state)
     assert after.groups == before.groups
+    after.add(QuarantinedGroup("train:0@8", 8, "again"))
     with pytest.raises(RunFailedError, match=r"2 prompts had to be given up(.|\n)*- first\n- second"):
         after.add(QuarantinedGroup("train:1@1", 1, "second"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.errors import DataError
-from spurline.rl.kl_in_reward import subtract_kl
+from spurline.rl.kl_in_reward import subtract_kl, token_kl
 from spurline.rl.overlong import overlong_penalty
 from spurline.rl.returns import group_returns, has_zero_variance, trajectory_return
 from spurline.rl.trajectory import Group, Trajectory, Turn
@@ -66,12 +66,12 @@ def test_kl_is_charged_to_each_token(estimator: str) -> None:
     for p, q in zip(logprobs, reference, strict=True):
         k = {"k1": p - q, "k2": 0.5 * (p - q) ** 2, "k3": math.exp(q - p) - (q - p) - 1}[estimator]
         expected.append(1.0 - 0.1 * k)
-    arrays = [np.array(values, np.float32) for values in ([1.0, 1.0, 1.0], logprobs, reference)]
-    result = subtract_kl(*arrays, coefficient=0.1, estimator=estimator)  # type: ignore[arg-type]
+    rewards, now, before = (np.array(values, np.float32) for values in ([1.0, 1.0, 1.0], logprobs, reference))
+    result = subtract_kl(rewards, token_kl(now, before, estimator), coefficient=0.1)  # type: ignore[arg-type]
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_kl_in_the_reward_does_not_overflow() -> None:
     tokens = np.array([-1e4], np.float32)
-    assert np.isfinite(subtract_kl(0 * tokens, tokens, 0 * tokens, coefficient=1.0, estimator="k3")).all()
+    assert np.isfinite(subtract_kl(0 * tokens, token_kl(tokens, 0 * tokens, "k3"), coefficient=1.0)).all()

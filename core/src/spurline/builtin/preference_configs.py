@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.dropout import dropout_problems
+from spurline.config.loss_config import LossConfig, TrainsOn
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem
@@ -22,6 +24,7 @@ class PreferenceSourceConfig(ComponentConfig):
     name: str = "preference"
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from dropout_problems(run)
         if run.loss.name.removeprefix("core/") in _LOSSES_OF_ONE_ANSWER:
             yield Problem(
                 "name",
@@ -50,8 +53,10 @@ class PreferenceSourceConfig(ComponentConfig):
             )
 
 
-class DpoConfig(ComponentConfig):
+class DpoConfig(LossConfig):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290); for `source: preference`."""
+
+    trains_on: ClassVar[TrainsOn] = "pairs"
 
     name: str = "dpo"
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)

@@ -5,12 +5,18 @@ Defaults are the recipe published under the component's name.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.loss_config import LossConfig, TrainsOn
 from spurline.config.section import ComponentConfig, Section
+from spurline.errors import Problem
 from spurline.protocols.advantage_config import AdvantageConfig
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
 
 
 class GroupAdvantageConfig(AdvantageConfig):
@@ -29,6 +35,10 @@ class GrpoConfig(GroupAdvantageConfig):
     """Divide by the group's sample standard deviation."""
     eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""
+
+    @property
+    def divides_by_spread(self) -> bool:
+        return self.normalize_std
 
 
 class DrGrpoConfig(GroupAdvantageConfig):
@@ -49,6 +59,10 @@ class MaxRlConfig(GroupAdvantageConfig):
     name: str = "maxrl"
     eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the mean."""
+
+    @property
+    def divides_by_spread(self) -> bool:
+        return True
 
 
 class ReinforcePlusPlusConfig(AdvantageConfig):
@@ -95,8 +109,10 @@ class KlConfig(Section):
     on average, so in a loss it holds nothing back."""
 
 
-class PolicyLossConfig(ComponentConfig):
+class PolicyLossConfig(LossConfig):
     """Base of policy losses: a surrogate, plus a KL penalty, minus an entropy bonus."""
+
+    trains_on: ClassVar[TrainsOn] = "advantages"
 
     kl: KlConfig = KlConfig()
     """KL penalty in the loss."""
@@ -156,12 +172,18 @@ class SapoConfig(PolicyLossConfig):
     """Temperature for the others; higher closes the gate earlier."""
 
 
-class ValueLossConfig(ComponentConfig):
+class ValueLossConfig(LossConfig):
     """Squared error of a critic's values, clipped around its earlier ones (PPO, arXiv:1707.06347)."""
+
+    trains_on: ClassVar[TrainsOn] = "returns"
 
     name: str = "value"
     clip: float | None = Field(default=0.2, gt=0, allow_inf_nan=False)
     """How far a value may move from the one before the update until its error stops counting; null is no limit."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if run.loss is self:
+            yield Problem("name", f"is {self.name}, the loss of a critic. Choose another; this one is `critic.loss`.")
 
 
 class TruncatedImportanceSamplingConfig(ComponentConfig):

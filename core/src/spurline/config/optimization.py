@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
+from spurline.config.loss_config import trains_on
 from spurline.config.named_section import NamedSection
 from spurline.config.section import Component, ComponentConfig, Section
 from spurline.errors import Problem
@@ -76,3 +77,9 @@ class CriticConfig(Section):
         if not getattr(advantage, "uses_critic", False):
             what = f"the advantage '{advantage.name}'" if advantage is not None else f"the source '{run.source.name}'"
             yield Problem("", f"would be trained for nothing: {what} uses no critic. Remove it, or choose gae.")
+        if trains_on(self.loss) != "returns":
+            yield Problem(
+                "loss",
+                f"is {self.loss.name}, which is no error of values: it would read the critic's values as logprobs. Set "
+                'loss: value, or remove the line. A loss of your own says `trains_on = "returns"` in its config.',
+            )

@@ -60,7 +60,8 @@ class DataConfig(Section):
     max_length: int = Field(default=2048, gt=1)
     """Tokens a sample may have."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """A sample over `max_length` keeps its first tokens, is left out and counted, or stops the run."""
+    """A sample over `max_length` keeps its first tokens, is left out and counted, or stops the run. Prompts to
+    generate from are no samples: they are used whole, except that with `error` one over `max_length` stops the run."""
     shuffle: bool = True
     """Permute the samples anew in each epoch; off keeps file order."""
 

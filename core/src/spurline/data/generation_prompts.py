@@ -50,7 +50,8 @@ def prompt_and_reference(
         raise error.at(location) from error
     if data.too_long == "error" and len(example.prompt_ids) > data.max_length:
         raise DataError(
-            f"{location}: the prompt has {len(example.prompt_ids)} tokens, over data.max_length: {data.max_length}."
+            f"{location}: the prompt has {len(example.prompt_ids)} tokens, over data.max_length: {data.max_length}. "
+            "Raise data.max_length, leave the row out, or remove data.too_long: error to use prompts whole."
         )
     return example
 

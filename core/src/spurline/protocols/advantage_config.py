@@ -1,4 +1,4 @@
-"""Base of every advantage's config: it says how many samples of a prompt the algorithm needs. Light: no numpy."""
+"""Base of every advantage's config: it says what the algorithm needs of a run. Light: no numpy."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class AdvantageConfig(ComponentConfig):
         """Whether the algorithm reads a critic's values, so that the run needs the section `critic`."""
         return False
 
+    @property
+    def divides_by_spread(self) -> bool:
+        """Whether a group's returns are compared in units of their own spread or mean, so that differences that are
+        small in every group weigh as much as large ones."""
+        return False
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         source = run.source
         if isinstance(source, PromptSourceConfig) and source.samples_per_prompt < self.smallest_group:
@@ -34,6 +40,14 @@ class AdvantageConfig(ComponentConfig):
                 f"is {self.name}, which compares the samples of a prompt with each other, but "
                 f"source.samples_per_prompt is {source.samples_per_prompt}. Set it to {self.smallest_group} or more "
                 "(8 is usual), or choose an advantage that needs no group: reinforce_pp with baseline: batch, or gae.",
+            )
+        if isinstance(source, PromptSourceConfig) and source.kl_in_reward is not None and self.divides_by_spread:
+            yield Problem(
+                "name",
+                f"is {self.name}, which divides by the spread or the mean of a prompt's returns, but with "
+                "source.kl_in_reward even equal answers differ by a little KL, and the division makes full advantages "
+                "of it whatever the coefficient. Remove kl_in_reward and set loss.kl.coefficient, or choose an "
+                "advantage that does not divide: grpo with normalize_std: false, dr_grpo, rloo or gae.",
             )
         if self.uses_critic and run.critic is None:
             yield Problem(

@@ -37,7 +37,8 @@ class PolicyHandle(Protocol):
     """What an environment talks to: tokens in, tokens out. One handle per attempt; it remembers every turn."""
 
     sampling: Sampling
-    """What the run's config says; change parts of it with `dataclasses.replace`."""
+    """What the run's config says; change limits and stops with `dataclasses.replace`. In training temperature, top_p and
+    top_k must stay: the trainer recomputes logprobs of the configured distribution (PluginError otherwise)."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -88,8 +89,9 @@ class Environment(Protocol):
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         """A trajectory with named reward terms, or rewards per turn; usually `policy.finish(...)`.
 
-        Errors: a DataError says that this prompt cannot be used and quarantines it; other SpurlineErrors, but for
-        AttemptFailedError, end the run; any other exception, and a time-out, means another attempt, and after
-        `faults.retries` of these quarantine.
+        Errors: a DataError says that this row cannot be used: it ends the run, or with `on_bad_row: skip` the row is
+        left out; so does a context that is full before the first turn, but one that filled up later is the attempt's
+        matter and has to be caught. Other SpurlineErrors, but for AttemptFailedError, end the run; any other exception,
+        and a time-out, means another attempt, and after `faults.retries` of these quarantine.
         """
         ...

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from pydantic import Field
 
+from spurline.config.dropout import dropout_problems
+from spurline.config.loss_config import trains_on
 from spurline.config.section import Component, ComponentConfig, OnResume, Section
-from spurline.errors import Problem
+from spurline.errors import Problem, listing, suggestion
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
+
+OVERLONG = "overlong"
+"""Reward term of `source.overlong`."""
 
 
 class SamplingConfig(Section):
@@ -70,6 +75,14 @@ class HeldOutConfig(Section):
     success_reward: float = Field(default=1.0, allow_inf_nan=False)
     """An attempt whose return, the weighted sum of its rewards, reaches this counts as a pass."""
 
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            yield Problem(
+                "samples_per_prompt",
+                f"is {self.samples_per_prompt}, but at temperature 0 all attempts at a prompt are the same. Set "
+                "temperature: 1.0 in held_out, or samples_per_prompt: 1.",
+            )
+
 
 class FaultsConfig(Section):
     """What happens when an environment or reward fails."""
@@ -79,7 +92,7 @@ class FaultsConfig(Section):
     attempt_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds one attempt may take."""
     max_quarantined: int = Field(default=16, ge=0)
-    """Groups that may be given up in the whole run before it stops."""
+    """Different prompts that may be given up in the whole run before it stops; bad rows are no part of these."""
 
 
 class PromptSourceConfig(ComponentConfig):
@@ -112,7 +125,7 @@ class PromptSourceConfig(ComponentConfig):
     """Groups whose rewards are all equal have no gradient: train on them, or draw further prompts in their place
     (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     max_draws_per_step: int | None = Field(default=None, gt=0)
-    """With `refill`: prompts that one step may draw; null is 8 x prompts_per_step."""
+    """Prompts that one step may draw, those given up or replaced included; null is 8 x prompts_per_step."""
     overlong: OverlongConfig | None = None
     """Take reward from responses that come close to the limit."""
     kl_in_reward: KlInRewardConfig | None = None
@@ -121,11 +134,14 @@ class PromptSourceConfig(ComponentConfig):
     """Retries and limits."""
     held_out: HeldOutConfig = HeldOutConfig()
     """Evaluation."""
-    max_concurrent: Annotated[int, OnResume.FREE] = Field(default=1024, gt=0)
-    """Attempts under way at the same time."""
+    max_concurrent: Annotated[int, OnResume.FREE] = Field(default=256, gt=0)
+    """Attempts under way at the same time. The time limit of an attempt runs while it waits for the engine, so this should
+    not be far above what the engine decodes together."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from self._run_problems(run)
+        yield from dropout_problems(run)
+        yield from self._reward_weight_problems()
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
                 "zero_variance",
@@ -139,13 +155,31 @@ class PromptSourceConfig(ComponentConfig):
                 f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}, so "
                 "that even an empty response would be punished. Choose a smaller zone.",
             )
-        if self.zero_variance == "keep" and self.max_draws_per_step is not None:
-            yield Problem("max_draws_per_step", "has no effect with zero_variance: keep. Set refill, or remove it.")
         if self.draw_limit < self.prompts_per_step:
             yield Problem(
                 "max_draws_per_step",
                 f"is {self.max_draws_per_step}, fewer than prompts_per_step: {self.prompts_per_step}. Raise it.",
             )
+        cut = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self.sampling, name) != off]
+        if self.correction is not None and cut:
+            yield Problem(
+                "correction",
+                f"is {self.correction.name}, but with sampling.{cut[0]} rollout logprobs are those of the tokens left, "
+                "likelier than the trainer finds them, so every ratio would be too small. Remove one of the two.",
+            )
+
+    def _reward_weight_problems(self) -> Iterable[Problem]:
+        """Weights of terms that do not exist, where the environment's config names its terms."""
+        rewards: object = getattr(self.environment, "rewards", None)
+        if not isinstance(rewards, Mapping):
+            return
+        terms = {*cast("Mapping[str, object]", rewards), *([OVERLONG] if self.overlong is not None else ())}
+        for name in self.reward_weights:
+            if name not in terms:
+                yield Problem(
+                    f"reward_weights.{name}",
+                    f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}.",
+                )
 
     def _run_problems(self, run: RunConfig) -> Iterable[Problem]:
         """Settings of other sections that mean nothing here; said under `name`, which is what makes them so."""
@@ -155,6 +189,22 @@ class PromptSourceConfig(ComponentConfig):
         ):
             if setting in run.model_fields_set:
                 yield Problem("name", f"is {self.name}, with which '{setting}' has no meaning: {instead}. Remove it.")
+        # A critic's loss refuses to be the policy's on its own.
+        if trains_on(run.loss) not in ("advantages", "returns"):
+            yield Problem(
+                "name",
+                f"is {self.name}, but loss: {run.loss.name} reads no advantages: all answers would be learned alike, "
+                "whatever their reward. Set loss: ppo, or remove the line. A loss of your own derives its config from "
+                "PolicyLossConfig.",
+            )
+        if "batch_size" in run.evaluation.model_fields_set:
+            yield Problem(
+                "name",
+                f"is {self.name}, with which 'evaluation.batch_size' has no meaning: source.held_out says which "
+                "attempts are made, source.max_concurrent how many at a time. Remove it.",
+            )
+        if "held_out" in self.model_fields_set and not run.data.eval:
+            yield Problem("held_out", "needs held-out prompts, and `data.eval` is empty. Set data.eval, or remove it.")
         if run.evaluation.generate is not None:
             yield Problem(
                 "name",

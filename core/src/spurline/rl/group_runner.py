@@ -1,7 +1,8 @@
 """Run all attempts at a prompt: at the same time, within a time limit, again when they fail, until they are given up.
 
-Place on the way: drawn prompt -> n tasks -> environment -> scored trajectories -> Group, or QuarantinedGroup with the
-reason. Knows nothing of engines, batches or steps; `run_group` is the unit that every source of rollouts builds on.
+Place on the way: drawn prompt -> n tasks -> environment -> scored trajectories -> Group, or QuarantinedGroup or
+SkippedRow with the reason. Knows nothing of engines, batches or steps; `run_group` is the unit that every source of
+rollouts builds on.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Any, Protocol, TypeVar
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
+from spurline.rl.chat_front import PrefixError
 from spurline.rl.error_text import located
-from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.quarantine import Quarantine, QuarantinedGroup, SkippedRow
 from spurline.rl.trajectory import Group, Trajectory
 
 T = TypeVar("T")
+
+Outcome = Group | QuarantinedGroup | SkippedRow
+"""What becomes of a drawn prompt."""
 
 CANCEL_TIMEOUT_S = 30.0
 """Seconds a cancelled attempt may take to end."""
@@ -53,10 +58,11 @@ class GroupRunner:
     its attempt, so that what it raises counts as a failure of the attempt. retries: further attempts after a failure.
     max_concurrent: attempts under way at the same time.
 
-    DataError quarantines the prompt at once: another attempt would meet the same row. Every other SpurlineError but
-    AttemptFailedError ends the run, as it is about the configuration, a component or the engine. Whatever else an
-    attempt raises, and its time-out, is retried with other seeds, then the whole group is quarantined: its remaining
-    attempts would be compared with a smaller group than the others.
+    DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or the
+    row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration, a
+    component or the engine. Whatever else an attempt raises, and its time-out, is retried with other seeds, then the
+    whole group is quarantined: its remaining attempts would be compared with a smaller group than the others. A
+    PrefixError quarantines at once: it depends on what the model wrote as well as on the row.
     """
 
     def __init__(
@@ -82,12 +88,16 @@ class GroupRunner:
         self.num_retries = 0
         """Attempts that were made again, since this object was made."""
 
-    async def run_groups(self, prompts: Sequence[DrawnPrompt]) -> list[Group | QuarantinedGroup]:
+    async def run_groups(self, prompts: Sequence[DrawnPrompt]) -> list[Outcome]:
         """The outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
         return await _all_or_none([self.run_group(prompt) for prompt in prompts])
 
-    async def run_group(self, prompt: DrawnPrompt) -> Group | QuarantinedGroup:
-        """All attempts at one prompt. Raises RunFailedError when its quarantine exceeds the budget."""
+    async def run_group(self, prompt: DrawnPrompt) -> Outcome:
+        """All attempts at one prompt.
+
+        Raises RunFailedError when its quarantine exceeds the budget, and DataError for a row that cannot be used unless
+        `on_bad_row: skip`.
+        """
         tasks = [
             Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
             for sample in range(self._samples_per_prompt)
@@ -98,19 +108,27 @@ class GroupRunner:
             group = QuarantinedGroup(prompt.uid, prompt.number, str(failure))
             self._quarantine.add(group)
             return group
+        except DataError as error:
+            if prompt.dataset.on_bad_row == "error":
+                raise
+            return SkippedRow(prompt.uid, prompt.number, str(error))
         return Group(prompt.uid, prompt.number, tuple(trajectories))
 
     async def _run_task(self, task: Task) -> Trajectory:
-        """Attempts until one succeeds. Raises _GiveUp after the last."""
+        """Attempts until one succeeds. Raises _GiveUp after the last, and DataError for a row that cannot be used."""
         attempt = 0
         while True:
             try:
                 async with self._places:
                     return await self._attempt(task, attempt)
+            except PrefixError as error:
+                raise _GiveUp(_reason(task, attempt, error)) from error
+            except DataError as error:
+                raise _bad_row(task, error) from error
             except Exception as error:
-                if isinstance(error, SpurlineError) and not isinstance(error, (DataError, AttemptFailedError)):
+                if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
                     raise
-                if isinstance(error, DataError) or attempt == self._retries:
+                if attempt == self._retries:
                     raise _GiveUp(_reason(task, attempt, error)) from error
             attempt += 1
             self.num_retries += 1
@@ -189,6 +207,14 @@ async def _end(tasks: Sequence[asyncio.Future[Any]], what: str) -> None:
 
 def _name(task: Task) -> str:
     return f"sample {task.sample} of prompt {task.uid}"
+
+
+def _bad_row(task: Task, error: DataError) -> DataError:
+    """The error with the row's location in front and the way out behind, where it does not say them itself."""
+    text = str(error)
+    place = "" if task.location in text else f"{task.location}: "
+    fix = "" if "on_bad_row" in text else " Mend the row, or leave such rows out with `on_bad_row: skip`."
+    return DataError(f"{place}{text}{fix}")
 
 
 def _reason(task: Task, attempt: int, error: Exception) -> str:

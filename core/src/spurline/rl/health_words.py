@@ -80,7 +80,7 @@ def _given_up(metrics: Mapping[str, float]) -> str:
         return ""
     return (
         f"{_counted(number, 'prompt')} had to be given up in this step, as attempts failed and so did their retries. "
-        "The run stops once there are more of them than source.faults.max_quarantined."
+        "The run stops once it has given up more different prompts than source.faults.max_quarantined."
     )
 
 

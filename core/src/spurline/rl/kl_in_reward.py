@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 _LARGEST_EXPONENT = 20.0
 
 
-def subtract_kl(
-    rewards: NDArray[np.float32],
+def token_kl(
     logprobs: NDArray[np.float32],
     reference_logprobs: NDArray[np.float32],
-    *,
-    coefficient: float,
-    estimator: Literal["k1", "k2", "k3"] = "k1",
-) -> NDArray[np.float32]:
-    """Rewards of a turn's response tokens less their KL; all arrays [A]."""
+    estimator: Literal["k1", "k2", "k3"],
+) -> NDArray[np.float64]:
+    """KL of each response token of a turn from the reference model, in nats; all arrays [A]."""
     distance = reference_logprobs.astype(np.float64) - logprobs
     if estimator == "k1":
-        kl = -distance
-    elif estimator == "k2":
-        kl = distance**2 / 2
-    else:
-        kl = np.exp(np.clip(distance, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)) - 1 - distance
+        return -distance
+    if estimator == "k2":
+        return distance**2 / 2
+    return np.exp(np.clip(distance, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)) - 1 - distance
+
+
+def subtract_kl(rewards: NDArray[np.float32], kl: NDArray[np.float64], *, coefficient: float) -> NDArray[np.float32]:
+    """Rewards of a turn's response tokens less their KL; all arrays [A]."""
     return (rewards - coefficient * kl).astype(np.float32)

@@ -11,23 +11,36 @@ from typing import Any
 
 import numpy as np
 
-from spurline.errors import DataError
+from spurline.errors import DataError, PluginError
 from spurline.protocols.environment import AttemptFailedError, Task
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
 from spurline.rl.seeds import derive_seed
 from spurline.rl.trajectory import Trajectory, Turn
+
+_DISTRIBUTION = ("temperature", "top_p", "top_k")
+"""Parts of a sampling that say which distribution tokens are drawn from, not when a response ends."""
 
 
 class EnginePolicy:
     """A PolicyHandle on a rollout engine.
 
     attempt: how often this task has failed before; part of every seed, so that a retry does not repeat what failed.
+    any_distribution: turns may be sampled with another temperature, top_p or top_k than `sampling` has. Not where they
+    are trained on: the trainer computes all logprobs for those of the run.
     """
 
     def __init__(
-        self, engine: RolloutEngine, sampling: Sampling, *, run_seed: int, task: Task, attempt: int = 0
+        self,
+        engine: RolloutEngine,
+        sampling: Sampling,
+        *,
+        run_seed: int,
+        task: Task,
+        attempt: int = 0,
+        any_distribution: bool = False,
     ) -> None:
         self.sampling = sampling
+        self._any_distribution = any_distribution
         self._engine = engine
         self._run_seed = run_seed
         self._task = task
@@ -41,7 +54,13 @@ class EnginePolicy:
         return tuple(turn for _, turn in sorted(self._finished.items()))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """Ask the engine for the next turn. Raises DataError for an empty prompt, and what the engine raises."""
+        """Ask the engine for the next turn.
+
+        Raises DataError for an empty prompt, PluginError for a sampling that cannot be trained on, and what the engine
+        raises.
+        """
+        if sampling is not None and not self._any_distribution:
+            self._check_distribution(sampling)
         # Counted before waiting: turns that an environment asks for together keep their numbers, whoever ends first.
         number = self._num_asked
         self._num_asked += 1
@@ -61,6 +80,18 @@ class EnginePolicy:
         result = await self._engine.generate(request)
         self._finished[number] = _turn(request, result)
         return result
+
+    def _check_distribution(self, sampling: Sampling) -> None:
+        others = [name for name in _DISTRIBUTION if getattr(sampling, name) != getattr(self.sampling, name)]
+        if others:
+            asked = ", ".join(f"{name} {getattr(sampling, name):g}" for name in others)
+            own = ", ".join(f"{name} {getattr(self.sampling, name):g}" for name in others)
+            raise PluginError(
+                f"{self._task.location}: the environment samples a turn with {asked}, but the run trains with {own}, "
+                "so importance ratios would be wrong. Change only what it must with dataclasses.replace("
+                "policy.sampling, max_new_tokens=...), set source.sampling, or accept the bias with "
+                "source.sampling.allow_truncated: true."
+            )
 
     def finish(
         self,

@@ -44,10 +44,13 @@ class Turn:
     finish_reason: FinishReason = "stop"
 
     def __post_init__(self) -> None:
+        fields = self.__dict__
         for name, dtype in _DTYPES.items():
-            values = getattr(self, name)
-            if values is not None:
-                object.__setattr__(self, name, as_array(values, dtype))
+            values = fields[name]
+            # Each stage makes the record anew, mostly from arrays that are right already: those must cost nothing.
+            if values is None or (type(values) is np.ndarray and values.dtype is dtype):
+                continue
+            object.__setattr__(self, name, as_array(values, dtype))
 
 
 _DTYPES: dict[str, np.dtype[Any]] = {

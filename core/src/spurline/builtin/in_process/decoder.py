@@ -69,6 +69,8 @@ class Decoder:
         """Remove from the front what there is room for now. Returns it, and what the model refuses to answer."""
         taken: list[Row] = []
         refused: list[Row] = []
+        if not waiting:
+            return taken, refused
         longest = max((row.most_cached_tokens for row in self.rows), default=0)
         while waiting:
             row = waiting[0]

@@ -24,6 +24,7 @@ from spurline.builtin.local.generation import generate_greedily, generation_mode
 from spurline.builtin.local.microbatches import Rows, TokenStream, check_columns, cut_rows, token_stream
 from spurline.builtin.local.model_loading import load_model
 from spurline.builtin.local.probe import check_exactness
+from spurline.builtin.local.reference_model import load_reference
 from spurline.builtin.local.rng_state import seed_generators
 from spurline.builtin.local.schedule import critic_rate, policy_rate
 from spurline.builtin.local.step_sums import StepSums
@@ -244,7 +245,6 @@ class LocalBackend:
     def _frozen_copy(self) -> StreamModel:
         """The weights that the run started from, loaded when somebody first asks for them."""
         if self._reference is None:
-            with self._profile.keeping_generators():
-                causal = load_model(self._run.model, self._profile, self._run.seed)
-            self._reference = StreamModel(causal.requires_grad_(False).eval(), self._config.logits_chunk_tokens)
+            digest = self._policy.initial_weights
+            self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
         return self._reference

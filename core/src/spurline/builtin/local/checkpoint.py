@@ -2,8 +2,8 @@
 
 model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
 and are recognised by a digest) and the model's persistent buffers. optimizer.safetensors: moments and step per
-parameter. rng.safetensors and state.json: the random generators, the update count and the digest. No pickle. Naming,
-renaming into place and pruning are the caller's work.
+parameter. rng.safetensors and state.json: the random generators, the update count, that digest and the one of the
+weights the run started from. No pickle. Naming, renaming into place and pruning are the caller's work.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class TrainingState:
         return frozen_digest(self.causal)
 
 
-def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
-    """Write into this folder. Raises CheckpointWriteError."""
+def save_training_state(path: Path, state: TrainingState, updates: int, initial_weights: str) -> None:
+    """Write into this folder. initial_weights: digest of the weights before training. Raises CheckpointWriteError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         _write(path / "model.safetensors", _model_tensors(state))
@@ -54,6 +54,7 @@ def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
             "format": _FORMAT,
             "updates": updates,
             "frozen_weights": state.frozen,
+            "initial_weights": initial_weights,
             "generators": rng_state.generator_values(),
         }
         (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
@@ -63,9 +64,13 @@ def save_training_state(path: Path, state: TrainingState, updates: int) -> None:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a folder holds, read and found to fit; nothing has been changed by it yet."""
+    """What a folder holds, read and found to fit; nothing has been changed by it yet.
+
+    initial_weights: None in checkpoints that were written without it.
+    """
 
     updates: int
+    initial_weights: str | None
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     generator_tensors: dict[str, Tensor]
@@ -90,7 +95,14 @@ def read_training_state(path: Path, state: TrainingState) -> SavedState:
     _check_model(path, model, _model_tensors(state))
     _check_frozen(path, content["frozen_weights"], state)
     _check_optimizer(path, optimizer, state.parameters)
-    return SavedState(int(content["updates"]), model, optimizer, generators, content["generators"])
+    return SavedState(
+        int(content["updates"]),
+        content.get("initial_weights"),
+        model,
+        optimizer,
+        generators,
+        content["generators"],
+    )
 
 
 def _model_tensors(state: TrainingState) -> dict[str, Tensor]:

@@ -1,12 +1,13 @@
-"""Recognise the weights that training leaves alone, which a checkpoint of adapters does not hold.
+"""Recognise weights that a checkpoint does not hold: those under adapters, and those a run started from.
 
-Place on the way: frozen parameters -> digest -> `state.json`. Names, shapes and dtypes count in full, values by blocks
-from all over each tensor: quick for large models, and every fine-tuned or re-seeded model differs in them.
+Place on the way: parameters -> digest -> `state.json`. Names, shapes and dtypes count in full, values by blocks from
+all over each tensor: quick for large models, and every fine-tuned or re-seeded model differs in them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,21 @@ _BLOCK_VALUES = 128
 
 
 def frozen_digest(module: nn.Module) -> str:
-    """Hex digest of the parameters that need no gradient; the same on every device."""
+    """Digest of the parameters that need no gradient."""
+    return _digest(item for item in module.named_parameters() if not item[1].requires_grad)
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Digest of all parameters, whether they need gradients or not."""
+    return _digest(module.named_parameters())
+
+
+def _digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """Hex digest; the same on every device."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(module.named_parameters()):
-        if not parameter.requires_grad:
-            digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}\0".encode())
-            digest.update(_sample(parameter.detach()).cpu().view(torch.uint8).numpy().tobytes())
+    for name, parameter in sorted(parameters, key=lambda item: item[0]):
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}\0".encode())
+        digest.update(_sample(parameter.detach()).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spurline.builtin.local.checkpoint import SavedState, TrainingState, read_training_state, save_training_state
+from spurline.builtin.local.frozen_digest import weights_digest
 from spurline.builtin.local.optimizer import make_optimizer, set_learning_rate
 from spurline.builtin.local.stream_model import StreamModel
 from spurline.config.run_config import OptimizerConfig
@@ -27,6 +28,8 @@ class TrainedModel:
     def __init__(self, model: StreamModel, config: OptimizerConfig, rate: Callable[[int], float]) -> None:
         self.model = model
         self.parameters = {name: value for name, value in model.causal.named_parameters() if value.requires_grad}
+        self.initial_weights = weights_digest(model.causal)
+        """Recognises the weights that the whole run started from, also after a resume."""
         self.updates = 0
         self._config = config
         self._rate = rate
@@ -65,7 +68,7 @@ class TrainedModel:
 
     def save(self, path: Path) -> None:
         """Write into this folder. Raises CheckpointWriteError."""
-        save_training_state(path, self._state, self.updates)
+        save_training_state(path, self._state, self.updates, self.initial_weights)
 
     def read(self, path: Path) -> SavedState:
         """What `save` wrote, checked against this model and not yet put into it. Raises CheckpointError."""
@@ -75,3 +78,5 @@ class TrainedModel:
         """Continue where `saved` was, random generators included."""
         saved.put_into(self._state)
         self.updates = saved.updates
+        if saved.initial_weights is not None:
+            self.initial_weights = saved.initial_weights

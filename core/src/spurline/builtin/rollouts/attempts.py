@@ -10,19 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spurline.builtin.rollouts.draws import Draw
+from spurline.errors import ConfigError, Problem
 from spurline.protocols.environment import Environment, PolicyHandle, Task
 from spurline.protocols.rollout_engine import RolloutEngine, Sampling
-from spurline.protocols.source_config import PromptSourceConfig
-from spurline.rl.group_runner import GroupRunner
+from spurline.protocols.source_config import OVERLONG, PromptSourceConfig
+from spurline.rl.group_runner import GroupRunner, Outcome
 from spurline.rl.overlong import overlong_penalty
 from spurline.rl.policy import EnginePolicy
-from spurline.rl.quarantine import Quarantine, QuarantinedGroup
+from spurline.rl.quarantine import Quarantine
 from spurline.rl.scoring import score
-from spurline.rl.trajectory import Group, Trajectory
+from spurline.rl.trajectory import Trajectory
 from spurline.run_context import SourceContext
-
-OVERLONG = "overlong"
-"""Reward term of `source.overlong`."""
 
 
 class Attempts:
@@ -47,19 +45,27 @@ class Attempts:
             stop=sampling.stop,
         )
         self.quarantine = Quarantine(config.faults.max_quarantined)
-        self._training = self._runner(self._sampling, self.quarantine, config.samples_per_prompt, self._score)
+        self._training = self._runner(
+            self._sampling,
+            self.quarantine,
+            config.samples_per_prompt,
+            self._score,
+            any_distribution=sampling.allow_truncated,
+        )
         self._retries_told = 0
 
-    async def train(self, prompts: Sequence[Draw]) -> Sequence[Group | QuarantinedGroup]:
+    async def train(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """The groups of these prompts, scored for training, in order."""
         return await self._training.run_groups(prompts)
 
-    async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Group | QuarantinedGroup]:
+    async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
         held_out = self._config.held_out
         sampling = replace(self._sampling, temperature=held_out.temperature, top_p=1.0, top_k=0)
         quarantine = Quarantine(self._config.faults.max_quarantined)
-        runner = self._runner(sampling, quarantine, held_out.samples_per_prompt, self._score_held_out)
+        runner = self._runner(
+            sampling, quarantine, held_out.samples_per_prompt, self._score_held_out, any_distribution=True
+        )
         return await runner.run_groups(prompts)
 
     def take_retries(self) -> int:
@@ -81,11 +87,20 @@ class Attempts:
         quarantine: Quarantine,
         samples_per_prompt: int,
         score_attempt: Callable[[Trajectory], Trajectory],
+        *,
+        any_distribution: bool,
     ) -> GroupRunner:
         faults = self._config.faults
 
         def make_policy(task: Task, attempt: int) -> PolicyHandle:
-            return EnginePolicy(self.engine, sampling, run_seed=self._run_seed, task=task, attempt=attempt)
+            return EnginePolicy(
+                self.engine,
+                sampling,
+                run_seed=self._run_seed,
+                task=task,
+                attempt=attempt,
+                any_distribution=any_distribution,
+            )
 
         return GroupRunner(
             self._environment,
@@ -102,6 +117,7 @@ class Attempts:
         overlong = self._config.overlong
         if overlong is None:
             return score(trajectory, self._config.reward_weights)
+        _check_terms(trajectory)
         penalty = min(
             overlong_penalty(
                 len(turn.response_ids), longest=self._config.sampling.max_new_tokens, buffer=overlong.buffer_tokens
@@ -112,4 +128,22 @@ class Attempts:
         return score(punished, {OVERLONG: overlong.penalty, **self._config.reward_weights})
 
     def _score_held_out(self, trajectory: Trajectory) -> Trajectory:
-        return score(trajectory, {name: w for name, w in self._config.reward_weights.items() if name != OVERLONG})
+        weights = self._config.reward_weights
+        if self._config.overlong is None:
+            return score(trajectory, weights)
+        _check_terms(trajectory)
+        return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})
+
+
+def _check_terms(trajectory: Trajectory) -> None:
+    """Raise ConfigError when the environment's terms leave no room for that of `source.overlong`."""
+    if OVERLONG in trajectory.rewards:
+        raise ConfigError(
+            [
+                Problem(
+                    "source.overlong",
+                    f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
+                    "environment's, or remove source.overlong.",
+                )
+            ]
+        )

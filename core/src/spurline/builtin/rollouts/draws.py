@@ -1,13 +1,14 @@
 """Which prompt is drawn when: an endless order over the rows of the datasets, a pure function of the seed.
 
 Place on the way: rows -> draws (each with a uid of its own) -> environment. Reads rows one at a time, when drawn.
+Remembers the rows that turned out to be unusable, so that none of them costs anything when its turn comes again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -18,6 +19,7 @@ from spurline.data.reading import check_rows, open_datasets, share_read
 from spurline.data.sample_collector import store_labels
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.quarantine import SkippedRow, row_of
 from spurline.run_context import SourceContext
 
 
@@ -60,6 +62,7 @@ class PromptDraws:
         """Prompts in one pass over the weighted mixture."""
         self._read_in_part = whole != self._sizes
         self._namespace = namespace
+        self._skipped: dict[str, str] = {}
 
     @classmethod
     def open(
@@ -69,10 +72,29 @@ class PromptDraws:
         datasets = open_datasets(configs, context.host.registry, context.row_limit)
         return cls(datasets, context.config.seed, shuffle=shuffle, namespace=namespace)
 
-    def take(self, start: int, count: int) -> list[Draw]:
-        """The draws number `start` to `start + count - 1`. Raises DataError for a row that cannot be read."""
+    def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
+        """The draws number `start` to `start + count - 1`.
+
+        Rows under `on_bad_row: skip` that cannot be read, or were told to `skip`, stand there as SkippedRow. Raises
+        DataError for other rows that cannot be read, and when no row is left.
+        """
+        if len(self._skipped) == sum(self._sizes):
+            raise DataError(
+                f"All {len(self._skipped)} rows were left out as unusable (on_bad_row: skip). The first: "
+                f"{next(iter(self._skipped.values()))}"
+            )
         indices = self._order.positions(start, start + count)
         return [self._draw(start + offset, int(index)) for offset, index in enumerate(indices)]
+
+    def skip(self, row: SkippedRow) -> None:
+        """Leave this row out from now on."""
+        self._skipped.setdefault(row_of(row.uid), row.reason)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"skipped": dict(self._skipped)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._skipped = dict(cast("dict[str, str]", state["skipped"]))
 
     def summary(self) -> dict[str, Any]:
         """JSON-able facts for `spurline plan` and the report."""
@@ -87,9 +109,20 @@ class PromptDraws:
         digests = [dataset.fingerprint() for dataset in self._datasets]
         return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 
-    def _draw(self, number: int, index: int) -> Draw:
+    def _draw(self, number: int, index: int) -> Draw | SkippedRow:
         source = int(np.searchsorted(self._starts, index, side="right")) - 1
         place = index - int(self._starts[source])
         dataset = self._datasets[source]
         uid = f"{self._namespace}{self._labels[source]}:{place}@{number}"
-        return Draw(number, uid, self._configs[source], dataset.location(place), dataset[place])
+        known = self._skipped.get(row_of(uid))
+        if known is not None:
+            return SkippedRow(uid, number, known)
+        try:
+            row = dataset[place]
+        except DataError as error:
+            if self._configs[source].on_bad_row == "error":
+                raise
+            skipped = SkippedRow(uid, number, str(error))
+            self.skip(skipped)
+            return skipped
+        return Draw(number, uid, self._configs[source], dataset.location(place), row)

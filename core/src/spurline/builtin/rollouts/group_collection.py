@@ -11,19 +11,21 @@ from dataclasses import dataclass
 
 from spurline.builtin.rollouts.draws import Draw
 from spurline.errors import RunFailedError
-from spurline.rl.quarantine import QuarantinedGroup
+from spurline.rl.group_runner import Outcome
+from spurline.rl.quarantine import QuarantinedGroup, SkippedRow
 from spurline.rl.returns import has_zero_variance
 from spurline.rl.trajectory import Group
 
-RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Group | QuarantinedGroup]]]
-TakeDraws = Callable[[int, int], Sequence[Draw]]
+RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
+TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
 
 
 @dataclass(frozen=True)
 class Collected:
     """groups: exactly as many as asked for, in draw order. next_draw: the first prompt not drawn.
 
-    every: all groups that were scored, those left out included. quarantined: prompts given up.
+    every: all groups that were scored, those left out included. quarantined: prompts given up. skipped: draws of
+    rows that cannot be used.
     refill_missing: groups with equal rewards that are trained on, as the limit of draws was reached.
     """
 
@@ -31,6 +33,7 @@ class Collected:
     every: tuple[Group, ...]
     next_draw: int
     quarantined: int
+    skipped: int
     refill_missing: int
 
 
@@ -42,21 +45,27 @@ async def collect_groups(
     Each round draws exactly the number still missing, so which prompts a step takes depends on the results alone, never
     on which of them came first. leave_out_equal: groups whose returns are equal make way for further prompts (dynamic
     sampling, DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of them are
-    used after all, since a batch has a fixed number of prompts.
+    used after all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that limit:
+    `take` raises DataError when nothing but such rows is left.
     Raises RunFailedError when so many prompts were given up that `count` cannot be reached.
     """
     kept: list[Group] = []
     equal: list[Group] = []
-    quarantined = 0
+    quarantined = skipped = 0
     next_draw = first_draw
     while len(kept) < count:
-        missing = min(count - len(kept), draw_limit - (next_draw - first_draw))
+        tried = len(kept) + len(equal) + quarantined
+        missing = min(count - len(kept), draw_limit - tried)
         if missing == 0:
             break
-        outcomes = await run(take(next_draw, missing))
+        taken = take(next_draw, missing)
         next_draw += missing
-        for outcome in outcomes:
-            if isinstance(outcome, QuarantinedGroup):
+        draws = [draw for draw in taken if isinstance(draw, Draw)]
+        skipped += missing - len(draws)
+        for outcome in await run(draws):
+            if isinstance(outcome, SkippedRow):
+                skipped += 1
+            elif isinstance(outcome, QuarantinedGroup):
                 quarantined += 1
             elif leave_out_equal and has_zero_variance(outcome):
                 equal.append(outcome)
@@ -65,10 +74,10 @@ async def collect_groups(
     short = count - len(kept)
     if short > len(equal):
         raise RunFailedError(
-            f"The step drew {next_draw - first_draw} prompts and {quarantined} of them were given up, so only "
-            f"{len(kept) + len(equal)} of {count} groups are there. Correct what fails, or raise "
-            "source.max_draws_per_step."
+            f"The step drew {len(kept) + len(equal) + quarantined} prompts and {quarantined} of them were given up, so "
+            f"only {len(kept) + len(equal)} of {count} groups are there. Correct what fails, or raise "
+            f"source.max_draws_per_step, which is {draw_limit}."
         )
     groups = sorted([*kept, *equal[:short]], key=lambda group: group.draw)
     every = sorted([*kept, *equal], key=lambda group: group.draw)
-    return Collected(tuple(groups), tuple(every), next_draw, quarantined, short)
+    return Collected(tuple(groups), tuple(every), next_draw, quarantined, skipped, short)

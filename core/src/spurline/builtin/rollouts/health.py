@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
 from spurline.rl.returns import group_returns, has_zero_variance
@@ -53,6 +54,18 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()},
         "groups/zero_variance": float(np.mean([has_zero_variance(group) for group in groups])),
     }
+
+
+def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
+    """`kl_reward/mean`: KL per trained token, before its coefficient; `reward/after_kl`: mean return, its KL charged.
+
+    groups: after the charge. kl: of each of their turns, per response token.
+    """
+    trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
+    values = np.concatenate([np.empty(0), *trained])
+    returns = np.concatenate([group_returns(group) for group in groups])
+    found = {"reward/after_kl": float(returns.mean())}
+    return {"kl_reward/mean": float(values.mean()), **found} if len(values) else found
 
 
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:

@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from spurline.builtin.rollouts.draws import Draw, PromptDraws
-from spurline.errors import CheckpointError
+from spurline.errors import CheckpointError, DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source_config import HeldOutConfig
-from spurline.rl.quarantine import QuarantinedGroup
+from spurline.rl.group_runner import Outcome
+from spurline.rl.quarantine import SkippedRow
 from spurline.rl.returns import group_returns
 from spurline.rl.trajectory import Group
 from spurline.rl.turns import trajectories_of
 
-RunHeldOut = Callable[[Sequence[Draw]], Sequence[Group | QuarantinedGroup]]
+RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
 
 
 class RolloutEvaluation:
@@ -49,12 +50,20 @@ class RolloutEvaluation:
         """`eval/reward`, `eval/rewards/TERM`, `eval/pass@1`, with several attempts `eval/pass@k`, `eval/time`.
 
         A prompt that was given up counts as failed, and in `eval/failed`; its rewards are not known and do not count.
+        Rows that cannot be used are left out under `on_bad_row: skip`, and counted in `eval/skipped_rows`.
         """
         begin = time.perf_counter()
-        count = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
-        outcomes = self._run(self._prompts.take(0, count))
+        wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
+        taken = self._prompts.take(0, wanted)
+        outcomes = self._run([draw for draw in taken if isinstance(draw, Draw)])
+        skipped = [item for item in (*taken, *outcomes) if isinstance(item, SkippedRow)]
+        count = wanted - len(skipped)
+        if count == 0:
+            raise DataError(f"All {wanted} held-out prompts were left out as unusable. The first: {skipped[0].reason}")
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
         metrics = _pass_rates(groups, count, self._config) | _rewards(groups)
+        if skipped:
+            metrics["eval/skipped_rows"] = float(len(skipped))
         if len(groups) < count:
             metrics["eval/failed"] = float(count - len(groups))
         metrics["eval/time"] = time.perf_counter() - begin

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.builtin.configs import ByPromptConfig
-from spurline.builtin.rollouts.health import advantage_metrics, mismatch_metrics
+from spurline.builtin.rollouts.health import advantage_metrics, kl_reward_metrics, mismatch_metrics
 from spurline.builtin.rollouts.turn_columns import TurnColumns
 from spurline.data.batch import TrainingBatch
 from spurline.data.tokenizer import pad_token_id
@@ -26,7 +26,7 @@ from spurline.protocols.collator import RolloutCollator
 from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss
 from spurline.protocols.source_config import PromptSourceConfig
-from spurline.rl.kl_in_reward import subtract_kl
+from spurline.rl.kl_in_reward import subtract_kl, token_kl
 from spurline.rl.merging import merge_turns
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline.rl.turns import trajectories_of, turns_of, with_turns
@@ -88,12 +88,14 @@ class Preparation:
         begin = time.perf_counter()
         looked_back = self._look_back(batch, columns, backend)
         seconds = time.perf_counter() - begin
-        turns = self._less_kl(_with_values(turns, columns, looked_back), columns, looked_back)
-        groups = self._with_advantages(with_turns(groups, turns))
+        groups = with_turns(groups, _with_values(turns, columns, looked_back))
+        groups, charged = self._less_kl(groups, columns, looked_back)
+        groups = self._with_advantages(groups)
         batch = batch.with_tokens(**looked_back, **_computed(turns_of(groups), columns))
         batch, corrected = self._corrected(batch)
-        metrics = {**mismatch_metrics(batch), **advantage_metrics(batch), **corrected, "time/look_back": seconds}
-        batch = replace(batch, info={**batch.info, **metrics}, on_release=laid_out.on_release)
+        metrics = {**mismatch_metrics(batch), **charged, **advantage_metrics(batch), **corrected}
+        info = {**batch.info, **metrics, "time/look_back": seconds}
+        batch = replace(batch, info=info, on_release=laid_out.on_release)
         return Prepared(batch, groups)
 
     def _rows(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
@@ -123,20 +125,23 @@ class Preparation:
             found["values"] = backend.logprobs(whole, "critic")
         return found
 
-    def _less_kl(self, turns: list[Turn], columns: TurnColumns, looked_back: Mapping[str, Tensor]) -> list[Turn]:
+    def _less_kl(
+        self, groups: Sequence[Group], columns: TurnColumns, looked_back: Mapping[str, Tensor]
+    ) -> tuple[Sequence[Group], Mapping[str, float]]:
+        """The groups with rewards less their KL, and what was charged."""
         penalty = self._config.kl_in_reward
         if penalty is None:
-            return turns
+            return groups, {}
         old = columns.split(looked_back["old_logprobs"])
         reference = columns.split(looked_back["reference_logprobs"])
+        kl = [token_kl(now, before, penalty.estimator) for now, before in zip(old, reference, strict=True)]
         charged: list[Turn] = []
-        for turn, now, before in zip(turns, old, reference, strict=True):
+        for turn, of_turn in zip(turns_of(groups), kl, strict=True):
             assert turn.rewards is not None, "a turn was not scored"
-            rewards = subtract_kl(
-                turn.rewards, now, before, coefficient=penalty.coefficient, estimator=penalty.estimator
-            )
+            rewards = subtract_kl(turn.rewards, of_turn, coefficient=penalty.coefficient)
             charged.append(replace(turn, rewards=rewards))
-        return charged
+        groups = with_turns(groups, charged)
+        return groups, kl_reward_metrics(groups, kl)
 
     def _with_advantages(self, groups: Sequence[Group]) -> list[Group]:
         size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch

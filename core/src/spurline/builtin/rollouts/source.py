@@ -23,13 +23,13 @@ from spurline.errors import CheckpointError, ConfigError, Problem
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import HeldOutEvaluation
 from spurline.protocols.rollout_engine import SharesWeights
-from spurline.rl.quarantine import QuarantinedGroup
-from spurline.rl.trajectory import Group
+from spurline.rl.group_runner import Outcome
+from spurline.rl.quarantine import SkippedRow
 from spurline.run_context import SourceContext
 
 
 class RolloutSource:
-    """See the module. State between steps: the next prompt to draw, and which prompts were given up."""
+    """See the module. State between steps: the next prompt to draw, the rows left out, the prompts given up."""
 
     pure = False
 
@@ -94,12 +94,19 @@ class RolloutSource:
         config = self._config
         return await collect_groups(
             self._prompts.take,
-            self._attempts.train,
+            self._run,
             first_draw=self._next_draw,
             count=config.prompts_per_step,
             draw_limit=config.draw_limit,
             leave_out_equal=config.zero_variance == "refill",
         )
+
+    async def _run(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+        outcomes = await self._attempts.train(prompts)
+        for outcome in outcomes:
+            if isinstance(outcome, SkippedRow):
+                self._prompts.skip(outcome)
+        return outcomes
 
     def epoch(self, step: int) -> float:
         # Before the run, which is when a plan asks, no prompt has been drawn yet.
@@ -115,7 +122,7 @@ class RolloutSource:
         assert self._held_out is not None, "there is no held-out data"
         return RolloutEvaluation(self._config.held_out, self._held_out, self._run_held_out)
 
-    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Group | QuarantinedGroup]:
+    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         return self._loop.run(self._attempts.evaluate(prompts))
 
     def given_up(self) -> Sequence[str]:
@@ -125,6 +132,7 @@ class RolloutSource:
         return {
             "data": self._prompts.fingerprint(),
             "next_draw": self._next_draw,
+            "prompts": self._prompts.state_dict(),
             "quarantine": self._attempts.quarantine.state_dict(),
         }
 
@@ -139,6 +147,10 @@ class RolloutSource:
         assert isinstance(quarantine, Mapping), quarantine
         self._next_draw = next_draw
         self._attempts.quarantine.load_state_dict(quarantine)
+        # Checkpoints from before rows could be skipped have no such part.
+        prompts = state.get("prompts", {"skipped": {}})
+        assert isinstance(prompts, Mapping), prompts
+        self._prompts.load_state_dict(prompts)
 
     def close(self) -> None:
         try:
@@ -161,6 +173,7 @@ def _collection_metrics(collected: Collected, retries: int, seconds: float) -> d
         "groups/drawn": float(len(collected.every) + collected.quarantined),
         "groups/filtered": float(len(collected.every) - len(collected.groups)),
         "groups/quarantined": float(collected.quarantined),
+        "groups/skipped_rows": float(collected.skipped),
         "groups/retries": float(retries),
         "groups/refill_missing": float(collected.refill_missing),
     }

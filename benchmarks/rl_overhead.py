@@ -1,0 +1,224 @@
+"""What an RL step costs beside the models: the step of `examples/rl_sort.yaml`, taken apart.
+
+    python benchmarks/rl_overhead.py [--json] [--steps 24] [--model FOLDER]
+
+Runs the example (32 prompts x 8 attempts, engine `in_process`, plugin collation_fast, four mini-batches, one thread)
+without evaluation, and measures its parts by wall clock and by process time; the figures are medians over the steps.
+Inside are the decode steps of the engine, the look-back forward, forward/backward and optimizer. All else is outside:
+rewards, the environment, the scheduling of attempts, preparation, collation, metrics, recording. The model is the
+quickstart's warm-up; where `runs/sort_warmup/model` is missing, it is trained first.
+
+Gates, each 5% of the step: what is outside generating as `time/generate` has it, forwards, forward/backward and
+optimizer; and, stricter, the same with only the decode steps as generating, so that rewards, environment and
+scheduling count as outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from step_parts import Seconds, StepParts, patched
+from timing import Gate, gates_as_json, print_gates
+
+from spurline import Run, load_config
+from spurline.builtin.environments.single_turn import SingleTurn
+from spurline.builtin.in_process.decoder import Decoder
+from spurline.builtin.local.backend import LocalBackend
+from spurline.builtin.rewards.exact_match import ExactMatch
+from spurline.builtin.rollouts import source
+from spurline.builtin.rollouts.draws import PromptDraws
+from spurline.builtin.rollouts.preparation import Preparation
+from spurline.hookspecs import hookimpl
+from spurline.update import Update
+from spurline_collation_fast.rollouts_collator import FastRolloutsCollator
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "models" / "tiny-qwen3"
+WARM = ROOT / "runs" / "sort_warmup" / "model"
+DISCARDED = 4
+"""First steps, with cold caches."""
+LIMIT = 0.05
+INSIDE = ("decode", "look-back forward", "forward/backward and optimizer")
+GENERATING = ("reward", "environment and policy handles", "drawing prompts", "scheduling of attempts")
+"""What `time/generate` holds beside the decode steps."""
+PRODUCT = ("generate", "look_back", "forward_backward", "optimizer", "step")
+
+
+class Steps:
+    """Hooks that keep the times of every step. After the run: one entry a step in each list."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self.parts: list[dict[str, Seconds]] = []
+        self.product: list[dict[str, float]] = []
+        self.tokens: list[float] = []
+
+    @hookimpl(tryfirst=True)
+    def on_step_start(self) -> None:
+        self._parts.clear()
+        self._begin = Seconds.now()
+
+    @hookimpl
+    def on_step_end(self, metrics: Mapping[str, float]) -> None:
+        whole = Seconds.now() - self._begin
+        self.parts.append(exclusive(whole, self._parts.taken))
+        self.product.append({name: metrics[f"time/{name}"] for name in PRODUCT})
+        self.tokens.append(metrics["rollout/tokens"])
+
+
+def exclusive(step: Seconds, taken: Mapping[str, Seconds]) -> dict[str, Seconds]:
+    """Parts that add up to the step, from spans of which some contain others."""
+    of = {**taken, "step": step}
+    return {
+        "decode": of["advance"],
+        "look-back forward": of["logprobs"],
+        "forward/backward and optimizer": of["update"],
+        "reward": of["reward"],
+        "environment and policy handles": of["environment"] - of["reward"],
+        "drawing prompts": of["draw"],
+        # While the engine's thread decodes, the event loop already goes on: by wall clock this part may be too small.
+        "scheduling of attempts": of["collect"] - of["advance"] - of["environment"] - of["draw"],
+        "collation": of["collate"],
+        "advantages, columns, health metrics": of["prepare"] - of["collate"] - of["logprobs"],
+        "reward and length metrics": of["build"] - of["collect"] - of["prepare"],
+        "mini-batches, reduction": of["train_step"] - of["update"],
+        "loop, recording": of["step"] - of["build"] - of["train_step"],
+    }
+
+
+def measure(model: Path, steps: int, folder: Path) -> Steps:
+    """Run the example with a clock in every part."""
+    loaded = load_config(
+        ROOT / "examples" / "rl_sort.yaml",
+        [
+            f"run_dir={folder}/rl",
+            f"model.path={model}",
+            f"data.train={ROOT / 'examples/data/sort_train.jsonl'}",
+            f"data.eval={ROOT / 'examples/data/sort_eval.jsonl'}",
+            "evaluation.every_steps=null",
+            "checkpoint.every_steps=null",
+            "checkpoint.export_hf=false",
+            "report.enabled=false",
+            f"steps={DISCARDED + steps + 1}",
+        ],
+    )
+    parts = StepParts()
+    measured = Steps(parts)
+    loaded.host.attach(measured, "rl_overhead")
+    with patched() as patch:
+        # What shares the process with another thread is measured by its own thread's time, all else by the process's.
+        patch(Decoder, "advance", parts.call("advance", of_thread=True))
+        patch(SingleTurn, "run", parts.busy("environment"))
+        patch(ExactMatch, "score_async", parts.busy("reward"))
+        patch(PromptDraws, "take", parts.call("draw", of_thread=True))
+        patch(source, "collect_groups", parts.until_done("collect"))
+        patch(source.RolloutSource, "build", parts.call("build"))
+        patch(Preparation, "prepare", parts.call("prepare"))
+        patch(FastRolloutsCollator, "collate_rollouts", parts.call("collate"))
+        patch(LocalBackend, "logprobs", parts.call("logprobs"))
+        patch(LocalBackend, "update", parts.call("update"))
+        patch(Update, "train_step", parts.call("train_step"))
+        Run(loaded).train()
+    return measured
+
+
+def warm_up(folder: Path) -> Path:
+    """The quickstart's warm-up: a model that is right about now and then."""
+    settings = [
+        f"run_dir={folder}/warm_up",
+        f"model.path={TINY}",
+        f"data.train={ROOT / 'examples/data/sort_train.jsonl'}",
+        "data.eval=null",
+        "evaluation.every_steps=null",
+        "evaluation.generate=null",
+        "report.enabled=false",
+        "steps=150",
+        "schedule=constant",
+    ]
+    Run(load_config(ROOT / "examples" / "sft_sort.yaml", settings)).train()
+    return folder / "warm_up" / "model"
+
+
+def outside_gate(name: str, measured: Steps, inside: tuple[str, ...]) -> Gate:
+    """What is not `inside` takes at most its share of the step."""
+    return Gate(name, share(measured, inside, "wall"), LIMIT, False, share(measured, inside, "cpu"))
+
+
+def share(measured: Steps, inside: tuple[str, ...], kind: str) -> float:
+    """Median over the steps of what is outside, as a part of the step."""
+    shares: list[float] = []
+    for step in measured.parts[DISCARDED:-1]:
+        seconds = {name: getattr(spent, kind) for name, spent in step.items()}
+        shares.append(1 - sum(seconds[name] for name in inside) / sum(seconds.values()))
+    return statistics.median(shares)
+
+
+def figures(measured: Steps) -> dict[str, Any]:
+    """Medians in milliseconds over the steps that count; the last one also evaluates and writes a checkpoint."""
+    cut = slice(DISCARDED, -1)
+
+    def median(name: str, kind: str) -> float:
+        return statistics.median(getattr(step[name], kind) for step in measured.parts[cut]) * 1000
+
+    return {
+        "step_ms": statistics.median(sum(part.wall for part in step.values()) for step in measured.parts[cut]) * 1000,
+        "step_cpu_ms": statistics.median(sum(part.cpu for part in step.values()) for step in measured.parts[cut])
+        * 1000,
+        "response_tokens": statistics.median(measured.tokens[cut]),
+        "parts_ms": {name: {kind: median(name, kind) for kind in ("wall", "cpu")} for name in measured.parts[0]},
+        "product_metrics_ms": {
+            f"time/{name}": statistics.median(step[name] for step in measured.product[cut]) * 1000 for name in PRODUCT
+        },
+        # As the product's own metrics have it: everything within time/generate counts as generating.
+        "outside_product_metrics": statistics.median(
+            1 - sum(step[name] for name in PRODUCT if name != "step") / step["step"] for step in measured.product[cut]
+        ),
+    }
+
+
+def print_figures(found: Mapping[str, Any]) -> None:
+    """One line a part."""
+    step, step_cpu = found["step_ms"], found["step_cpu_ms"]
+    print(f"RL step, {found['response_tokens']:.0f} response tokens: ms and share by wall clock | by process time")
+    print(f"  {'step':<40} {step:9.1f}         | {step_cpu:9.1f}")
+    for name, spent in found["parts_ms"].items():
+        mark = " " if name in INSIDE else "*"
+        wall, cpu = spent["wall"], spent["cpu"]
+        print(f"{mark} {name:<40} {wall:9.2f} {wall / step:7.2%} | {cpu:9.2f} {cpu / step_cpu:7.2%}")
+    print("* outside")
+    metrics = ", ".join(f"{name} {value:.1f}" for name, value in found["product_metrics_ms"].items())
+    print(f"the product's own metrics, ms: {metrics}; outside by them {found['outside_product_metrics']:.2%}")
+
+
+def main() -> None:
+    """Print the figures and whether the gate is met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--model", type=Path, default=WARM)
+    arguments = parser.parse_args()
+    if not TINY.exists() and not arguments.model.exists():
+        parser.error(f"{TINY} is missing; make it with: python examples/make_tiny_model.py {TINY}")
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model if arguments.model.exists() else warm_up(Path(folder))
+        measured = measure(model.resolve(), arguments.steps, Path(folder))
+    found = figures(measured)
+    gates = [
+        outside_gate("share of the step outside generate and models", measured, INSIDE + GENERATING),
+        outside_gate("share of the step outside decode and models (strict)", measured, INSIDE),
+    ]
+    if arguments.json:
+        print(json.dumps({"figures": found, "gates": gates_as_json(gates), "steps": arguments.steps}, indent=2))
+        return
+    print_figures(found)
+    print_gates(gates)
+
+
+if __name__ == "__main__":
+    main()

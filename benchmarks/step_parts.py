@@ -1,0 +1,136 @@
+"""Clocks around functions of the product, which itself need not know of them.
+
+Used by `rl_overhead.py`. Spans may contain each other; whoever reads them subtracts. What runs beside another thread
+is measured by the time of its own thread, so that nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+Function = Callable[..., Any]
+Wrapper = Callable[[Function], Function]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """wall: by the clock on the wall. cpu: of the processor, of the process or of one thread."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @classmethod
+    def now(cls, *, of_thread: bool = False) -> Seconds:
+        return cls(time.perf_counter(), time.thread_time() if of_thread else time.process_time())
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(self.wall - other.wall, self.cpu - other.cpu)
+
+
+class StepParts:
+    """Adds up how long the wrapped functions took.
+
+    taken: by the name of the part; every part that was wrapped is there.
+    """
+
+    def __init__(self) -> None:
+        self.taken: dict[str, Seconds] = {}
+
+    def clear(self) -> None:
+        self.taken = dict.fromkeys(self.taken, Seconds())
+
+    def call(self, name: str, *, of_thread: bool = False) -> Wrapper:
+        """Calls of a plain function."""
+        self.taken[name] = Seconds()
+
+        def wrap(function: Function) -> Function:
+            @functools.wraps(function)
+            def timed(*arguments: Any, **keywords: Any) -> Any:
+                with self._clock(name, of_thread):
+                    return function(*arguments, **keywords)
+
+            return timed
+
+        return wrap
+
+    def until_done(self, name: str) -> Wrapper:
+        """Calls of an async function from beginning to end, waiting included."""
+        self.taken[name] = Seconds()
+
+        def wrap(function: Function) -> Function:
+            @functools.wraps(function)
+            async def timed(*arguments: Any, **keywords: Any) -> Any:
+                with self._clock(name, of_thread=False):
+                    return await function(*arguments, **keywords)
+
+            return timed
+
+        return wrap
+
+    def busy(self, name: str) -> Wrapper:
+        """Calls of an async function, without the time in which it waits."""
+        self.taken[name] = Seconds()
+
+        def wrap(function: Function) -> Function:
+            @functools.wraps(function)
+            async def timed(*arguments: Any, **keywords: Any) -> Any:
+                return await _Busy(function(*arguments, **keywords), lambda: self._clock(name, of_thread=True))
+
+            return timed
+
+        return wrap
+
+    @contextmanager
+    def _clock(self, name: str, of_thread: bool) -> Generator[None]:
+        begin = Seconds.now(of_thread=of_thread)
+        try:
+            yield
+        finally:
+            self.taken[name] += Seconds.now(of_thread=of_thread) - begin
+
+
+class _Busy:
+    """An awaitable that runs another one, with the clock on only while that has the event loop."""
+
+    def __init__(self, awaitable: Awaitable[Any], clock: Callable[[], Any]) -> None:
+        self._awaitable = awaitable
+        self._clock = clock
+
+    def __await__(self) -> Iterator[Any]:
+        steps: Any = self._awaitable.__await__()
+        resume: Callable[[], Any] = functools.partial(steps.send, None)
+        while True:
+            # StopIteration must not reach a context manager, which would take it for its own.
+            result: Any = None
+            ended = False
+            with self._clock():
+                try:
+                    waited = resume()
+                except StopIteration as stop:
+                    ended, result = True, stop.value
+            if ended:
+                return result
+            try:
+                resume = functools.partial(steps.send, (yield waited))
+            except BaseException as error:  # noqa: BLE001 - cancellation too is for the awaitable to see
+                resume = functools.partial(steps.throw, error)
+
+
+@contextmanager
+def patched() -> Iterator[Callable[[Any, str, Wrapper], None]]:
+    """Replace attributes of classes or modules by wrapped ones until the context ends."""
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, wrap: Wrapper) -> None:
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+
+        yield patch

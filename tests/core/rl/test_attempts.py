@@ -1,0 +1,126 @@
+"""How attempts are sampled and scored in training and in held-out evaluation, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rl_attempts import run
+from scripted_groups import Behaviour, Prompt, Scripted, answer, one_token
+
+from spurline.builtin.configs import RolloutSourceConfig
+from spurline.builtin.rl_configs import GrpoConfig
+from spurline.builtin.rollouts.attempts import Attempts
+from spurline.config.section import ComponentConfig
+from spurline.errors import ConfigError, PluginError
+from spurline.protocols.environment import PolicyHandle, Task
+from spurline.protocols.rollout_engine import Sampling
+from spurline.protocols.source_config import HeldOutConfig, OverlongConfig, SamplingConfig
+from spurline.rl.returns import group_returns
+from spurline.rl.trajectory import Group, Trajectory
+from spurline.testing.scripted_engine import ScriptedEngine
+
+PROMPTS: Any = [Prompt(0), Prompt(1)]
+
+
+def make_attempts(behaviour: Behaviour = answer, **source: Any) -> tuple[Attempts, ScriptedEngine]:
+    engine = ScriptedEngine(one_token)
+    made = {"rollout_engine": engine, "environment": Scripted(behaviour)}
+    registry = SimpleNamespace(create=lambda kind, config, **dependencies: made[kind])
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(seed=0, data=None), host=SimpleNamespace(registry=registry), tokenizer=None
+    )
+    anything = ComponentConfig(name="any")
+    settings = {"prompts_per_step": 2, "samples_per_prompt": 2, "advantage": GrpoConfig(), **source}
+    return Attempts(RolloutSourceConfig(environment=anything, engine=anything, **settings), context), engine
+
+
+def with_sampling(**changes: Any) -> Behaviour:
+    async def behaviour(task: Task, policy: PolicyHandle) -> Trajectory:
+        await policy.generate([1, 2], replace(policy.sampling, **changes))
+        return policy.finish({"length": 1.0})
+
+    return behaviour
+
+
+async def gives_overlong(task: Task, policy: PolicyHandle) -> Trajectory:
+    await policy.generate([1, 2])
+    return policy.finish({"overlong": 0.5})
+
+
+def returns_of(outcomes: Sequence[Any]) -> list[float]:
+    assert all(isinstance(outcome, Group) for outcome in outcomes), outcomes
+    return [value for outcome in outcomes for value in group_returns(outcome).tolist()]
+
+
+def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() -> None:
+    attempts, engine = make_attempts(
+        sampling=SamplingConfig(
+            temperature=0.7, top_p=0.9, top_k=5, allow_truncated=True, max_new_tokens=9, stop=("x",)
+        ),
+        held_out=HeldOutConfig(temperature=0.3, samples_per_prompt=3),
+    )
+    run(attempts.evaluate(PROMPTS))
+    assert [request.sampling for request in engine.requests] == 6 * [
+        Sampling(temperature=0.3, max_new_tokens=9, stop=("x",))
+    ]
+    engine.requests.clear()
+    run(attempts.train(PROMPTS))
+    assert [request.sampling for request in engine.requests] == 4 * [
+        Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("x",))
+    ]
+
+
+CHANGES = [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_turn_of_another_distribution_cannot_be_trained_on(changes: dict[str, Any]) -> None:
+    attempts, engine = make_attempts(with_sampling(**changes))
+    [(name, value)] = changes.items()
+    with pytest.raises(PluginError, match=rf"jsonl:1: the environment samples a turn with {name} {value}, but the run"):
+        run(attempts.train(PROMPTS))
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_turn_of_another_distribution_may_be_evaluated_or_accepted(changes: dict[str, Any]) -> None:
+    attempts, _ = make_attempts(with_sampling(**changes))
+    assert returns_of(run(attempts.evaluate(PROMPTS))) == [1.0, 1.0]
+    accepting, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(allow_truncated=True))
+    assert returns_of(run(accepting.train(PROMPTS))) == 4 * [1.0]
+    [(name, value)] = changes.items()
+    assert {getattr(request.sampling, name) for request in engine.requests} == {value}
+
+
+def test_the_end_of_a_turn_may_be_changed_in_training() -> None:
+    changes = {"max_new_tokens": 3, "stop": ("y",), "stop_token_ids": (4,)}
+    attempts, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(temperature=0.7))
+    assert returns_of(run(attempts.train(PROMPTS))) == 4 * [1.0]
+    assert {request.sampling for request in engine.requests} == {Sampling(temperature=0.7, **changes)}
+
+
+def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> None:
+    attempts, _ = make_attempts(gives_overlong, overlong=OverlongConfig(buffer_tokens=4))
+    for attempt in (attempts.train, attempts.evaluate):
+        with pytest.raises(ConfigError, match=r"source\.overlong adds a reward term 'overlong', but the environment"):
+            run(attempt(PROMPTS))
+
+
+def test_without_the_one_of_the_source_a_term_named_overlong_is_one_like_others() -> None:
+    attempts, _ = make_attempts(gives_overlong, reward_weights={"overlong": 4.0})
+    assert returns_of(run(attempts.train(PROMPTS))) == 4 * [2.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [2.0]
+
+
+def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_evaluation() -> None:
+    attempts, _ = make_attempts(
+        overlong=OverlongConfig(buffer_tokens=1, penalty=0.5),
+        reward_weights={"overlong": 3.0},
+        sampling=SamplingConfig(max_new_tokens=1),
+    )
+    assert returns_of(run(attempts.train(PROMPTS))) == 4 * [1.0 - 3.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [1.0]
