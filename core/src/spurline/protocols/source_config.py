@@ -135,8 +135,8 @@ class PromptSourceConfig(ComponentConfig):
     held_out: HeldOutConfig = HeldOutConfig()
     """Evaluation."""
     max_concurrent: Annotated[int, OnResume.FREE] = Field(default=256, gt=0)
-    """Attempts under way at the same time. An attempt's time limit runs while it waits for the engine, so this should not
-    be far above what the engine decodes together."""
+    """Attempts under way at the same time. An attempt's time limit runs while it waits for the engine, so this should
+    not be far above what the engine decodes together."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from self._run_problems(run)
