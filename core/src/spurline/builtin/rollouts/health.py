@@ -43,17 +43,27 @@ def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`reward/mean` and `reward/std` of the returns, the mean of each term before weights as `rewards/TERM`, and the
     share of groups whose returns are all equal."""
-    returns = np.concatenate([group_returns(group) for group in groups])
+    returns = all_returns(groups)
+    return {
+        "reward/mean": float(returns.mean()),
+        "reward/std": float(returns.std()),
+        **mean_terms(groups),
+        "groups/zero_variance": float(np.mean([has_zero_variance(group) for group in groups])),
+    }
+
+
+def all_returns(groups: Sequence[Group]) -> NDArray[np.float64]:
+    """The return of every attempt, float64, group after group."""
+    return np.concatenate([group_returns(group) for group in groups])
+
+
+def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of each reward term before weights, over the attempts that have it: `rewards/TERM`."""
     terms: dict[str, list[float]] = {}
     for trajectory in trajectories_of(groups):
         for name, value in trajectory.rewards.items():
             terms.setdefault(name, []).append(value)
-    return {
-        "reward/mean": float(returns.mean()),
-        "reward/std": float(returns.std()),
-        **{f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()},
-        "groups/zero_variance": float(np.mean([has_zero_variance(group) for group in groups])),
-    }
+    return {f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()}
 
 
 def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
@@ -63,8 +73,7 @@ def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]
     """
     trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
     values = np.concatenate([np.empty(0), *trained])
-    returns = np.concatenate([group_returns(group) for group in groups])
-    found = {"reward/after_kl": float(returns.mean())}
+    found = {"reward/after_kl": float(all_returns(groups).mean())}
     return {"kl_reward/mean": float(values.mean()), **found} if len(values) else found
 
 

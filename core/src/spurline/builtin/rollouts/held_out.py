@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from spurline.builtin.rollouts.draws import Draw, PromptDraws
+from spurline.builtin.rollouts.health import all_returns, mean_terms
 from spurline.errors import CheckpointError, DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source_config import HeldOutConfig
@@ -20,7 +19,6 @@ from spurline.rl.group_runner import Outcome
 from spurline.rl.quarantine import SkippedRow
 from spurline.rl.returns import group_returns
 from spurline.rl.trajectory import Group
-from spurline.rl.turns import trajectories_of
 
 RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
 
@@ -82,15 +80,8 @@ def _pass_rates(groups: Sequence[Group], count: int, config: HeldOutConfig) -> d
 def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     if not groups:
         return {}
-    terms: dict[str, list[float]] = {}
-    for trajectory in trajectories_of(groups):
-        for name, value in trajectory.rewards.items():
-            terms.setdefault(name, []).append(value)
-    returns = np.concatenate([group_returns(group) for group in groups])
-    return {
-        "eval/reward": float(returns.mean()),
-        **{f"eval/rewards/{name}": float(np.mean(values)) for name, values in terms.items()},
-    }
+    terms = {f"eval/{name}": value for name, value in mean_terms(groups).items()}
+    return {"eval/reward": float(all_returns(groups).mean()), **terms}
 
 
 def _sample(group: Group, config: HeldOutConfig) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from spurline.protocols.evaluation import HeldOutEvaluation
 from spurline.protocols.rollout_engine import SharesWeights
 from spurline.rl.group_runner import Outcome
 from spurline.rl.quarantine import SkippedRow
+from spurline.rl.turns import turns_of
 from spurline.run_context import SourceContext
 
 
@@ -161,12 +162,7 @@ class RolloutSource:
 
 def _collection_metrics(collected: Collected, retries: int, seconds: float) -> dict[str, float]:
     """What generating cost, and what became of the prompts that were drawn."""
-    tokens = sum(
-        len(turn.response_ids)
-        for group in collected.every
-        for trajectory in group.trajectories
-        for turn in trajectory.turns
-    )
+    tokens = sum(len(turn.response_ids) for turn in turns_of(collected.every))
     return {
         "time/generate": seconds,
         "rollout/tokens": float(tokens),
