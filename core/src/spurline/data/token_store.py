@@ -124,6 +124,14 @@ class SampleSink(Protocol):
         ...
 
 
+def check_extension(
+    tokens: NDArray[np.int32], loss_mask: NDArray[np.uint8], lengths: NDArray[np.int64], rows: NDArray[np.int64]
+) -> None:
+    """Assert that the arguments of `SampleSink.extend` fit each other; for whoever implements it."""
+    assert len(tokens) == len(loss_mask) == int(lengths.sum()), (len(tokens), len(loss_mask), int(lengths.sum()))
+    assert len(lengths) == len(rows), (len(lengths), len(rows))
+
+
 class TokenStoreBuilder:
     """Collects samples in memory and freezes them into a TokenStore."""
 
@@ -149,8 +157,7 @@ class TokenStoreBuilder:
         rows: NDArray[np.int64],
     ) -> None:
         """Append samples that lie end to end; see SampleSink."""
-        assert len(tokens) == len(loss_mask) == int(lengths.sum()), (len(tokens), len(loss_mask), int(lengths.sum()))
-        assert len(lengths) == len(rows), (len(lengths), len(rows))
+        check_extension(tokens, loss_mask, lengths, rows)
         self._tokens.append(tokens)
         self._masks.append(loss_mask)
         self._lengths.append(lengths)

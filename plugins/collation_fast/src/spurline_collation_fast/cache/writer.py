@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from spurline.data.summary import summarize
-from spurline.data.token_store import TokenStore, fingerprint_of
+from spurline.data.token_store import TokenStore, check_extension, fingerprint_of
 from spurline.durable import sync_file
 from spurline.errors import DataError
 from spurline.protocols.tokenization import Tokenized
@@ -64,8 +64,7 @@ class CacheWriter:
         rows: NDArray[np.int64],
     ) -> None:
         """Append samples that lie end to end; see SampleSink."""
-        assert len(tokens) == len(loss_mask) == int(lengths.sum()), (len(tokens), len(loss_mask), int(lengths.sum()))
-        assert len(lengths) == len(rows), (len(lengths), len(rows))
+        check_extension(tokens, loss_mask, lengths, rows)
         with self._disk_errors():
             self._append("tokens", tokens)
             self._append("loss_mask", loss_mask)
