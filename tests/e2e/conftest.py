@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,24 @@ import pytest
 from ruamel.yaml import YAML
 
 from spurline.cli import main
+
+REWARDS = '''
+def early_letters(answer):
+    """Share of the response's characters that are in the first half of the alphabet."""
+    letters = [letter for letter in answer.response.lower() if letter.isalpha()]
+    return sum(letter < "n" for letter in letters) / max(1, len(letters))
+
+def brevity(answer):
+    return -len(answer.response) / 10
+
+def always_one(answer):
+    return 1.0
+
+def fails_on_some_rows(answer):
+    if answer.prompt.rstrip().endswith("7") or "7" in answer.prompt:
+        raise KeyError("seven")
+    return early_letters(answer)
+'''
 
 
 @pytest.fixture
@@ -26,6 +45,35 @@ def base_config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: P
         "checkpoint": {"every_steps": 2},
         "backend": {"name": "local", "device": "cpu", "num_threads": 1},
     }
+
+
+@pytest.fixture
+def rl_config(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Four prompts of four samples per step; two optimizer steps."""
+    module = tmp_path / "modules" / "run_rewards.py"
+    module.parent.mkdir()
+    module.write_text(REWARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(module.parent))
+    monkeypatch.setenv("PYTHONPATH", str(module.parent))
+    # Each test writes the module anew, in a folder of its own.
+    monkeypatch.delitem(sys.modules, "run_rewards", raising=False)
+    for name in ("batch_size", "collator"):
+        del base_config[name]
+    base_config["source"] = {
+        "name": "rollouts",
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "environment": {
+            "name": "single_turn",
+            "rewards": {"early": "run_rewards:early_letters", "brevity": "run_rewards:brevity"},
+        },
+        "engine": {"name": "in_process", "deterministic": True},
+        "sampling": {"max_new_tokens": 6},
+        "reward_weights": {"brevity": 0.1},
+    }
+    base_config["minibatches"] = {"name": "by_prompt", "prompts_per_minibatch": 2}
+    base_config["schedule"] = "constant"
+    return base_config
 
 
 @pytest.fixture

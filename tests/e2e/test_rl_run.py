@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,53 +25,6 @@ Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
 
 HELD_OUT = {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0}
-
-REWARDS = '''
-def early_letters(answer):
-    """Share of the response's characters that are in the first half of the alphabet."""
-    letters = [letter for letter in answer.response.lower() if letter.isalpha()]
-    return sum(letter < "n" for letter in letters) / max(1, len(letters))
-
-def brevity(answer):
-    return -len(answer.response) / 10
-
-def always_one(answer):
-    return 1.0
-
-def fails_on_some_rows(answer):
-    if answer.prompt.rstrip().endswith("7") or "7" in answer.prompt:
-        raise KeyError("seven")
-    return early_letters(answer)
-'''
-
-
-@pytest.fixture
-def rl_config(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Four prompts of four samples per step; two optimizer steps."""
-    module = tmp_path / "modules" / "run_rewards.py"
-    module.parent.mkdir()
-    module.write_text(REWARDS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(module.parent))
-    monkeypatch.setenv("PYTHONPATH", str(module.parent))
-    # Each test writes the module anew, in a folder of its own.
-    monkeypatch.delitem(sys.modules, "run_rewards", raising=False)
-    for name in ("batch_size", "collator"):
-        del base_config[name]
-    base_config["source"] = {
-        "name": "rollouts",
-        "prompts_per_step": 4,
-        "samples_per_prompt": 4,
-        "environment": {
-            "name": "single_turn",
-            "rewards": {"early": "run_rewards:early_letters", "brevity": "run_rewards:brevity"},
-        },
-        "engine": {"name": "in_process", "deterministic": True},
-        "sampling": {"max_new_tokens": 6},
-        "reward_weights": {"brevity": 0.1},
-    }
-    base_config["minibatches"] = {"name": "by_prompt", "prompts_per_minibatch": 2}
-    base_config["schedule"] = "constant"
-    return base_config
 
 
 def test_training_writes_health_metrics_evaluation_and_report(

@@ -86,7 +86,7 @@ def test_a_failed_attempt_is_made_again_with_other_seeds():
     runner = make_runner(fails_twice, engine=engine, samples_per_prompt=1)
     [group] = run_and_leave_nothing(runner, Prompt(0))
     assert isinstance(group, Group)
-    assert runner.num_retries == 2
+    assert [runner.take_retries(group.uid) for _ in range(2)] == [2, 0], "told once"
     assert len({request.seed for request in engine.requests}) == 3
     assert [request.name for request in engine.requests][-1] == "train:0@0 sample 0 turn 0 attempt 2"
     assert len(group.trajectories[0].turns) == 1, "turns of failed attempts are gone"

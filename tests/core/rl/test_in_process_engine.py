@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from spurline.builtin.configs import CrossEntropyConfig, RolloutsCollatorConfig
 from spurline.builtin.engine_configs import InProcessEngineConfig
 from spurline.builtin.in_process.decoder import Decoder
 from spurline.builtin.in_process.engine import InProcessEngine
+from spurline.builtin.in_process.row import Written
 from spurline.builtin.local.backend import LocalBackend
 from spurline.builtin.rollouts_collator import RolloutsCollator
 from spurline.config.run_config import ModelConfig
@@ -28,10 +29,22 @@ from spurline.errors import ConfigError, RunFailedError
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
+from spurline.protocols.rollout_engine import (
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngine,
+    TensorPlace,
+    WeightBucket,
+)
 from spurline.rl.trajectory import Trajectory, Turn
 from spurline.testing.data import PAD
-from spurline.testing.rollout_engine_contract import PROMPTS, RolloutEngineContract, greedy, request
+from spurline.testing.rollout_engine_contract import (
+    PROMPTS,
+    RolloutEngineContract,
+    greedy,
+    model_logprobs,
+    request,
+)
 
 Result = TypeVar("Result")
 
@@ -184,7 +197,7 @@ def deterministic_pair(spurline_tiny_model: Path) -> Iterator[tuple[asyncio.Runn
     sharing, copying = (make_engine(spurline_tiny_model, deterministic=True, max_batch=40) for _ in range(2))
     sharing.share(backend)
     with asyncio.Runner() as runner:
-        runner.run(copying.load_weights(1, backend.named_weights()))
+        runner.run(update(copying, 1, backend.named_weights()))
         alone = [_bits(runner.run(sharing.generate(asked))) for asked in POOL]
         yield runner, [sharing, copying], alone
         for engine in (sharing, copying):
@@ -281,32 +294,50 @@ def test_the_model_is_given_back_during_a_pause(spurline_tiny_model: Path, gate:
     assert result.versions.tolist() == [0, 0, *[1] * (len(result.token_ids) - 2)]
 
 
-def test_the_own_copy_takes_new_weights_between_two_steps(
-    spurline_tiny_model: Path, tmp_path: Path, gate: Gate
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
+def test_keys_and_values_of_old_weights_are_kept_only_when_asked_for(
+    spurline_tiny_model: Path, tmp_path: Path, gate: Gate, deterministic: bool, kv_cache: str
 ) -> None:
     from spurline.testing import write_tiny_model
 
     other = write_tiny_model(tmp_path / "other", seed=1)
-    prompt = PROMPTS[2]
+    asked = [request(prompt, temperature=1.0, max_new_tokens=40) for prompt in (*PROMPTS, PROMPTS[2])]
 
-    async def use(engine: InProcessEngine) -> tuple[GenerationResult, GenerationResult]:
-        writing = asyncio.ensure_future(engine.generate(request(prompt, temperature=0.0)))
+    async def use(engine: InProcessEngine) -> list[GenerationResult]:
+        writing = asyncio.gather(*map(engine.generate, asked))
         await gate.wait_until_reached()
-        gate.steps.release(3)
-        loading = asyncio.ensure_future(engine.load_weights(5, make_backend(other).named_weights()))
-        while not loading.done():
+        updating = asyncio.ensure_future(update(engine, 5, make_backend(other).named_weights()))
+        while not updating.done():
             gate.steps.release(1)
             await asyncio.sleep(0.01)
         gate.open()
-        return await writing, await engine.generate(request(prompt, temperature=0.0))
+        return await writing
 
-    across, after = with_engine(make_engine(spurline_tiny_model), use)
-    old = int((across.versions == 0).sum())
-    assert old > 0
-    assert across.versions.tolist() == [0] * old + [5] * (len(across.versions) - old)
-    assert across.token_ids[:old].tolist() == greedy(spurline_tiny_model, prompt, 12)[:old]
-    assert after.token_ids.tolist() == greedy(other, prompt, 12)
-    assert set(after.versions.tolist()) == {5}
+    engine = make_engine(spurline_tiny_model, kv_cache=kv_cache, deterministic=deterministic)
+    errors = []
+    for wanted, result in zip(asked, with_engine(engine, use), strict=True):
+        expected = model_logprobs(other, wanted.prompt_ids, result.token_ids.tolist(), 1.0)
+        assert result.versions[0] == 0
+        errors += np.abs(result.logprobs - expected)[result.versions == 5].tolist()
+    assert len(errors) > 20
+    assert max(errors) <= 1e-5 if kv_cache == "recompute" else max(errors) > 0.1
+
+
+def test_tokens_are_told_as_they_are_written(spurline_tiny_model: Path) -> None:
+    told: list[Written] = []
+
+    async def use(engine: InProcessEngine) -> GenerationResult:
+        neighbour = asyncio.ensure_future(engine.generate(request(PROMPTS[1], max_new_tokens=3)))
+        result = await engine.generate(request(PROMPTS[0]), told.append)
+        await neighbour
+        return result
+
+    result = with_engine(make_engine(spurline_tiny_model), use)
+    assert [token for news in told for token in news.token_ids] == result.token_ids.tolist()
+    assert [logprob for news in told for logprob in news.logprobs] == pytest.approx(result.logprobs.tolist())
+    assert [news.finish_reason for news in told] == [None] * (len(told) - 1) + [result.finish_reason]
+    assert len(told) == len(result.token_ids) - 1  # prompt and first step come together
 
 
 def test_weights_of_another_model_are_refused_by_name(spurline_tiny_model: Path, tmp_path: Path) -> None:
@@ -322,7 +353,7 @@ def test_weights_of_another_model_are_refused_by_name(spurline_tiny_model: Path,
         (partial.items(), r"without lm_head\.weight"),
     ):
         with pytest.raises(RunFailedError, match=message):
-            with_engine(make_engine(spurline_tiny_model), lambda engine, wrong=wrong: engine.load_weights(1, wrong))
+            with_engine(make_engine(spurline_tiny_model), lambda engine, wrong=wrong: update(engine, 1, wrong))
 
 
 def test_loading_the_own_copy_draws_nothing_from_the_runs_generator(spurline_tiny_model: Path) -> None:
@@ -447,7 +478,7 @@ def test_an_error_while_decoding_reaches_everyone_and_later_requests(
         requests = [request(PROMPTS[0], name=f"number {number}") for number in range(4)]
         first = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
         later = await asyncio.gather(
-            engine.generate(requests[0]), engine.pause(), engine.load_weights(1, []), return_exceptions=True
+            engine.generate(requests[0]), engine.pause(), engine.begin_update(1), return_exceptions=True
         )
         return [*first, *later]
 
@@ -485,5 +516,13 @@ def test_a_gpu_that_is_not_there_is_reported_under_the_engines_own_setting(spurl
         generate(make_engine(spurline_tiny_model, device="cuda"), [request(PROMPTS[0])])
 
 
+async def update(engine: InProcessEngine, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    await engine.begin_update(version)
+    for name, tensor in weights:
+        place = TensorPlace(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        await engine.load_bucket(WeightBucket("in_process", (place,), tensors=(tensor,)))
+    await engine.finish_update(version)
+
+
 def set_time_limit(engine: InProcessEngine, seconds: float) -> None:
-    engine._config = engine._config.model_copy(update={"timeout_s": seconds})
+    engine._thread.timeout_s = seconds

@@ -69,7 +69,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_its_location_and_the_way_ou
     expected = r"^rows\.jsonl:2: messages is empty\. Mend the row, or leave such rows out with `on_bad_row: skip`\.$"
     with pytest.raises(DataError, match=expected):
         run_and_leave_nothing(runner, Prompt(0), Prompt(1), Prompt(2))
-    assert (runner.num_retries, quarantine.groups) == (0, ())
+    assert (runner.take_retries("train:1@1"), quarantine.groups) == (0, ())
 
 
 def test_a_location_and_a_way_out_that_an_error_names_itself_are_not_said_twice():
@@ -89,7 +89,7 @@ def test_a_row_that_cannot_be_used_is_skipped_at_once_where_asked_for_and_costs_
     assert isinstance(skipped, SkippedRow)
     assert (skipped.uid, skipped.draw) == ("train:1@1", 1)
     assert skipped.reason.startswith("rows.jsonl:2: messages is empty.")
-    assert (runner.num_retries, quarantine.groups) == (0, ())
+    assert (runner.take_retries(skipped.uid), quarantine.groups) == (0, ())
 
 
 def test_a_prompt_without_room_for_a_response_cannot_be_used():
@@ -105,7 +105,7 @@ def test_a_template_that_rewrites_history_is_not_the_rows_fault_and_is_given_up_
     runner = make_runner(rewrites, max_groups=1)
     [group] = run_and_leave_nothing(runner, Prompt(0, on_bad_row="skip"))
     assert isinstance(group, QuarantinedGroup)
-    assert runner.num_retries == 0
+    assert runner.take_retries(group.uid) == 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_reward_that_is_not_finite_is_a_failed_attempt(value):
     [group] = run_and_leave_nothing(runner, Prompt(0))
     assert isinstance(group, QuarantinedGroup)
     assert f"reward 'length' is {value}; it must be finite" in group.reason
-    assert runner.num_retries == 2
+    assert runner.take_retries(group.uid) == 2
 
 
 def test_an_attempt_that_writes_nothing_is_a_failed_attempt():
@@ -175,7 +175,7 @@ def test_an_attempt_whose_own_code_cancels_it_is_a_failed_attempt_and_does_not_e
     [group] = run_and_leave_nothing(runner, Prompt(0))
     assert isinstance(group, QuarantinedGroup)
     assert "Scripted.run for sample 0 of prompt train:0@0 was cancelled from within" in group.reason
-    assert runner.num_retries == 2
+    assert runner.take_retries(group.uid) == 2
 
 
 def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():

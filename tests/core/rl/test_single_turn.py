@@ -167,7 +167,7 @@ def test_a_reward_that_misbehaves_is_tried_again_and_then_the_prompt_is_given_up
     assert isinstance(group, QuarantinedGroup)
     assert group.reason.startswith("rows.jsonl:1 (sample 0 of prompt train:0@0, after 2 attempts): Reward 'units' ")
     assert why in group.reason
-    assert runner.num_retries == 1
+    assert runner.take_retries(group.uid) == 1
     with pytest.raises(RunFailedError, match=r"2 prompts had to be given up, over source\.faults\.max_quarantined: 1"):
         run_and_leave_nothing(runner, Prompt(1, SORT_ROW))
 

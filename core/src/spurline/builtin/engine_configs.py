@@ -27,3 +27,6 @@ class InProcessEngineConfig(ComponentConfig):
     """Where the engine's own copy of the model is; a model shared with the backend stays where it is."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
+    weights: faster, and approximate, as later tokens then come from neither version."""

@@ -18,8 +18,16 @@ class LossConfig(ComponentConfig):
     """Settings of a loss that says what it trains on."""
 
     trains_on: ClassVar[TrainsOn] = "tokens"
+    uses_rollout_logprobs: ClassVar[bool] = False
+    """Whether the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
+    where they come from older weights."""
 
 
 def trains_on(loss: ComponentConfig) -> TrainsOn:
     """What the loss with these settings trains on."""
     return loss.trains_on if isinstance(loss, LossConfig) else "tokens"
+
+
+def uses_rollout_logprobs(loss: ComponentConfig) -> bool:
+    """Whether the loss with these settings weighs tokens by the logprobs they were sampled with."""
+    return isinstance(loss, LossConfig) and loss.uses_rollout_logprobs

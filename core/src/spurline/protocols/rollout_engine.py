@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from spurline.protocols.backend import Backend
     from spurline.rl.trajectory import FinishReason
 
@@ -101,4 +103,61 @@ class SharesWeights(Protocol):
 
     def set_version(self, version: int) -> None:
         """The weights have been updated; tokens generated from now on carry this version."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor within what a transport carries.
+
+    name: hf_name. dtype: as torch writes it, without `torch.`: `float32`. shape: of the tensor.
+    offset: bytes from the beginning of the bucket's memory or file; 0 where the transport has neither.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some of a model's weights on their way to an engine; a tensor is never divided between buckets.
+
+    transport: the way they take, such as `shared_memory`; says how to read `where`.
+    places: what is in it. where: JSON-able, such as `{"segment": "psm_1f"}` or `{"path": "..."}`.
+    tensors: the tensors themselves, in the order of `places`, for transports within this process; else empty.
+    """
+
+    transport: str
+    places: tuple[TensorPlace, ...]
+    where: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tensors: tuple[Tensor, ...] = ()
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """An engine with weights of its own, which a `weight_sync` replaces between two tokens.
+
+    `begin_update`, then `load_bucket` until every weight has come, then `finish_update`; one update at a time. A
+    failure on the way raises RunFailedError and leaves an engine that generates no further token.
+    """
+
+    transports: Sequence[str]
+    """Transports whose buckets it reads, the best one first."""
+
+    async def begin_update(self, version: int) -> None:
+        """Stop between two tokens; requests in flight wait."""
+        ...
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        """Take these weights over. When it returns, the transport may use the bucket's memory for the next one."""
+        ...
+
+    async def finish_update(self, version: int) -> None:
+        """Go on with the new weights; tokens generated from now on carry this version.
+
+        Nothing computed with the old weights is used any more: keys and values of requests in flight are computed anew,
+        unless the engine's config says otherwise. Raises RunFailedError when weights are missing.
+        """
         ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from spurline.protocols.backend import Backend
-    from spurline.protocols.rollout_engine import RolloutEngine
+    from spurline.protocols.rollout_engine import TakesWeights
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,23 @@ class SyncReport:
 class WeightSync(Protocol):
     """Publish weights; the transport decides who sends to whom.
 
-    Factory: `Class(config)`.
+    Factory: `Class(config, run=RunConfig)`.
     """
 
-    def publish(self, version: int, backend: Backend, engines: Sequence[RolloutEngine]) -> SyncReport:
-        """Return when every engine generates with this version. Raises RunFailedError when any does not."""
+    transport: str
+    """Name of the buckets it makes; every engine's `transports` must have it."""
+    timeout_s: float
+    """Seconds that one publish may take."""
+
+    async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
+        """Return when every engine generates with this version.
+
+        Awaited on the engines' event loop while the thread that owns the backend waits, so that the backend may be
+        called from here, on whatever thread. Raises RunFailedError within its time limit, saying what it waited for,
+        when any engine does not take the weights; nothing may be trained on what is generated afterwards.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free memory, files and connections."""
         ...

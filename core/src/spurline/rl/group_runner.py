@@ -8,6 +8,7 @@ rollouts builds on.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -85,8 +86,7 @@ class GroupRunner:
         self._retries = retries
         self._attempt_timeout_s = attempt_timeout_s
         self._places = asyncio.Semaphore(max_concurrent)
-        self.num_retries = 0
-        """Attempts that were made again, since this object was made."""
+        self._retries_of: Counter[str] = Counter()
 
     async def run_groups(self, prompts: Sequence[DrawnPrompt]) -> list[Outcome]:
         """The outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
@@ -114,6 +114,10 @@ class GroupRunner:
             return SkippedRow(prompt.uid, prompt.number, str(error))
         return Group(prompt.uid, prompt.number, tuple(trajectories))
 
+    def take_retries(self, uid: str) -> int:
+        """Attempts at this prompt that were made again; told once."""
+        return self._retries_of.pop(uid, 0)
+
     async def _run_task(self, task: Task) -> Trajectory:
         """Attempts until one succeeds. Raises _GiveUp after the last, and DataError for a row that cannot be used."""
         attempt = 0
@@ -131,7 +135,7 @@ class GroupRunner:
                 if attempt == self._retries:
                     raise _GiveUp(_reason(task, attempt, error)) from error
             attempt += 1
-            self.num_retries += 1
+            self._retries_of[task.uid] += 1
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
         run = self._environment.run(task, self._make_policy(task, attempt))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spurline.testing.correction_contract import CorrectionContract as CorrectionContract
     from spurline.testing.data import make_store as make_store
     from spurline.testing.data import make_trajectories as make_trajectories
+    from spurline.testing.engine_update_contract import EngineUpdateContract as EngineUpdateContract
     from spurline.testing.environment_contract import EnvironmentContract as EnvironmentContract
     from spurline.testing.loss_contract import LossContract as LossContract
     from spurline.testing.minibatches_contract import MiniBatchesContract as MiniBatchesContract
@@ -38,6 +39,7 @@ _HOMES = {
     "BackendContract": "backend_contract",
     "CollatorContract": "collator_contract",
     "CorrectionContract": "correction_contract",
+    "EngineUpdateContract": "engine_update_contract",
     "EnvironmentContract": "environment_contract",
     "LossContract": "loss_contract",
     "MiniBatchesContract": "minibatches_contract",

@@ -64,6 +64,7 @@ class Decoder:
         self._max_cache_tokens = max_cache_tokens
         self._rows_per_pass = rows_per_pass
         self._cache = KvCache()
+        self._is_outdated = False
 
     def take(self, waiting: deque[Row]) -> tuple[list[Row], list[Row]]:
         """Remove from the front what there is room for now. Returns it, and what the model refuses to answer."""
@@ -91,6 +92,9 @@ class Decoder:
     def advance(self, more: Sequence[Row], version: int) -> list[Row]:
         """Write the next token of every row, and the first two of the rows that are new. Returns those that ended."""
         self.drop_abandoned()
+        if self._is_outdated:
+            # Rows under way are read from their first token, as if they were new.
+            more, self.rows, self._is_outdated = [*self.rows, *more], [], False
         if more:
             self.admit(more, version)
         ended = self._remove_ended()
@@ -99,10 +103,14 @@ class Decoder:
             ended += self._remove_ended()
         return ended
 
+    def outdate(self) -> None:
+        """The weights are others now: use nothing any more that was computed with the old ones."""
+        self._is_outdated = True
+
     def admit(self, more: Sequence[Row], version: int) -> None:
-        """Read the prompts of further rows, and write the first token of each."""
+        """Read the prompts of further rows, with what they have written, and write the next token of each."""
         used = len(self.rows)
-        order = sorted(more, key=lambda row: (len(row.prompt), row.prompt))
+        order = sorted(more, key=lambda row: (len(row.context), row.context))
         self.rows.extend(order)
         self._cache.reserve(len(self.rows), max(row.most_cached_tokens for row in self.rows), used)
         for rows in _streams(order, 1 if self._rows_per_pass else _PROMPT_TOKENS_PER_PASS):
@@ -164,10 +172,11 @@ class Decoder:
         return longest if limit is None else min(longest, limit - len(row.prompt))
 
     def _read_prompts(self, rows: Sequence[Row], start: int, version: int) -> None:
-        """rows: from short to long, equal prompts side by side; an equal prompt is read once."""
-        is_new = np.array([True, *(row.prompt != before.prompt for before, row in pairwise(rows))])
-        distinct = [row.prompt for row, new in zip(rows, is_new, strict=True) if new]
-        lengths = np.array([len(prompt) for prompt in distinct])
+        """rows: from short to long, equal ones side by side; what is equal is read once."""
+        contexts = [row.context for row in rows]
+        is_new = np.array([True, *(context != before for before, context in pairwise(contexts))])
+        distinct = [context for context, new in zip(contexts, is_new, strict=True) if new]
+        lengths = np.array([len(context) for context in distinct])
         ends = np.cumsum(lengths)
         which = np.cumsum(is_new) - 1
         source = np.minimum(np.arange(lengths[-1]) + (ends - lengths)[which][:, None], ends[-1] - 1)
@@ -221,16 +230,16 @@ class Decoder:
 
 
 def _streams(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """Sorted rows to read in one pass: by different prompts up to so many tokens, or one prompt alone."""
+    """Sorted rows to read in one pass: different ones up to so many tokens, or one alone."""
     stream: list[Row] = []
     tokens = 0
     for row in rows:
-        prompt = row.prompt
-        if not stream or prompt != stream[-1].prompt:
-            if stream and tokens + len(prompt) > max_tokens:
+        length = len(row.context)
+        if not stream or row.context != stream[-1].context:
+            if stream and tokens + length > max_tokens:
                 yield stream
                 stream, tokens = [], 0
-            tokens += len(prompt)
+            tokens += length
         stream.append(row)
     if stream:
         yield stream

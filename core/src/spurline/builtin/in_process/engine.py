@@ -8,39 +8,38 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spurline.builtin.engine_configs import InProcessEngineConfig
 from spurline.builtin.in_process.cached_attention import generating
 from spurline.builtin.in_process.decoder import Decoder
-from spurline.builtin.in_process.own_model import load_own_model, write_weights
+from spurline.builtin.in_process.model_thread import ADVICE, ModelThread
+from spurline.builtin.in_process.own_model import WeightWriter, load_own_model
 from spurline.builtin.in_process.probe import probed_decoder
-from spurline.builtin.in_process.row import Row, check_request
+from spurline.builtin.in_process.row import Row, Written, check_request
 from spurline.builtin.in_process.stop_texts import StopTexts
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem, RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.generation_model import GenerationModel, LendsModel
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
-
-_Result = TypeVar("_Result")
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, WeightBucket
 
 
 class InProcessEngine:
-    """A `RolloutEngine` that also `SharesWeights`.
+    """A `RolloutEngine` that also `SharesWeights` and `TakesWeights`.
 
-    Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by `load_weights`
-    only. With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
+    Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by updates only.
+    With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
 
     Everything here runs on the event loop; only the work on the model runs on the thread. A burst is the task that
     takes one decode step after another, as long as somebody waits for a response and no pause holds it.
     """
+
+    transports = ("in_process",)
 
     def __init__(self, config: InProcessEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
         self._config = config
@@ -51,10 +50,11 @@ class InProcessEngine:
         self._shares = False
         self._waiting: deque[Row] = deque()
         self._in_flight: dict[Row, asyncio.Future[GenerationResult]] = {}
+        self._writer: WeightWriter | None = None
         self._burst: asyncio.Task[None] | None = None
         self._holds: set[str] = set()
         self._failure: BaseException | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spurline-decode")
+        self._thread = ModelThread(config.timeout_s)
 
     def share(self, backend: Backend) -> None:
         if not isinstance(backend, LendsModel):
@@ -75,8 +75,13 @@ class InProcessEngine:
 
     def set_version(self, version: int) -> None:
         self._version = version
+        if self._decoder is not None and self._config.kv_cache == "recompute":
+            self._decoder.outdate()
 
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
+    async def generate(
+        self, request: GenerationRequest, on_tokens: Callable[[Written], None] | None = None
+    ) -> GenerationResult:
+        """As of `RolloutEngine`. on_tokens: is called after every decode step with what it wrote."""
         check_request(request)
         if self._failure is not None:
             raise _explained(self._failure, request.name)
@@ -85,6 +90,7 @@ class InProcessEngine:
             request,
             prompt=np.asarray(request.prompt_ids, np.int64).tolist(),
             stop_texts=StopTexts(self._tokenizer, stop) if stop else None,
+            on_tokens=on_tokens,
         )
         self._in_flight[row] = asyncio.get_running_loop().create_future()
         self._waiting.append(row)
@@ -98,37 +104,55 @@ class InProcessEngine:
                     # A cancelled caller may go on to train the model: it must be ours no longer.
                     await self._burst_ended("a cancelled request")
 
+    async def load(self) -> None:
+        """Load the own copy now, not with the first request."""
+        await self._ready_decoder()
+
     async def pause(self) -> None:
         await self._hold("pause")
 
     async def resume(self) -> None:
         self._release("pause")
 
-    async def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights of the engine's copy between two steps; tokens from then on carry this version.
-
-        weights: (hf_name, tensor) of all weights, consumed one at a time on the engine's thread. Requests in flight go
-        on; what they have read keeps the keys and values of the old weights. An error ends the engine.
-        """
+    async def begin_update(self, version: int) -> None:
         assert not self._shares, "shared weights are updated by their owner; tell the engine with set_version"
-        await self._hold("load_weights")
-        try:
+        await self._hold("update")
+        async with self._updating(version):
             decoder = await self._ready_decoder()
-            await self._on_thread(
-                f"taking over the weights of version {version}", lambda: write_weights(decoder.model.causal, weights)
-            )
-            self._version = version
-        except Exception as error:
-            self._fail(error)
-            raise _explained(error, "load_weights") from error
-        finally:
-            self._release("load_weights")
+            self._writer = await self._thread.run("preparing an update", WeightWriter, decoder.model.causal)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        assert self._writer is not None, "no update has begun"
+        names = [place.name for place in bucket.places]
+        async with self._updating():
+            weights = zip(names, bucket.tensors, strict=True)
+            await self._thread.run(f"taking over {len(names)} weights", self._writer.write, weights)
+
+    async def finish_update(self, version: int) -> None:
+        assert self._writer is not None, "no update has begun"
+        async with self._updating(version):
+            self._writer.finish()
+        self._writer = None
+        self.set_version(version)
+        self._release("update")
 
     async def close(self) -> None:
         self._fail(RunFailedError("it was closed"))
         await self._burst_ended("close")
         self._decoder = None
-        self._thread.shutdown(wait=False)
+        self._thread.close()
+
+    @asynccontextmanager
+    async def _updating(self, version: int | None = None) -> AsyncGenerator[None]:
+        """A part of an update; an error there ends the engine."""
+        what = "update of the weights" if version is None else f"update of the weights to version {version}"
+        if self._failure is not None:
+            raise _explained(self._failure, what)
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            raise _explained(error, what) from error
 
     def _start_burst(self) -> None:
         if self._in_flight and self._burst is None and not self._holds and self._failure is None:
@@ -147,7 +171,9 @@ class InProcessEngine:
                     await asyncio.sleep(0)
                     more, ended = decoder.take(self._waiting)
                     state = f"a decode step ({len(decoder.rows)} responses under way, {len(more)} new)"
-                    ended += await self._on_thread(state, decoder.advance, more, self._version)
+                    ended += await self._thread.run(state, decoder.advance, more, self._version)
+                    for row in (*decoder.rows, *ended):
+                        row.tell()
                 decoder.drop_abandoned()
         except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
             self._fail(error)
@@ -196,13 +222,13 @@ class InProcessEngine:
     async def _burst_ended(self, who: str) -> None:
         if self._burst is not None:
             # Longer than any step may take: the burst gives up first, and says what it was doing.
-            done, _ = await asyncio.wait({self._burst}, timeout=2 * self._config.timeout_s)
+            done, _ = await asyncio.wait({self._burst}, timeout=2 * self._thread.timeout_s)
             if not done:
-                raise RunFailedError(f"{who}: the decode step under way has not ended. {self._advice()}")
+                raise RunFailedError(f"{who}: the decode step under way has not ended. {ADVICE}")
 
     async def _ready_decoder(self) -> Decoder:
         if self._decoder is None:
-            self._decoder = await self._on_thread("loading and probing the model", self._make_decoder)
+            self._decoder = await self._thread.run("loading and probing the model", self._make_decoder)
         return self._decoder
 
     def _make_decoder(self) -> Decoder:
@@ -218,19 +244,6 @@ class InProcessEngine:
             )
 
         return probed_decoder(make, deterministic=self._config.deterministic)
-
-    async def _on_thread(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """The result of work on the model. Raises RunFailedError naming it when it takes too long."""
-        try:
-            async with asyncio.timeout(self._config.timeout_s) as limit:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise RunFailedError(f"{what} did not end within {self._config.timeout_s:g} s. {self._advice()}") from error
-
-    def _advice(self) -> str:
-        return "Raise source.engine.timeout_s when it is only slow."
 
 
 def _explained(failure: BaseException, name: str) -> RunFailedError:

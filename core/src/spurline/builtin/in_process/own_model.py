@@ -42,28 +42,36 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
     return generation_model(causal, profile, limit)
 
 
-@torch.no_grad()
-def write_weights(causal: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace every weight in place. weights: (hf_name, tensor), consumed one at a time.
+class WeightWriter:
+    """Replaces every weight of a model in place, as they come. Where it raises, some have been replaced."""
 
-    Raises RunFailedError when they are not the weights of this model; some may have been replaced by then.
-    """
-    targets = dict(named_weights(causal, adapted=False))
-    own = {tensor.untyped_storage().data_ptr() for tensor in causal.state_dict().values()}
-    if any(target.untyped_storage().data_ptr() not in own for target in targets.values()):
-        raise ModelError(
-            f"{type(causal).__name__} holds weights in another form than its files, so the engine's copy cannot take "
-            "new ones in place. Use a source that shares the backend's weights."
-        )
-    missing = set(targets)
-    for name, tensor in weights:
-        if name not in targets:
-            raise RunFailedError(f"The engine's model has no weight '{name}'.{suggestion(name, targets)}")
-        if tensor.shape != targets[name].shape:
-            raise RunFailedError(
-                f"Weight {name} has shape {tuple(tensor.shape)}, and the engine's model {tuple(targets[name].shape)}."
+    def __init__(self, causal: PreTrainedModel):
+        self._targets = dict(named_weights(causal, adapted=False))
+        own = {tensor.untyped_storage().data_ptr() for tensor in causal.state_dict().values()}
+        if any(target.untyped_storage().data_ptr() not in own for target in self._targets.values()):
+            raise ModelError(
+                f"{type(causal).__name__} holds weights in another form than its files, so the engine's copy cannot "
+                "take new ones in place. Use a source that shares the backend's weights."
             )
-        targets[name].copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise RunFailedError(f"New weights came without {listing(missing)}; a model must be published as a whole.")
+        self._missing = set(self._targets)
+
+    @torch.no_grad()
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """weights: (hf_name, tensor). Raises RunFailedError when they are not of this model."""
+        for name, tensor in weights:
+            target = self._targets.get(name)
+            if target is None:
+                raise RunFailedError(f"The engine's model has no weight '{name}'.{suggestion(name, self._targets)}")
+            if tensor.shape != target.shape:
+                raise RunFailedError(
+                    f"Weight {name} has shape {tuple(tensor.shape)}, and the engine's model {tuple(target.shape)}."
+                )
+            target.copy_(tensor)
+            self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Raises RunFailedError when weights are missing."""
+        if self._missing:
+            raise RunFailedError(
+                f"New weights came without {listing(self._missing)}; a model must be published as a whole."
+            )

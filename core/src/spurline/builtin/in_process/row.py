@@ -5,8 +5,9 @@ Place on the way: GenerationRequest -> Row, which gathers tokens -> GenerationRe
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,17 +17,29 @@ from spurline.protocols.rollout_engine import GenerationRequest, GenerationResul
 from spurline.rl.trajectory import FinishReason
 
 
+class Written(NamedTuple):
+    """The next tokens of a response; fields as of GenerationResult. finish_reason: None as long as more will come."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None
+
+
 @dataclass(eq=False)
 class Row:
     """A request in flight.
 
     prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known.
-    refused: why the model cannot answer. abandoned: nobody waits for the response any more.
+    on_tokens: is called by `tell`. refused: why the model cannot answer. abandoned: nobody waits for the response any
+    more.
     """
 
     request: GenerationRequest
     prompt: list[int]
     stop_texts: StopTexts | None
+    on_tokens: Callable[[Written], None] | None = None
     max_tokens: int = 0
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -35,6 +48,12 @@ class Row:
     finish_reason: FinishReason | None = None
     refused: DataError | None = None
     abandoned: bool = False
+    _num_told: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Everything the next token depends on."""
+        return self.prompt + self.tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -60,6 +79,14 @@ class Row:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_tokens:
             self.finish_reason = "length"
+
+    def tell(self) -> None:
+        """Tell who wants to know what was written since the last call."""
+        start, self._num_told = self._num_told, len(self.tokens)
+        if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
+            tokens, versions = self.tokens[start:], self.versions[start:]
+            logprobs, raw_logprobs = self.logprobs[start:], self.raw_logprobs[start:]
+            self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason))
 
     def result(self) -> GenerationResult:
         """What was written. Raises DataError when the request was refused."""

@@ -6,6 +6,7 @@ held-out evaluation, which differ in how they sample and in what a failure costs
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -52,11 +53,14 @@ class Attempts:
             self._score,
             any_distribution=sampling.allow_truncated,
         )
-        self._retries_told = 0
 
     async def train(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """The groups of these prompts, scored for training, in order."""
         return await self._training.run_groups(prompts)
+
+    async def train_one(self, prompt: Draw) -> Outcome:
+        """The group of this prompt, scored for training."""
+        return await self._training.run_group(prompt)
 
     async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
@@ -68,16 +72,17 @@ class Attempts:
         )
         return await runner.run_groups(prompts)
 
-    def take_retries(self) -> int:
-        """Attempts in training that were made again since this was last asked."""
-        told, self._retries_told = self._retries_told, self._training.num_retries
-        return self._retries_told - told
+    def take_retries(self, uid: str) -> int:
+        """Attempts at this prompt, in training, that were made again; told once."""
+        return self._training.take_retries(uid)
 
     async def close(self) -> None:
         """End the engine and the environment."""
         try:
             if hasattr(self._environment, "close"):
-                self._environment.close()  # type: ignore[attr-defined]
+                closed = self._environment.close()  # type: ignore[attr-defined]
+                if inspect.isawaitable(closed):
+                    await closed
         finally:
             await self.engine.close()
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from spurline.builtin.configs import ConsoleTrackerConfig
-from spurline.builtin.trackers.readout import Smoothed, clock, quantity, training_seconds
+from spurline.builtin.trackers.readout import Smoothed, clock, quantity, seconds_of_generation, training_seconds
 from spurline.protocols.tracker import RunInfo
 from spurline.rl.health_words import health_words
 
@@ -101,7 +101,7 @@ class ConsoleTracker:
             self._step_s.add(metrics["time/step"])
         if "rollout/tokens" in metrics and "time/generate" in metrics:
             self._generated.add(metrics["rollout/tokens"])
-            self._generation_s.add(metrics["time/generate"])
+            self._generation_s.add(seconds_of_generation(metrics))
 
     def _fields(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Name and text of each field in display order."""

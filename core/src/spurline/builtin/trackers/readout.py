@@ -47,6 +47,11 @@ def generation_seconds(metrics: Mapping[str, float]) -> float:
     return min(metrics.get("time/generate", 0.0), metrics.get("time/batch", 0.0))
 
 
+def seconds_of_generation(metrics: Mapping[str, float]) -> float:
+    """Seconds in which the step's rollouts were generated, while training waited or beside it; 0 when unknown."""
+    return metrics.get("time/generating", metrics.get("time/generate", 0.0))
+
+
 def quantity(value: float) -> str:
     """Three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
     if not math.isfinite(value):

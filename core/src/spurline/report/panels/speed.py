@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from spurline.builtin.configs import ReportPanelConfig
-from spurline.builtin.trackers.readout import clock, quantity, training_seconds
+from spurline.builtin.trackers.readout import clock, quantity, seconds_of_generation, training_seconds
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import Trace, one_of_several, raw_and_smoothed, step_figure
 from spurline.report.markup import block, caption, shares
@@ -115,9 +115,9 @@ class TimeSplitPanel:
 def generation_rates(record: RunRecord) -> list[tuple[int, float, float]]:
     """Step, generated tokens and seconds of each step that generated."""
     return [
-        (int(metrics["step"]), float(metrics["rollout/tokens"]), float(metrics["time/generate"]))
+        (int(metrics["step"]), float(metrics["rollout/tokens"]), seconds)
         for metrics in record.metrics
-        if "rollout/tokens" in metrics and metrics.get("time/generate", 0) > 0
+        if "rollout/tokens" in metrics and (seconds := seconds_of_generation(metrics)) > 0
     ]
 
 
