@@ -1,0 +1,1 @@
+"""Fully asynchronous rollouts for Spurline: a proven staleness bound, vLLM engines, weight updates in flight."""

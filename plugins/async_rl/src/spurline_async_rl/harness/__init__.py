@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint, behind which any agent can be an environment."""

@@ -1,0 +1,90 @@
+"""An event loop on a thread of its own, for work that goes on while the training thread does something else."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from spurline.errors import RunFailedError
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Started with the first use. Its methods are called from another thread, and wait for the loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """The coroutine's result. Raises RunFailedError when it takes longer, and then cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            raise RunFailedError(f"{what} did not end within {timeout_s:g} s.\n{self.position()}") from None
+        except BaseException:
+            # Ctrl-C while waiting: what nobody waits for must not go on.
+            future.cancel()
+            raise
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+        """What a function will return that must run on the loop, between two of its tasks."""
+
+        async def on_loop() -> T:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(on_loop(), self._started())
+
+    def call(self, function: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> T:
+        """What a function returns that must run on the loop, between two of its tasks."""
+
+        async def on_loop() -> T:
+            return function(*arguments)
+
+        name = getattr(function, "__name__", "a call")
+        return self.run(on_loop(), timeout_s, f"The event loop of the rollouts is blocked: {name}")
+
+    def position(self) -> str:
+        """Where in the code the loop's thread is right now; tells what blocks it."""
+        assert self._thread is not None, "not started"
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return f"Thread {self._name} has ended."
+        return f"Thread {self._name} is at:\n{''.join(traceback.format_stack(frame)[-8:])}".rstrip()
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End the loop; tasks that still run are cancelled."""
+        if self._loop is None or self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise RunFailedError(f"The event loop of the rollouts did not end in {timeout_s:g} s.\n{self.position()}")
+        self._loop = self._thread = None
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+            # A daemon, so that code that blocks the loop for ever cannot keep a failed run alive.
+            self._thread = threading.Thread(target=self._live, args=(ready,), name=self._name, daemon=True)
+            self._thread.start()
+            self._loop = ready.result(30.0)
+        return self._loop
+
+    @staticmethod
+    def _live(ready: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            ready.set_result(loop)
+            loop.run_forever()

@@ -1,0 +1,236 @@
+"""Source `async_rollouts`: groups are generated while the model trains, and none gets older than the bound.
+
+Two threads: on an event loop of its own the Producer generates; the training thread takes batches from it and, after
+an update, publishes the weights to the engines while it waits. Which group starts and which batch is ready is decided
+by `scheduling.scheduler` alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from spurline.builtin.rollouts.draws import Draw
+from spurline.builtin.rollouts.group_collection import Collected
+from spurline.builtin.rollouts.prompt_source import PromptSource
+from spurline.data.batch import TrainingBatch
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.backend import Backend
+from spurline.protocols.rollout_engine import TakesWeights
+from spurline.protocols.weight_sync import SyncReport, WeightSync
+from spurline.rl.group_runner import Outcome
+from spurline.rl.quarantine import SkippedRow
+from spurline.run_context import SourceContext
+from spurline_async_rl.rollouts.loop_thread import LoopThread
+from spurline_async_rl.rollouts.producer import Producer
+from spurline_async_rl.rollouts.recording import record_groups
+from spurline_async_rl.rollouts.requests_under_way import ObservedEngine, stall_report
+from spurline_async_rl.rollouts.staleness import mask_over_age, staleness_metrics
+from spurline_async_rl.rollouts.watchdog import Watchdog
+from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.source_config import AsyncRolloutsConfig
+from spurline_async_rl.timeline.recorder import Timeline
+from spurline_async_rl.transports.choice import choose_sync
+
+_CLOSE_TIMEOUT_S = 120.0
+"""More than engines and attempts may take by their own limits; when it passes, something is stuck."""
+_GRACE_S = 60.0
+
+
+class AsyncRolloutSource(PromptSource):
+    """See the module. State: that of the producer, the rows left out, the prompts given up."""
+
+    def __init__(self, config: AsyncRolloutsConfig, context: SourceContext) -> None:
+        super().__init__(config, context)
+        self._config = config
+        self._context = context
+        self._loop = LoopThread("spurline-rollouts")
+        self._changed = threading.Event()
+        self._engine = self._attempts.engine
+        self._observed = self._attempts.engine = ObservedEngine(self._engine)
+        self._timeline = Timeline(context.config.run_dir / "timeline.jsonl")
+        self._producer = Producer(
+            _Groups(self),
+            Scheduler(config.limits(self.total_steps)),
+            self._timeline,
+            leave_out_equal=config.zero_variance == "refill",
+            notify=self._changed.set,
+        )
+        self._under_way: dict[str, float] = {}
+        self._sync: WeightSync | None = None
+        self._updates = 0
+        self._taken_at = time.perf_counter()
+
+    def summary(self) -> Mapping[str, object]:
+        facts = super().summary()
+        objective = cast("list[str]", facts["objective"])
+        return {**facts, "objective": [*objective, *self._config.describe_bound()]}
+
+    def start(self, step: int, backend: Backend) -> None:
+        """Bring the weights to the engines and begin to generate. Raises ConfigError when they cannot be brought."""
+        self._backend = backend
+        self._updates = step - 1
+        self._timeline.resume(self._updates)
+        self._producer.scheduler.taken = self._updates
+        self._sync = self._weight_sync()
+        if hasattr(self._engine, "on_awaiting_weights"):
+            cast("Any", self._engine).on_awaiting_weights = self._changed.set
+        self._advance()
+        self._taken_at = time.perf_counter()
+        self._loop.call(self._producer.start)
+
+    def build(self, step: int) -> TrainingBatch:
+        begin = time.perf_counter()
+        self._timeline.began("wait")
+        collected, retries = self._wait_for_groups(step)
+        self._timeline.ended("wait")
+        waited = time.perf_counter() - begin
+        generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
+        masked = 0
+        if self._config.at_bound == "mask":
+            groups, masked = mask_over_age(collected.groups, self._updates, self._config.max_staleness)
+            collected = replace(collected, groups=tuple(groups))
+        if self._config.record_groups:
+            record_groups(self._context.config.run_dir, step, collected.groups)
+        ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
+        levels = self._loop.call(self._levels)
+        batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
+        times = {"time/wait_rollouts": waited, "time/generating": generating}
+        self._timeline.began("train")
+        return replace(batch, info={**batch.info, **ages, **levels, **times})
+
+    def epoch(self, step: int) -> float:
+        # Before the run, which is when a plan asks, no prompt has been drawn yet.
+        done = self._producer.num_resolved() or step * self._config.prompts_per_step
+        return done / self._prompts.prompts_per_epoch
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        """Publish the weights when it is time to. After the last step nobody is left to generate with them."""
+        self._timeline.ended("train")
+        self._updates = step
+        metrics: Mapping[str, float] = {}
+        if step % self._config.publish_every == 0 and step < self.total_steps:
+            report = self._advance()
+            self._hooks.on_weights_synced(step=step, report=report)
+            metrics = {
+                "time/sync": report.transfer_s,
+                "time/sync_pause": report.pause_s,
+                "sync/bytes": float(report.bytes_sent),
+            }
+        self._timeline.write(step)
+        return metrics
+
+    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+        """Attempts with the newest weights, beside those of training."""
+        if self._producer.scheduler.version < self._updates:
+            self._advance()
+        faults = self._config.faults
+        per_wave = max(1, self._config.max_concurrent)
+        waves = -(-len(prompts) * self._config.held_out.samples_per_prompt // per_wave)
+        limit = 60.0 + faults.attempt_timeout_s * (faults.retries + 1) * waves
+        self._timeline.began("evaluate")
+        outcomes = self._loop.run(self._attempts.evaluate(prompts), limit, "The evaluation of held-out prompts")
+        self._timeline.ended("evaluate")
+        return outcomes
+
+    def state_dict(self) -> dict[str, object]:
+        return self._loop.call(lambda: {**self._prompts_state(), **self._producer.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._load_prompts_state(state)
+        self._producer.load_state_dict(state)
+
+    def close(self) -> None:
+        """End generation, engines and threads. What fails on the way is raised once the rest has been ended too."""
+        try:
+            self._loop.run(self._end_attempts(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
+        finally:
+            try:
+                if self._sync is not None:
+                    self._sync.close()
+            finally:
+                self._loop.close()
+
+    async def _end_attempts(self) -> None:
+        try:
+            await self._producer.close()
+        finally:
+            await self._attempts.close()
+
+    def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
+        """The groups of this step; meanwhile engines that were started anew get their weights."""
+        watchdog = Watchdog(self._config.watchdog_s, self._config.stall_timeout_s, self._loop, self._stall)
+        while True:
+            self._changed.clear()
+            taken = watchdog.result(self._loop.submit(self._producer.take, step), step)
+            if taken is not None:
+                return taken
+            awaiting = cast("Sequence[TakesWeights]", getattr(self._engine, "awaiting_weights", ()))
+            if awaiting:
+                self._publish(awaiting)
+            watchdog.wait(self._changed, step)
+
+    def _stall(self, waited_s: float, step: int) -> str:
+        return stall_report(self._producer.scheduler, dict(self._under_way), self._observed, waited_s, step)
+
+    def _weight_sync(self) -> WeightSync:
+        """Raises ConfigError when the engine takes no weights, or not in the configured way."""
+        engine, registry, run = self._engine, self._context.host.registry, self._context.config
+        if not isinstance(engine, TakesWeights):
+            raise ConfigError(
+                [
+                    Problem(
+                        "source.engine.name",
+                        f"is {self._config.engine.name}, whose weights cannot be replaced while it generates. Choose "
+                        "an engine that takes weights, such as child_process or vllm.",
+                    )
+                ]
+            )
+        return registry.create("weight_sync", choose_sync(self._config.weight_sync, engine, registry), run=run)
+
+    def _advance(self) -> SyncReport:
+        """Every engine generates with the weights as they are now; more groups may start."""
+        report = self._publish([cast("TakesWeights", self._engine)])
+        self._loop.call(self._producer.publish, self._updates)
+        return report
+
+    def _publish(self, engines: Sequence[TakesWeights]) -> SyncReport:
+        assert self._sync is not None, "not started"
+        self._timeline.began("publish")
+        publishing = self._sync.publish(self._updates, self._backend, engines)
+        # Longer than it may take by its own limit: it knows better what it waited for.
+        limit = self._sync.timeout_s + _GRACE_S
+        report = self._loop.run(publishing, limit, f"Publishing the weights of version {self._updates}")
+        self._timeline.ended("publish")
+        return report
+
+    def _levels(self) -> dict[str, float]:
+        scheduler = self._producer.scheduler
+        return {"async/running": float(scheduler.num_running), "async/buffered": float(scheduler.num_buffered)}
+
+
+class _Groups:
+    """The source as its producer sees it."""
+
+    def __init__(self, source: AsyncRolloutSource) -> None:
+        self._source = source
+
+    def take(self, start: int, count: int) -> Sequence[Draw | SkippedRow]:
+        return self._source._prompts.take(start, count)
+
+    def skip(self, row: SkippedRow) -> None:
+        self._source._prompts.skip(row)
+
+    async def run(self, prompt: Draw) -> Outcome:
+        under_way = self._source._under_way
+        under_way[prompt.uid] = time.monotonic()
+        try:
+            return await self._source._attempts.train_one(prompt)
+        finally:
+            del under_way[prompt.uid]
+
+    def take_retries(self, uid: str) -> int:
+        return self._source._attempts.take_retries(uid)

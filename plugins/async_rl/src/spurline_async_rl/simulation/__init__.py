@@ -1,0 +1,1 @@
+"""`spurline simulate`: the scheduler on a virtual clock."""

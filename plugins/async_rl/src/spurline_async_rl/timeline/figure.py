@@ -1,0 +1,224 @@
+"""Draw a timeline: what was generated, trained, published and waited for, side by side over the same seconds.
+
+In: records of a run or of a simulation, and the window of them to draw. Out: one HTML fragment in the report's style.
+Three plots share the time axis: groups in lanes, coloured by the staleness of their oldest token when they were
+trained; the loop and its publishes; how many groups were under way and finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from spurline.builtin.trackers.readout import clock
+from spurline.report.figure import Trace, figure, thinned
+from spurline_async_rl.timeline.lanes import MAX_LANES, LaneSpan, Window, lanes_of
+from spurline_async_rl.timeline.records import GroupSpan, Span, SpanKind, StepRecord, staleness_of, trained_steps
+
+_STALENESS_COLORS = ("#f4b942", "#ee7b30", "#d1495b", "#9b3a8c", "#5b4bb5", "#39548f")
+"""From fresh to old; readable on a light and on a dark page. What is older still has the last one."""
+_UNTRAINED = {
+    "buffered": ("not trained by then", "--series-8-faint", ""),
+    "filtered": ("left out", "--series-8", "/"),
+    "quarantined": ("given up", "--series-6", "x"),
+    "skipped": ("skipped", "--series-7", "x"),
+}
+_SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
+    "train": ("training", 0, "--series-3"),
+    "wait": ("waiting for a batch", 0, "--series-6-faint"),
+    "evaluate": ("evaluation", 0, "--series-4"),
+    "publish": ("publishing weights", 1, "--series-1"),
+    "pause": ("engines stand still", 1, "--series-2"),
+}
+"""Name in the legend, row (the loop, the weights) and colour."""
+
+_STYLE = "<style>.rollout-timeline > .plot { height: 620px; }</style>"
+
+
+def timeline_figure(records: Sequence[StepRecord], window: Window) -> str:
+    """The window of the timeline, as HTML."""
+    spans = lanes_of(records, window)
+    trained = trained_steps(records)
+    traces = [*_group_traces(spans, trained, window), *_loop_traces(records, window), *_levels(records, window)]
+    num_lanes = min(MAX_LANES, 1 + max((span.lane for span in spans), default=0))
+    label = f"Generation, training and weight updates of steps {window.first} to {window.last} over time"
+    plot = figure(traces, _layout(window, num_lanes, _standstills(records, window)), label=label)
+    return f'{_STYLE}<div class="rollout-timeline">{plot}</div>'
+
+
+def staleness_color(staleness: int) -> str:
+    """Of groups and tokens that are so many updates old."""
+    return _STALENESS_COLORS[min(max(staleness, 0), len(_STALENESS_COLORS) - 1)]
+
+
+def _group_traces(spans: Sequence[LaneSpan], trained: Mapping[int, int], window: Window) -> list[Trace]:
+    """One set of bars for each staleness, then one for each way of not being trained."""
+    by_staleness: dict[int, list[LaneSpan]] = {}
+    by_state: dict[str, list[LaneSpan]] = {state: [] for state in _UNTRAINED}
+    for span in spans:
+        if span.lane >= MAX_LANES:
+            continue
+        step = trained.get(span.group.draw)
+        if step is None:
+            by_state[span.group.state].append(span)
+        else:
+            by_staleness.setdefault(staleness_of(step, span.group.oldest), []).append(span)
+    traces = [
+        _group_bars(f"staleness {age}", found, staleness_color(age), trained, window)
+        for age, found in sorted(by_staleness.items())
+    ]
+    for state, found in by_state.items():
+        name, color, pattern = _UNTRAINED[state]
+        if found:
+            traces.append(_group_bars(name, found, color, trained, window, pattern))
+    return traces
+
+
+def _group_bars(
+    name: str, spans: Sequence[LaneSpan], color: str, trained: Mapping[int, int], window: Window, pattern: str = ""
+) -> Trace:
+    return _bars(name, [span.group for span in spans], [span.lane + 1 for span in spans], window) | {
+        "width": 0.86,
+        "marker": {
+            "color": color,
+            "pattern": {"shape": pattern, "size": 5},
+            "line": {"color": "--surface", "width": 1},
+        },
+        "hovertext": [_describe(span.group, trained.get(span.group.draw)) for span in spans],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }
+
+
+def _bars(name: str, spans: Sequence[GroupSpan | Span], rows: Sequence[int], window: Window) -> Trace:
+    """Times count from the window's beginning: in a long run the page has too few digits for those since the run's."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": list(rows),
+        "base": [span.began - window.began for span in spans],
+        "x": [span.ended - span.began for span in spans],
+    }
+
+
+def _describe(group: GroupSpan, step: int | None) -> str:
+    versions = f"{group.oldest}" if group.oldest == group.newest else f"{group.oldest} to {group.newest}"
+    fate = _UNTRAINED[group.state][0] if step is None else f"trained at step {step}"
+    # A simulated group has none.
+    tokens = f", {group.tokens:,} tokens" if group.tokens else ""
+    return (
+        f"draw {group.draw}: {group.ended - group.began:.3g} s{tokens}<br>"
+        f"admitted at version {group.version}, tokens of {versions}; {fate}"
+    )
+
+
+def _loop_traces(records: Sequence[StepRecord], window: Window) -> list[Trace]:
+    found = _within((span for record in records for span in record.spans), window)
+    traces: list[Trace] = []
+    for kind, (name, row, color) in _SPANS.items():
+        spans = [span for span in found if span.kind == kind]
+        if not spans:
+            continue
+        traces.append(
+            _bars(name, spans, [row] * len(spans), window)
+            | {
+                # A pause lies within its publish: a narrower bar on a broader one.
+                "width": 0.4 if kind == "pause" else 0.8,
+                "marker": {"color": color, "line": {"width": 0}},
+                "hovertemplate": f"{name}: %{{x:.3~g}} s<extra></extra>",
+                "xaxis": "x",
+                "yaxis": "y2",
+            }
+        )
+    return traces
+
+
+def _levels(records: Sequence[StepRecord], window: Window) -> list[Trace]:
+    levels = [level for record in records for level in record.levels]
+    # From the last one before the window on, which is what the window begins with.
+    before = max((index for index, level in enumerate(levels) if level.at <= window.began), default=0)
+    shown = [level for level in levels[before:] if level.at <= window.ended]
+    traces: list[Trace] = []
+    for name, values, color in (
+        ("under way", [level.running for level in shown], "--series-2"),
+        ("finished, untrained", [level.buffered for level in shown], "--series-1"),
+    ):
+        indices, kept = thinned(range(len(shown)), values)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": name,
+                "x": [shown[index].at - window.began for index in indices],
+                "y": kept,
+                "line": {"color": color, "width": 1.5, "shape": "hv"},
+                "hovertemplate": f"{name}: %{{y}}<extra></extra>",
+                "xaxis": "x",
+                "yaxis": "y3",
+            }
+        )
+    return traces if shown else []
+
+
+def _standstills(records: Sequence[StepRecord], window: Window) -> list[dict[str, Any]]:
+    """Faint bands through the lanes while engines stood still, or while weights were published where only that is
+    known."""
+    found = [span for record in records for span in record.spans]
+    pauses = [span for span in found if span.kind == "pause"] or [span for span in found if span.kind == "publish"]
+    return [
+        {
+            "type": "rect",
+            "xref": "x",
+            "yref": "paper",
+            "x0": pause.began - window.began,
+            "x1": pause.ended - window.began,
+            "y0": 0,
+            "y1": 1,
+            "layer": "below",
+            "fillcolor": "--series-2-faint",
+            "line": {"color": "--series-2-faint", "width": 1},
+        }
+        for pause in _within(pauses, window)
+    ]
+
+
+def _within(spans: Iterable[Span], window: Window) -> list[Span]:
+    return [span for span in spans if span.ended > window.began and span.began < window.ended]
+
+
+def _layout(window: Window, num_lanes: int, shapes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    axis = {"gridcolor": "--grid", "linecolor": "--border", "zeroline": False, "automargin": True}
+    small = {"size": 12, "color": "--muted"}
+    return {
+        "barmode": "overlay",
+        "hovermode": "closest",
+        "shapes": shapes,
+        "xaxis": {
+            "title": {"text": f"Seconds from {clock(window.began)} into the run"},
+            "range": [0, window.ended - window.began],
+            "anchor": "y3",
+        },
+        "yaxis": {
+            "title": {"text": "Groups under way"},
+            "domain": [0.38, 1],
+            "range": [0.4, num_lanes + 0.6],
+            "tickformat": ",d",
+            "showgrid": False,
+        },
+        "yaxis2": axis
+        | {
+            "domain": [0.23, 0.35],
+            "range": [1.5, -0.5],
+            "tickvals": [0, 1],
+            "ticktext": ["loop", "weights"],
+            "tickfont": small,
+            "showgrid": False,
+        },
+        "yaxis3": axis
+        | {
+            "title": {"text": "Groups", "font": small, "standoff": 10},
+            "tickfont": {"size": 11.5, "color": "--muted"},
+            "domain": [0, 0.19],
+            "rangemode": "tozero",
+        },
+    }

@@ -1,0 +1,1 @@
+"""Rollout engine `vllm`: in process, in Ray actors, or an external server."""
