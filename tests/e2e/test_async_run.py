@@ -208,7 +208,9 @@ def test_rollouts_that_stall_are_told_with_prompt_and_time(
     async_config["source"]["environment"]["rewards"] = {"early": "run_waits:waits"}
     async_config["source"]["reward_weights"] = {}
     async_config["source"] |= {"watchdog_s": 0.5, "stall_timeout_s": 1.5, "max_concurrent_groups": 2}
-    with pytest.raises(RunFailedError, match=r"(?s)No group has ended for .*Step 1 waits for 4 groups.*stall_timeout_s"):
+    with pytest.raises(
+        RunFailedError, match=r"(?s)No group has ended for .*Step 1 waits for 4 groups.*stall_timeout_s"
+    ):
         train(async_config)
     err = capfd.readouterr().err
     assert err.count("No group has ended for") >= 2

@@ -17,7 +17,7 @@ from spurline.builtin.rollouts.draws import Draw
 from spurline.builtin.rollouts.group_collection import Collected
 from spurline.builtin.rollouts.prompt_source import PromptSource
 from spurline.data.batch import TrainingBatch
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError, Problem, RunFailedError, SpurlineError
 from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import TakesWeights
 from spurline.protocols.weight_sync import SyncReport, WeightSync
@@ -203,7 +203,16 @@ class AsyncRolloutSource(PromptSource):
         publishing = self._sync.publish(self._updates, self._backend, engines)
         # Longer than it may take by its own limit: it knows better what it waited for.
         limit = self._sync.timeout_s + _GRACE_S
-        report = self._loop.run(publishing, limit, f"Publishing the weights of version {self._updates}")
+        what = f"Publishing the weights of version {self._updates} over {self._sync.transport}"
+        try:
+            report = self._loop.run(publishing, limit, what)
+        except SpurlineError:
+            raise
+        except Exception as error:
+            raise RunFailedError(
+                f"{what} failed: {type(error).__name__}: {error}. Nothing was trained after it; the same command goes "
+                "on from the last checkpoint."
+            ) from error
         self._timeline.ended("publish")
         return report
 

@@ -1,0 +1,102 @@
+"""Finished groups survive a checkpoint bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spurline.component_state import read_state, write_state
+from spurline.rl.trajectory import Group, Trajectory, Turn
+from spurline.rl.turns import turns_of
+from spurline_async_rl.rollouts.group_records import groups_of, groups_state
+
+FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5)
+    response = draw(tokens)
+    count = len(response)
+    prompt = draw(tokens)
+
+    def column(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.none() | st.lists(values, min_size=count, max_size=count)
+
+    experts = np.arange((len(prompt) + count) * 4).reshape(len(prompt) + count, 2, 2)
+    return Turn(
+        prompt_ids=np.array(prompt),
+        response_ids=np.array(response),
+        loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))),
+        logprobs=draw(column(floats)),
+        versions=draw(column(st.integers(0, 1000))),
+        rewards=draw(column(floats)),
+        routed_experts=experts if draw(st.booleans()) else None,
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort", "error"])),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Group]:
+    info = st.dictionaries(st.text(max_size=5), st.text(max_size=5) | st.integers() | st.lists(st.integers()))
+    rewards = st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False))
+    return [
+        Group(
+            f"rows:{number}@{number}",
+            number,
+            tuple(
+                Trajectory(
+                    f"rows:{number}@{number}",
+                    sample,
+                    tuple(draw(st.lists(turns(), min_size=1, max_size=2))),
+                    draw(rewards),
+                    draw(info),
+                )
+                for sample in range(draw(st.integers(1, 2)))
+            ),
+        )
+        for number in range(draw(st.integers(0, 3)))
+    ]
+
+
+def assert_same(restored: list[Group], originals: list[Group]) -> None:
+    assert [(group.uid, group.draw) for group in restored] == [(group.uid, group.draw) for group in originals]
+    for group, original in zip(restored, originals, strict=True):
+        for mine, other in zip(group.trajectories, original.trajectories, strict=True):
+            assert (mine.uid, mine.sample, mine.rewards) == (other.uid, other.sample, other.rewards)
+            assert mine.info == other.info
+            assert len(mine.turns) == len(other.turns)
+    for turn, original in zip(turns_of(restored), turns_of(originals), strict=True):
+        assert turn.finish_reason == original.finish_reason
+        for name in FIELDS:
+            value, expected = getattr(turn, name), getattr(original, name)
+            assert (value is None) == (expected is None), name
+            if value is not None:
+                assert value.dtype == expected.dtype
+                assert value.tobytes() == expected.tobytes()
+                assert value.shape == expected.shape
+
+
+@given(groups())
+def test_groups_come_back_bit_for_bit(originals: list[Group]) -> None:
+    assert_same(groups_of(groups_state(originals)), originals)
+
+
+def test_groups_come_back_from_disk_bit_for_bit(tmp_path: Path) -> None:
+    turn = Turn(np.array([1, 2]), np.array([3, 4, 5]), np.array([1, 1, 0]), logprobs=np.array([-0.1, -0.2, -0.3]))
+    group = Group("rows:7@9", 9, (Trajectory("rows:7@9", 0, (turn, turn), {"right": 0.1}, {"prompt": "é"}),))
+    write_state(tmp_path / "groups", groups_state([group]))
+    assert_same(groups_of(read_state(tmp_path / "groups")), [group])
+
+
+def test_what_an_environment_logs_may_be_anything() -> None:
+    turn = Turn(np.array([1]), np.array([2]), np.array([1]))
+    odd = {"path": Path("/a"), "array": {"__array__": "0"}}
+    group = Group("u@0", 0, (Trajectory("u@0", 0, (turn,), {}, odd),))
+    [restored] = groups_of(groups_state([group]))
+    assert restored.trajectories[0].info == {"path": "/a", "array": {"__array__": "0"}}

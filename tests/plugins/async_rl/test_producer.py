@@ -1,0 +1,241 @@
+"""The producer on a real event loop: batches, failures, and checkpoints at every moment, with scripted groups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.builtin.rollouts.draws import Draw
+from spurline.config.run_config import DatasetConfig
+from spurline.errors import DataError, RunFailedError
+from spurline.rl.group_runner import Outcome
+from spurline.rl.quarantine import QuarantinedGroup, SkippedRow
+from spurline.rl.trajectory import Group, Trajectory, Turn
+from spurline_async_rl.rollouts.producer import Producer
+from spurline_async_rl.scheduling.ledger import State
+from spurline_async_rl.scheduling.limits import SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.timeline.recorder import Timeline
+
+KEPT, EQUAL, GIVEN_UP, BAD_ROW, UNREADABLE, BROKEN = "kept", "equal", "given up", "bad row", "unreadable", "broken"
+
+
+@dataclass
+class ScriptedGroups:
+    """What becomes of each draw, and after how many turns of the event loop; what lies beyond is kept at once."""
+
+    fates: Sequence[str] = ()
+    delays: Sequence[int] = ()
+    version: int = 0
+    skipped: list[int] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
+
+    def fate(self, number: int) -> str:
+        return self.fates[number] if number < len(self.fates) else KEPT
+
+    def take(self, start: int, count: int) -> Sequence[Draw | SkippedRow]:
+        assert count == 1
+        uid = f"rows:{start}@{start}"
+        if self.fate(start) == UNREADABLE:
+            return [SkippedRow(uid, start, "not JSON")]
+        return [Draw(start, uid, DatasetConfig(name="rows"), f"rows:{start}", {})]
+
+    def skip(self, row: SkippedRow) -> None:
+        self.skipped.append(row.draw)
+
+    async def run(self, prompt: Draw) -> Outcome:
+        version = self.version
+        self.started.append(prompt.number)
+        for _ in range(self.delays[prompt.number] if prompt.number < len(self.delays) else 0):
+            await asyncio.sleep(0)
+        fate = self.fate(prompt.number)
+        if fate == BROKEN:
+            raise DataError("row 3 is broken")
+        if fate == GIVEN_UP:
+            return QuarantinedGroup(prompt.uid, prompt.number, "it failed")
+        if fate == BAD_ROW:
+            return SkippedRow(prompt.uid, prompt.number, "no prompt")
+        return scored_group(prompt, [1.0, 1.0] if fate == EQUAL else [0.0, 1.0], version)
+
+    def take_retries(self, uid: str) -> int:
+        return int(uid.rpartition("@")[2]) % 3
+
+
+def scored_group(prompt: Draw, rewards: Sequence[float], version: int) -> Group:
+    return Group(
+        prompt.uid,
+        prompt.number,
+        tuple(
+            Trajectory(
+                prompt.uid,
+                sample,
+                (Turn(np.array([1]), np.array([2]), np.array([1]), versions=[version], rewards=[reward]),),  # type: ignore[arg-type]
+            )
+            for sample, reward in enumerate(rewards)
+        ),
+    )
+
+
+def limits(**changes: Any) -> SchedulerLimits:
+    given_limits = {
+        "max_staleness": 1,
+        "batch_size": 2,
+        "max_running": 2,
+        "order": "window",
+        "at_bound": "wait",
+        "draw_limit": 16,
+        "num_batches": 4,
+    }
+    return SchedulerLimits(**(given_limits | changes))
+
+
+def make_producer(groups: ScriptedGroups, changed: asyncio.Event, given_limits: SchedulerLimits) -> Producer:
+    return Producer(groups, Scheduler(given_limits), Timeline(None), leave_out_equal=True, notify=changed.set)
+
+
+async def next_groups(producer: Producer, changed: asyncio.Event, step: int) -> tuple[Any, int]:
+    while True:
+        changed.clear()
+        taken = producer.take(step)
+        if taken is not None:
+            return taken
+        await asyncio.wait_for(changed.wait(), 20)
+
+
+async def train(groups: ScriptedGroups, given_limits: SchedulerLimits, checkpoints: Sequence[bool]) -> Producer:
+    """All steps; where `checkpoints` says so the producer is dropped after the step, as by a kill, and a new one goes
+    on with what its checkpoint holds."""
+    changed = asyncio.Event()
+    producer = make_producer(groups, changed, given_limits)
+    producer.start()
+    for step in range(1, given_limits.num_batches + 1):
+        collected, _ = await next_groups(producer, changed, step)
+        assert len(collected.groups) == given_limits.batch_size
+        assert [group.draw for group in collected.groups] == sorted(group.draw for group in collected.groups)
+        for group in collected.groups:
+            version = int(group.trajectories[0].turns[0].versions[0])
+            assert 0 <= step - 1 - version <= given_limits.max_staleness
+        groups.version = step
+        producer.publish(step)
+        await asyncio.sleep(0)
+        if checkpoints[step % len(checkpoints)]:
+            state = producer.state_dict()
+            json.dumps({name: part for name, part in state.items() if name not in ("ledger", "groups")})
+            await producer.close()
+            producer = make_producer(groups, changed, given_limits)
+            producer.load_state_dict(state)
+            producer.scheduler.taken = step
+            producer.scheduler.publish(step)
+            producer.start()
+    await producer.close()
+    return producer
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([KEPT, KEPT, KEPT, EQUAL, GIVEN_UP, BAD_ROW, UNREADABLE]), max_size=20),
+    st.lists(st.integers(0, 12), max_size=20),
+    st.lists(st.booleans(), min_size=1, max_size=4),
+    st.sampled_from(["fifo", "window"]),
+    st.integers(0, 2),
+    st.integers(1, 3),
+)
+def test_every_prompt_ends_once_and_every_step_gets_its_groups_whatever_is_killed_when(
+    fates: list[str], delays: list[int], checkpoints: list[bool], order: Any, staleness: int, running: int
+) -> None:
+    given_limits = limits(order=order, max_staleness=staleness, max_running=running)
+    groups = ScriptedGroups(fates, delays)
+    producer = asyncio.run(asyncio.wait_for(train(groups, given_limits, checkpoints), 60))
+    ledger = producer.ledger
+    trained = ledger.trained()
+    assert Counter(trained.values()) == dict.fromkeys(range(1, 5), given_limits.batch_size)
+    counts = ledger.counts()
+    assert (counts["pending"], counts["running"], counts["buffered"]) == (0, 0, 0)
+    fillers = {draw for draw in trained if groups.fate(draw) == EQUAL}
+    for draw in range(ledger.num_drawn):
+        expected = {EQUAL: State.FILTERED, GIVEN_UP: State.QUARANTINED}.get(groups.fate(draw), State.SKIPPED)
+        if groups.fate(draw) == KEPT or draw in fillers:
+            assert draw in trained
+        else:
+            assert draw in ledger.in_state(expected)
+    assert not fillers, "the limit of draws was not reached, so nothing left out may be trained on"
+
+
+def test_what_a_step_cost_is_told_with_it() -> None:
+    groups = ScriptedGroups([KEPT, EQUAL, UNREADABLE, GIVEN_UP, BAD_ROW, KEPT])
+
+    async def first() -> Any:
+        changed = asyncio.Event()
+        producer = make_producer(groups, changed, limits(max_staleness=0))
+        producer.start()
+        return await next_groups(producer, changed, 1)
+
+    collected, retries = asyncio.run(first())
+    assert [group.draw for group in collected.groups] == [0, 5]
+    assert [group.draw for group in collected.every] == [0, 1, 5]
+    assert (collected.quarantined, collected.skipped, collected.refill_missing) == (1, 2, 0)
+    assert retries == sum(draw % 3 for draw in (0, 1, 3, 4, 5))
+    assert collected.next_draw == 6
+
+
+def test_where_too_few_prompts_can_be_learned_from_those_left_out_fill_the_step() -> None:
+    groups = ScriptedGroups([EQUAL, EQUAL, KEPT, EQUAL])
+
+    async def first() -> Any:
+        changed = asyncio.Event()
+        producer = make_producer(groups, changed, limits(max_staleness=0, draw_limit=4))
+        producer.start()
+        found = await next_groups(producer, changed, 1)
+        return found, producer.ledger.trained()
+
+    (collected, _), trained = asyncio.run(first())
+    assert [group.draw for group in collected.groups] == [0, 2]
+    assert collected.refill_missing == 1
+    assert trained == {0: 1, 2: 1}
+
+
+def test_a_step_that_cannot_be_filled_ends_the_run_with_the_limit() -> None:
+    groups = ScriptedGroups([GIVEN_UP, GIVEN_UP, GIVEN_UP, KEPT])
+
+    async def first() -> Any:
+        changed = asyncio.Event()
+        producer = make_producer(groups, changed, limits(max_staleness=0, draw_limit=4))
+        producer.start()
+        return await next_groups(producer, changed, 1)
+
+    with pytest.raises(RunFailedError, match=r"drew 4 prompts and 3 of them were given up, so only 1 of 2 groups"):
+        asyncio.run(first())
+
+
+def test_an_error_of_one_group_reaches_the_training_thread() -> None:
+    groups = ScriptedGroups([KEPT, BROKEN])
+
+    async def first() -> Any:
+        changed = asyncio.Event()
+        producer = make_producer(groups, changed, limits())
+        producer.start()
+        return await next_groups(producer, changed, 1)
+
+    with pytest.raises(DataError, match="row 3 is broken"):
+        asyncio.run(first())
+
+
+def test_closing_leaves_no_task_behind() -> None:
+    async def start_and_close() -> int:
+        producer = make_producer(ScriptedGroups(delays=[10**9] * 9), asyncio.Event(), limits())
+        producer.start()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 3
+        await producer.close()
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(start_and_close()) == 1
