@@ -74,7 +74,7 @@ class Environment(Protocol):
     Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance serves
     all attempts, many at the same time on one event loop: `run` keeps its state in local variables. Code that takes
     long without awaiting belongs in `spurline.rl.thread_calls.in_thread` or in a process; time limits cannot reach it
-    elsewhere. An environment that holds processes or files also has `close()`.
+    elsewhere. An environment that holds processes or files also has `close()`, plain or async.
 
         class Terse:
             def __init__(self, config, registry, tokenizer, data):

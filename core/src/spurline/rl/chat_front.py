@@ -8,6 +8,7 @@ never gets at inference: PrefixError says where it does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -86,6 +87,13 @@ class ChatFront:
         self._stretches: list[_Stretch] = []
         self._num_turns = 0
         self._ending: tuple[str, int] | None = None
+
+    def fork(self) -> ChatFront:
+        """The same conversation, which goes on by itself from here."""
+        twin = copy.copy(self)
+        twin._messages = list(self._messages)
+        twin._stretches = list(self._stretches)
+        return twin
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -96,7 +97,7 @@ class EnvironmentContract:
             done, _ = await asyncio.wait([attempt], timeout=_TIME_LIMIT_S)
             assert done, "the attempt goes on after it was cancelled"
             assert attempt.cancelled()
-            _close(environment)
+            await _close(environment)
 
         asyncio.run(cancel())
 
@@ -110,7 +111,7 @@ class EnvironmentContract:
                 attempts = [_attempt(environment, engine, self._task(sample)) for sample in samples]
                 return list(await asyncio.wait_for(asyncio.gather(*attempts), _TIME_LIMIT_S))
             finally:
-                _close(environment)
+                await _close(environment)
 
         return asyncio.run(run())
 
@@ -140,6 +141,8 @@ def _content(trajectory: Trajectory) -> list[Any]:
     return [trajectory.sample, turns, dict(trajectory.rewards)]
 
 
-def _close(environment: Any) -> None:
+async def _close(environment: Any) -> None:
     if hasattr(environment, "close"):
-        environment.close()
+        closing = environment.close()
+        if inspect.isawaitable(closing):
+            await closing

@@ -1,0 +1,186 @@
+"""Read the bodies of requests: what OpenAI's API allows, minus what could not be kept.
+
+Place on the way: bytes -> JSON -> ChatBody or CompletionBody -> Sampling. A field that nobody knows is ignored, as
+vLLM's server does; one that would change what is sampled or shown to the model is refused, never silently left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spurline.protocols.rollout_engine import Sampling
+from spurline_async_rl.harness.api_errors import ApiError
+
+_OTHER_DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "ignore_eos": (False,),
+    "bad_words": ([],),
+}
+"""Fields that change what tokens are drawn from, with the values that do not."""
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "stop_token_ids": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Fields that the endpoint cannot do as they say, with the values that ask for nothing."""
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_MOST_CHOICES = 128
+
+BodyT = TypeVar("BodyT", bound="Body")
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends. include_usage: with a chunk that counts tokens."""
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both kinds of requests have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    n: int = Field(default=1, ge=1, le=_MOST_CHOICES)
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: _Finite | None = Field(default=None, ge=0)
+    top_p: _Finite | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    seed: int | None = None
+    return_token_ids: bool = False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Longest response asked for."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end a response."""
+        return tuple([self.stop] if isinstance(self.stop, str) else self.stop)
+
+
+class ChatBody(Body):
+    """A request to `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=1)
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionBody(Body):
+    """A request to `/v1/completions`. prompt: one or several, as texts or as token ids."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=1)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt. Raises ApiError when there is none."""
+        prompt = self.prompt
+        several = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
+        prompts: list[Any] = list(prompt) if several else [prompt]
+        if not prompts or any(len(item) == 0 for item in prompts):
+            raise ApiError(400, "prompt is empty: give a text or token ids.", param="prompt")
+        return prompts
+
+
+def read_body(raw: bytes, kind: type[BodyT], *, ignore_sampling: bool) -> BodyT:
+    """The request. Raises ApiError naming the field that is wrong or cannot be kept."""
+    fields = {name: value for name, value in _read_object(raw).items() if value is not None}
+    for name, neutral in _UNSUPPORTED.items():
+        if name in fields and fields[name] not in neutral:
+            raise ApiError(
+                400,
+                f"{name}: {_shown(fields[name])} is not supported by this endpoint. Leave it out.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    for name, neutral in _OTHER_DISTRIBUTIONS.items():
+        if not ignore_sampling and name in fields and fields[name] not in neutral:
+            raise sampling_error(name, _shown(fields[name]), "samples without it")
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{place}: {first['msg']}.", param=str(first["loc"][0]) if place else None) from error
+    if body.seed is not None and not ignore_sampling:
+        raise sampling_error("seed", str(body.seed), "derives the seed of each turn, so that it can be resumed")
+    return body
+
+
+def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
+    """How to sample for this request: as the run does, within its limits, and with the request's own."""
+    most = run.max_new_tokens if body.most_tokens is None else min(body.most_tokens, run.max_new_tokens)
+    sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
+    if ignore_sampling:
+        return sampling
+    return replace(
+        sampling,
+        temperature=run.temperature if body.temperature is None else body.temperature,
+        top_p=run.top_p if body.top_p is None else body.top_p,
+        top_k=run.top_k if body.top_k is None else max(0, body.top_k),
+    )
+
+
+def sampling_error(name: str, value: str, instead: str) -> ApiError:
+    """The run samples in another way than a request asks for."""
+    return ApiError(
+        400,
+        f"{name} is {value}, but this run {instead}, and what is sampled in another way cannot be trained on. Leave "
+        f"{name} out of the request, or set the environment's ignore_sampling: true.",
+        param=name,
+        code="sampling_differs",
+    )
+
+
+def _read_object(raw: bytes) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(raw)
+        if b"\\ud" in raw.lower():
+            # Half of a surrogate pair is valid in JSON, but is no character that could be encoded.
+            json.dumps(fields, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"The request is not valid JSON: {error}.", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, "The request is not a JSON object.", code="invalid_json")
+    return fields
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

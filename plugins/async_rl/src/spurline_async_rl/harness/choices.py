@@ -1,0 +1,150 @@
+"""Let the model answer a request: body -> token ids -> turns of the session's policy -> choices, ready to be written.
+
+Between the request's reading (`bodies`) and its answer on the wire (`responses`); knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.builtin.environments.tool_calls import ToolCall, parse_calls
+from spurline.data.bad_row import BadRowError
+from spurline.data.encoding import encode_batch
+from spurline.data.messages import read_messages, read_tools
+from spurline.errors import DataError, PluginError
+from spurline.protocols.rollout_engine import GenerationResult, Sampling
+from spurline.rl.chat_front import PrefixError, Reply
+from spurline_async_rl.harness.api_errors import ApiError
+from spurline_async_rl.harness.bodies import Body, ChatBody, CompletionBody, sampling_error, sampling_of
+from spurline_async_rl.harness.live_session import LiveSession
+from spurline_async_rl.harness.task_ends import all_or_none
+
+_CALL_BEGIN = "<tool_call>"
+_DISTRIBUTION = ("temperature", "top_p", "top_k")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer of the model.
+
+    text: what the client is told; without end token, special tokens and stop text. tool_calls: as OpenAI writes them.
+    """
+
+    text: str
+    finish_reason: str
+    result: GenerationResult
+    prompt_ids: Sequence[int]
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """The choice as a message of the conversation."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        return {"role": "assistant", "content": self.text or None, "tool_calls": list(self.tool_calls)}
+
+
+class Answering:
+    """Answers requests of any session. ignore_sampling: see the environment's setting."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ignore_sampling: bool) -> None:
+        self._tokenizer = tokenizer
+        self._ignore_sampling = ignore_sampling
+        self._vocabulary = len(tokenizer)
+
+    async def chat(self, session: LiveSession, body: ChatBody) -> list[Choice]:
+        """`n` turns of the conversation. Raises ApiError, PrefixError and what the policy raises."""
+        try:
+            messages = read_messages(body.messages, "messages")
+            tools = read_tools(body.tools, "tools")
+        except BadRowError as error:
+            raise ApiError(400, str(error), param=error.field) from error
+        session.take_turns(body.n)
+        chat, key = session.conversations.find(messages, tools)
+        branches = [chat.fork() for _ in range(body.n)]
+        sampling = self._sampling(session, body)
+        try:
+            replies = await all_or_none([branch.reply(sampling) for branch in branches], session.where)
+        except PrefixError:
+            raise
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        except PluginError as error:
+            raise self._explained(error, session, sampling) from error
+        choices = [self._choice(session, body, reply) for reply in replies]
+        for branch, choice in zip(branches, choices, strict=True):
+            [message] = read_messages([choice.message()], "message")
+            session.conversations.remember(key, message, branch)
+        session.last_chat = branches[-1]
+        return choices
+
+    async def complete(self, session: LiveSession, body: CompletionBody) -> list[Choice]:
+        """`n` continuations of each prompt, prompt by prompt. Raises ApiError and what the policy raises."""
+        prompts = [self._encode(prompt) for prompt in body.prompts for _ in range(body.n)]
+        session.take_turns(len(prompts))
+        sampling = self._sampling(session, body)
+        try:
+            results = await all_or_none(
+                [session.policy.generate(prompt, sampling) for prompt in prompts], session.where
+            )
+        except PluginError as error:
+            raise self._explained(error, session, sampling) from error
+        return [
+            Choice(self._text(result, body), result.finish_reason, result, prompt)
+            for prompt, result in zip(prompts, results, strict=True)
+        ]
+
+    def _sampling(self, session: LiveSession, body: Body) -> Sampling:
+        return sampling_of(body, session.policy.sampling, ignore_sampling=self._ignore_sampling)
+
+    def _explained(self, error: PluginError, session: LiveSession, sampling: Sampling) -> Exception:
+        """The policy refuses what training cannot use: the request's fault where it asked for that."""
+        run = session.policy.sampling
+        for name in _DISTRIBUTION:
+            if getattr(sampling, name) != getattr(run, name):
+                return sampling_error(name, f"{getattr(sampling, name):g}", f"samples with {getattr(run, name):g}")
+        return error
+
+    def _choice(self, session: LiveSession, body: ChatBody, reply: Reply) -> Choice:
+        result = reply.result
+        prompt = session.policy.prompt_of(result)
+        text = self._text(result, body)
+        calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
+        # One malformed call, and all is text: the agent sees what the model wrote.
+        if not calls or any(call.problem for call in calls):
+            return Choice(text, result.finish_reason, result, prompt)
+        finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
+        before = reply.text.partition(_CALL_BEGIN)[0].strip()
+        return Choice(before, finish_reason, result, prompt, tuple(map(_as_openai, calls)))
+
+    def _text(self, result: GenerationResult, body: Body) -> str:
+        text = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
+        if result.finish_reason != "stop":
+            return text
+        ends = [text.find(stop) for stop in body.stops if stop and stop in text]
+        return text[: min(ends)] if ends else text
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
+            ids = list(encoding.ids)
+            # A tokenizer that ends every text would ask the model to go on after the end.
+            if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+                ids.pop()
+            return ids
+        bad = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
+        if bad is not None:
+            raise ApiError(
+                400, f"prompt: {bad} is no token; the tokenizer has {self._vocabulary} of them.", param="prompt"
+            )
+        return prompt
+
+
+def _as_openai(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

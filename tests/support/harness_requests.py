@@ -1,0 +1,79 @@
+"""Raw requests to the endpoint of an attempt, and engines that answer at once or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from harness_runs import Harness
+from rl_attempts import encode, says
+
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline.rl.trajectory import Trajectory
+from spurline.testing.models import tiny_tokenizer
+from spurline.testing.scripted_engine import ScriptedEngine
+from spurline_async_rl.harness.session import Session
+
+TOKENIZER = tiny_tokenizer()
+QUESTION: Any = [{"role": "user", "content": "hello"}]
+BODY = {"model": "policy", "messages": QUESTION}
+
+
+def hello() -> ScriptedEngine:
+    return ScriptedEngine(lambda request: [*encode(TOKENIZER, "hi"), TOKENIZER.eos_token_id])
+
+
+class Stuck(ScriptedEngine):
+    """Generates nothing until it is told to; `cancelled` counts requests that were given up."""
+
+    def __init__(self) -> None:
+        super().__init__(says(TOKENIZER, *(str(number) for number in range(10))))
+        self.asked = asyncio.Event()
+        self.go = asyncio.Event()
+        self.cancelled = asyncio.Semaphore(0)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.asked.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.release()
+            raise
+        return await super().generate(request)
+
+
+async def post(session: Session, body: Any, path: str = "/chat/completions", **headers: str) -> tuple[int, Any]:
+    """Status and JSON of a raw request. body: bytes as they are, anything else as JSON."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {session.api_key}", **headers}
+    async with aiohttp.ClientSession() as http, http.post(session.base_url + path, data=raw, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def good(session: Session) -> None:
+    assert (await post(session, BODY))[0] == 200
+
+
+def posting(body: Any, path: str = "/chat/completions", **headers: str) -> Any:
+    """An agent that makes one request like this, and a good one after it; `agent.told` is what it gets."""
+
+    async def agent(session: Session) -> float:
+        agent.told = await post(session, body, path, **headers)  # type: ignore[attr-defined]
+        await good(session)
+        return 1.0
+
+    return agent
+
+
+def with_stuck(agent: Callable[[Session], Awaitable[float]], made: list[Stuck], **settings: Any) -> Trajectory:
+    """An attempt on a Stuck engine, which is put into `made`."""
+
+    async def run() -> Trajectory:
+        made.append(Stuck())
+        async with Harness(agent, made[0], **settings) as harness:
+            return await harness.attempt()
+
+    return asyncio.run(run())
