@@ -23,11 +23,14 @@ from spurline.config.section import Component, OnResume, Section
 from spurline.plugins import PluginHost
 from spurline.registry import KINDS, Registration
 
+PLUGINS = ("collation_fast", "async_rl")
+"""Those of this repository."""
+
 REFERENCE = Path(__file__).parent / "reference"
 
 
 def config_page() -> str:
-    """Every section of core and every component config, with types, defaults and meaning."""
+    """Every section and component of core, then what each plugin adds, with types, defaults and meaning."""
     lines = [
         "# Config reference",
         "",
@@ -57,7 +60,38 @@ def config_page() -> str:
             lines += [f"### Kind `{kind}`", ""]
             for entry in entries:
                 lines += _component(entry, registry.default(kind) == entry.name)
+    for plugin in PLUGINS:
+        lines += _plugin(plugin)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _plugin(name: str) -> list[str]:
+    """The components one plugin adds; of a config that extends one of core's, what it adds to that."""
+    lines = [f"## Plugin `{name}`", ""]
+    registry = PluginHost.load([name]).registry
+    for entry in registry.entries(name):
+        if entry.kind == "report_panel":
+            continue
+        lines += [f"### {entry.kind} `{entry.name}`", "", inspect.getdoc(entry.config) or "", ""]
+        own = _own_fields(entry.config)
+        others = [field for field in entry.config.model_fields if field not in {*own, "name"}]
+        if own:
+            lines += [*_table(entry.config, skip=(*others, "name")), ""]
+        if others:
+            lines += [f"And as in core: {', '.join(f'`{other}`' for other in others)}.", ""]
+    return lines
+
+
+def _own_fields(config: type[BaseModel]) -> list[str]:
+    """Settings that a class outside of core declares."""
+    declared = [
+        base for base in config.__mro__ if not base.__module__.startswith(("spurline.", "pydantic", "builtins"))
+    ]
+    return [
+        name
+        for name in config.model_fields
+        if name != "name" and any(name in vars(base).get("__annotations__", {}) for base in declared)
+    ]
 
 
 def hooks_page() -> str:

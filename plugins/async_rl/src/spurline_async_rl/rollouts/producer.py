@@ -149,7 +149,7 @@ class Producer:
         self.ledger.load_state_dict(state["ledger"])
         self._again = deque(self.ledger.in_state(State.PENDING))
         buffered = [(int(draw), int(version)) for draw, version in state["buffered"]]
-        self.scheduler.restore(buffered, state["fillers"], state["left_out"])
+        self.scheduler.restore(buffered, state["fillers"], state["left_out"], pending=self._again)
         self._costs = {name: int(count) for name, count in state["costs"].items()}
         self._groups = {group.draw: group for group in groups_of(state["groups"])}
         self._check()
@@ -168,6 +168,7 @@ class Producer:
         [draw] = self._source.take(number, 1)
         if isinstance(draw, SkippedRow):
             self.ledger.move(number, State.SKIPPED)
+            self.scheduler.pass_over(number)
             self._costs["skipped"] += 1
             return
         self.scheduler.admit(number)

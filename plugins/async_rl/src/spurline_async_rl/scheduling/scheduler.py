@@ -163,7 +163,7 @@ class Scheduler:
         return self._left_out
 
     def _settle_pending(self, draw: int) -> None:
-        assert draw == min(self._pending, default=draw), f"draw {draw} comes before {sorted(self._pending)}"
+        assert draw == min(self._pending, default=draw), f"draw {draw} cannot start before {sorted(self._pending)}"
         self._pending.discard(draw)
 
     def _draws_used_up(self) -> bool:

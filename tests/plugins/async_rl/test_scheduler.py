@@ -1,0 +1,153 @@
+"""The scheduler by examples: what may start, what may be taken, and what each setting changes in that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spurline_async_rl.scheduling.limits import SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import Scheduler
+
+
+def make(**changes: Any) -> Scheduler:
+    defaults: dict[str, Any] = {
+        "max_staleness": 1,
+        "batch_size": 2,
+        "max_running": 4,
+        "order": "window",
+        "at_bound": "wait",
+        "draw_limit": 16,
+        "num_batches": 10,
+    }
+    return Scheduler(SchedulerLimits(**{**defaults, **changes}))
+
+
+def admit_all(scheduler: Scheduler, first: int = 0) -> list[int]:
+    """Start groups while that is allowed; their draws."""
+    draws: list[int] = []
+    while scheduler.may_admit():
+        draws.append(first + len(draws))
+        scheduler.admit(draws[-1])
+    return draws
+
+
+def finish(scheduler: Scheduler, *draws: int) -> None:
+    for draw in draws:
+        scheduler.finish(draw)
+
+
+def test_groups_start_for_as_many_batches_as_their_tokens_may_be_updates_old():
+    scheduler = make(max_running=100)
+    assert admit_all(scheduler) == [0, 1, 2, 3]
+    finish(scheduler, 0, 1, 2, 3)
+    scheduler.take()
+    assert not scheduler.may_admit()
+    scheduler.publish(1)
+    assert admit_all(scheduler, 4) == [4, 5]
+
+
+def test_no_more_groups_run_than_there_are_places():
+    scheduler = make(max_running=3)
+    assert admit_all(scheduler) == [0, 1, 2]
+    scheduler.finish(1)
+    assert admit_all(scheduler, 3) == [3]
+
+
+def test_the_last_batch_leaves_nothing_over():
+    scheduler = make(num_batches=1)
+    assert admit_all(scheduler) == [0, 1]
+
+
+def test_in_a_window_a_finished_group_overtakes_one_that_can_still_be_trained_in_time():
+    scheduler = make()
+    admit_all(scheduler)
+    finish(scheduler, 1, 3)
+    assert scheduler.next_batch() == [1, 3]
+
+
+def test_in_a_window_the_batch_waits_for_a_group_that_would_become_too_old():
+    scheduler = make()
+    admit_all(scheduler)
+    finish(scheduler, 1, 3)
+    scheduler.take()
+    scheduler.publish(1)
+    assert admit_all(scheduler, 4) == [4, 5]
+    finish(scheduler, 2, 4, 5)
+    assert scheduler.next_batch() is None
+    scheduler.finish(0)
+    assert scheduler.take() == [0, 2]
+
+
+def test_with_masks_the_batch_takes_what_is_finished():
+    scheduler = make(at_bound="mask")
+    admit_all(scheduler)
+    finish(scheduler, 1, 3)
+    scheduler.take()
+    scheduler.publish(1)
+    admit_all(scheduler, 4)
+    finish(scheduler, 2, 4)
+    assert scheduler.next_batch() == [2, 4]
+
+
+def test_first_in_first_out_waits_for_the_earliest_draw():
+    scheduler = make(order="fifo")
+    admit_all(scheduler)
+    finish(scheduler, 1, 2, 3)
+    assert scheduler.next_batch() is None
+    scheduler.finish(0)
+    assert scheduler.take() == [0, 1]
+
+
+@pytest.mark.parametrize("order", ["fifo", "window"])
+def test_a_group_left_out_makes_way_for_another(order: str):
+    scheduler = make(order=order, max_staleness=0)
+    admit_all(scheduler)
+    scheduler.leave_out(0, can_fill=True)
+    assert admit_all(scheduler, 2) == [2]
+    finish(scheduler, 1, 2)
+    assert scheduler.take() == [1, 2]
+
+
+def test_when_draws_are_used_up_the_earliest_ones_left_out_fill_the_batch():
+    scheduler = make(max_staleness=0, draw_limit=4)
+    admit_all(scheduler)
+    for draw in (0, 1):
+        scheduler.leave_out(draw, can_fill=draw == 1)
+    assert admit_all(scheduler, 2) == [2, 3]
+    scheduler.finish(2)
+    assert scheduler.next_batch() is None
+    scheduler.leave_out(3, can_fill=True)
+    assert not scheduler.is_exhausted()
+    assert scheduler.take() == [1, 2]
+    assert scheduler.fillers == []
+
+
+def test_when_too_few_of_all_draws_can_be_trained_on_the_batch_cannot_be_filled():
+    scheduler = make(max_staleness=0, draw_limit=2)
+    admit_all(scheduler)
+    scheduler.leave_out(0)
+    scheduler.finish(1)
+    assert scheduler.next_batch() is None
+    assert scheduler.is_exhausted()
+
+
+def test_rows_that_cannot_be_used_do_not_use_up_draws():
+    scheduler = make(max_staleness=0, draw_limit=2)
+    for draw in range(50):
+        scheduler.admit(draw)
+        scheduler.leave_out(draw, counts=False)
+    assert admit_all(scheduler, 50) == [50, 51]
+
+
+def test_after_a_restart_first_in_first_out_waits_for_groups_that_have_not_started_again():
+    scheduler = make(order="fifo", max_running=1)
+    scheduler.restore([(2, 0), (3, 0)], fillers=[], left_out=0, pending=[0, 1])
+    assert scheduler.next_batch() is None
+    with pytest.raises(AssertionError, match=r"draw 4 cannot start before \[0, 1\]"):
+        scheduler.admit(4)
+    scheduler.pass_over(0)
+    scheduler.admit(1)
+    assert scheduler.next_batch() is None
+    scheduler.finish(1)
+    assert scheduler.take() == [1, 2]
