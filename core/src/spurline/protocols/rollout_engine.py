@@ -54,14 +54,15 @@ class GenerationResult:
 
     token_ids: int32 [A], the end token included.
     logprobs: float32 [A], of the distribution sampled from (after temperature, top-p and top-k).
-    raw_logprobs: float32 [A], of the model's own distribution (temperature 1, all tokens).
+    raw_logprobs: float32 [A], of the model's own distribution (temperature 1, all tokens); None from an engine that
+    does not know them.
     versions: int32 [A], the version of the weights each token came from.
     finish_reason: `stop` at an end token or stop text, `length` at the limit of tokens or context.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    raw_logprobs: NDArray[np.float32]
+    raw_logprobs: NDArray[np.float32] | None
     versions: NDArray[np.int32]
     finish_reason: FinishReason
 

@@ -48,8 +48,9 @@ class RolloutEngineContract:
             count = len(result.token_ids)
             assert 1 <= count <= 12
             assert [result.token_ids.dtype, result.versions.dtype] == [np.int32, np.int32]
-            assert [result.logprobs.dtype, result.raw_logprobs.dtype] == [np.float32, np.float32]
-            assert [len(result.logprobs), len(result.raw_logprobs), len(result.versions)] == [count] * 3
+            logprobs = [part for part in (result.logprobs, result.raw_logprobs) if part is not None]
+            assert {part.dtype for part in logprobs} == {np.dtype(np.float32)}
+            assert {len(part) for part in (*logprobs, result.versions)} == {count}
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
     def test_logprobs_are_those_of_the_sampled_distribution(self, tiny_model: Path, temperature: float) -> None:
@@ -57,7 +58,7 @@ class RolloutEngineContract:
         for asked, result in zip(requests, self.generate(tiny_model, requests), strict=True):
             for divisor, got in ((temperature, result.logprobs), (1.0, result.raw_logprobs)):
                 expected = model_logprobs(tiny_model, asked.prompt_ids, result.token_ids.tolist(), divisor)
-                assert np.abs(got - expected).max() <= self.logprob_tolerance
+                assert got is None or np.abs(got - expected).max() <= self.logprob_tolerance
 
     def test_temperature_zero_takes_the_likeliest_token_each_time(self, tiny_model: Path) -> None:
         requests = [request(prompt, temperature=0.0) for prompt in PROMPTS]
@@ -68,7 +69,7 @@ class RolloutEngineContract:
         (result,) = self.generate(tiny_model, [request(PROMPTS[0], top_k=1)])
         assert result.token_ids.tolist() == greedy(tiny_model, PROMPTS[0], 12)
         assert not result.logprobs.any()
-        assert (result.raw_logprobs < 0).all()
+        assert result.raw_logprobs is None or (result.raw_logprobs < 0).all()
 
     def test_the_seed_decides_what_is_sampled(self, tiny_model: Path) -> None:
         requests = [request(PROMPTS[0], seed=seed, temperature=2.0) for seed in (5, 5, 6, 7)]

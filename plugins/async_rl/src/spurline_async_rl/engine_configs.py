@@ -13,7 +13,8 @@ class PoolConfig(ComponentConfig):
     """Base of engines of which there may be several."""
 
     engines: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
-    """How many; requests go to the one with least to do, those of one prompt to the same one where that costs little."""
+    """How many; requests go to the one with least to do, those of one prompt to the same one where that costs
+    little."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=900.0, gt=0)
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)

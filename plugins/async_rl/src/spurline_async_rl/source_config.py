@@ -139,5 +139,6 @@ class RecordedRolloutsConfig(AsyncRolloutsConfig):
         yield from super().problems(run)
         if run.data.eval:
             yield Problem(
-                "name", f"is {self.name}, which generates nothing, so it cannot evaluate. Remove data.eval for this run."
+                "name",
+                f"is {self.name}, which generates nothing and so cannot evaluate. Remove data.eval for this run.",
             )

@@ -37,7 +37,8 @@ class DiskSyncConfig(WeightSyncConfig):
 
     name: str = "disk"
     folder: Annotated[str | None, OnResume.FREE] = None
-    """Where the files are written; null is `weights` in the run directory."""
+    """Where the files are written; null is `weights` in the run directory. What a killed run left there, files named
+    `spurline-weights-*`, is removed, so runs do not share a folder."""
 
 
 class NcclSyncConfig(WeightSyncConfig):

@@ -234,14 +234,10 @@ class InProcessEngine:
     def _make_decoder(self) -> Decoder:
         model = self._open_model()
 
+        limits = {"max_rows": self._config.max_batch, "max_cache_tokens": self._config.max_cache_tokens}
+
         def make(rows_per_pass: int | None) -> Decoder:
-            return Decoder(
-                model,
-                self._tokenizer,
-                max_rows=self._config.max_batch,
-                max_cache_tokens=self._config.max_cache_tokens,
-                rows_per_pass=rows_per_pass,
-            )
+            return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass)
 
         return probed_decoder(make, deterministic=self._config.deterministic)
 

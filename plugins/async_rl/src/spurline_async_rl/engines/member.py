@@ -23,7 +23,8 @@ class EngineDiedError(RunFailedError):
 class Progress:
     """What has come of one response so far. The member adds to it while it generates, so that it survives the member.
 
-    All four have the same length; fields as of GenerationResult.
+    All have the same length; only raw_logprobs stays shorter where an engine cannot tell them. Fields as of
+    GenerationResult.
     """
 
     token_ids: list[int] = field(default_factory=list[int])

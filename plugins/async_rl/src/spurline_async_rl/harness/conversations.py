@@ -54,9 +54,7 @@ class Conversations:
             chat.add(*messages[start:])
             return chat, key
         self.num_begun += 1
-        chat = ChatFront(
-            self._policy, self._tokenizer, messages, tools=tools, history=self._history, where=self._where
-        )
+        chat = ChatFront(self._policy, self._tokenizer, messages, tools=tools, history=self._history, where=self._where)
         return chat, key
 
     def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
+from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.scheduling.scheduler import Scheduler
 
 _SHOWN = 8
@@ -59,9 +60,10 @@ class ObservedEngine:
         return lines
 
     def _holder(self, name: str) -> str:
-        holder_of = getattr(self._engine, "holder_of", None)
-        holder = holder_of(name) if holder_of is not None else None
-        return f"with {holder}" if holder else "waiting for an engine" if holder_of else "with the engine"
+        if not isinstance(self._engine, EnginePool):
+            return "with the engine"
+        holder = self._engine.holder_of(name)
+        return f"with {holder}" if holder else "waiting for an engine"
 
 
 def stall_report(

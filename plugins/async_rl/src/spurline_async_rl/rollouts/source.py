@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from spurline.builtin.rollouts.draws import Draw
 from spurline.builtin.rollouts.group_collection import Collected
@@ -24,6 +24,7 @@ from spurline.protocols.weight_sync import SyncReport, WeightSync
 from spurline.rl.group_runner import Outcome
 from spurline.rl.quarantine import SkippedRow
 from spurline.run_context import SourceContext
+from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.rollouts.loop_thread import LoopThread
 from spurline_async_rl.rollouts.producer import Producer
 from spurline_async_rl.rollouts.recording import record_groups
@@ -76,8 +77,9 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.resume(self._updates)
         self._producer.scheduler.taken = self._updates
         self._sync = self._weight_sync()
-        if hasattr(self._engine, "on_awaiting_weights"):
-            cast("Any", self._engine).on_awaiting_weights = self._changed.set
+        if isinstance(self._engine, EnginePool):
+            self._engine.on_awaiting_weights = self._changed.set
+        self._start_engines()
         self._advance()
         self._taken_at = time.perf_counter()
         self._loop.call(self._producer.start)
@@ -87,6 +89,8 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("wait")
         collected, retries = self._wait_for_groups(step)
         self._timeline.ended("wait")
+        # Looking back and laying out are a part of it.
+        self._timeline.began("train")
         waited = time.perf_counter() - begin
         generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
         masked = 0
@@ -99,7 +103,6 @@ class AsyncRolloutSource(PromptSource):
         levels = self._loop.call(self._levels)
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
         times = {"time/wait_rollouts": waited, "time/generating": generating}
-        self._timeline.began("train")
         return replace(batch, info={**batch.info, **ages, **levels, **times})
 
     def epoch(self, step: int) -> float:
@@ -168,7 +171,7 @@ class AsyncRolloutSource(PromptSource):
             taken = watchdog.result(self._loop.submit(self._producer.take, step), step)
             if taken is not None:
                 return taken
-            awaiting = cast("Sequence[TakesWeights]", getattr(self._engine, "awaiting_weights", ()))
+            awaiting = self._engine.awaiting_weights if isinstance(self._engine, EnginePool) else ()
             if awaiting:
                 self._publish(awaiting)
             watchdog.wait(self._changed, step)
@@ -190,6 +193,12 @@ class AsyncRolloutSource(PromptSource):
                 ]
             )
         return registry.create("weight_sync", choose_sync(self._config.weight_sync, engine, registry), run=run)
+
+    def _start_engines(self) -> None:
+        """Before the first publish, whose time limit is about sending weights alone."""
+        if isinstance(self._engine, EnginePool):
+            limit = self._engine.longest_start_s + _GRACE_S
+            self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._config.engine.name}'")
 
     def _advance(self) -> SyncReport:
         """Every engine generates with the weights as they are now; more groups may start."""

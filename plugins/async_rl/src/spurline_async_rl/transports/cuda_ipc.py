@@ -43,7 +43,7 @@ class CudaIpcSync(BucketSync):
     def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
         device = torch.cuda.current_device()
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-        for held in cut(weights, self._config.bucket_mb << 20):
+        for held in cut(weights, self.max_bucket_bytes):
             places = tuple(place_of(name, tensor) for name, tensor in held)
             # They must live until every engine has copied them: a handle does not keep its memory.
             tensors = [tensor.detach().to(device).contiguous() for _, tensor in held]
@@ -64,7 +64,7 @@ def read_handles(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
             "one. Set source.weight_sync: nccl."
         )
     # Written by the trainer that started this engine; a server does not offer this transport.
-    handles = pickle.loads(base64.b64decode(bucket.where[_HANDLES]))
+    handles = pickle.loads(base64.b64decode(bucket.where[_HANDLES]))  # noqa: S301
     for place, arguments in zip(bucket.places, handles, strict=True):
         rebuilt = [*arguments]
         rebuilt[_DEVICE_ARGUMENT] = device

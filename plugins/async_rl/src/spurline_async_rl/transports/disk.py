@@ -45,7 +45,7 @@ class DiskSync(BucketSync):
     def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
         self._folder.mkdir(parents=True, exist_ok=True)
         _remove_files(self._folder)
-        for number, held in enumerate(cut(weights, self._config.bucket_mb << 20)):
+        for number, held in enumerate(cut(weights, self.max_bucket_bytes)):
             path = self._folder / f"{_PREFIX}{version}-{number}.safetensors"
             places = tuple(place_of(name, tensor) for name, tensor in held)
             try:

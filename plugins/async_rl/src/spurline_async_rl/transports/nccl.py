@@ -46,7 +46,7 @@ class NcclSync(BucketSync):
         return await super().publish(version, backend, engines)
 
     def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
-        for held in cut(weights, self._config.bucket_mb << 20):
+        for held in cut(weights, self.max_bucket_bytes):
             where: dict[str, Any] = {}
             if self._group is None:
                 where["init"] = self._meeting_point()

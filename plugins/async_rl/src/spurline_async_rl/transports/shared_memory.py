@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from multiprocessing.shared_memory import SharedMemory
 
@@ -64,7 +65,8 @@ class SharedMemorySync(BucketSync):
         if self._segment is None or self._segment.size < end:
             self.close()
             # SharedMemory tells the resource tracker, a process of its own, which outlives a kill of this one.
-            self._segment = SharedMemory(create=True, size=max(self.max_bucket_bytes, end))
+            name = f"spurline-{os.getpid()}-{secrets.token_hex(4)}"
+            self._segment = SharedMemory(name, create=True, size=max(self.max_bucket_bytes, end))
         descriptor = _open(self._segment.name)
         try:
             # Pages come only now. Without asking for them, a full /dev/shm would kill this process with SIGBUS.

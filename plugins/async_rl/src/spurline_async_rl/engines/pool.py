@@ -1,0 +1,225 @@
+"""Several engines behind one object, which stays when they come and go.
+
+Place on the way: environments -> request -> the engine that suits it -> result; weights -> every engine. A dead engine
+is started anew, waits for the current weights, and meanwhile others go on with its requests from their tokens so far.
+What one engine does and may not do too long is `pooled_engine.py`; how it is reached is a member's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.builtin.in_process.row import check_request
+from spurline.errors import DataError, RunFailedError, SpurlineError
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights, WeightBucket
+from spurline_async_rl.engine_configs import PoolConfig
+from spurline_async_rl.engines.continuation import Continuation
+from spurline_async_rl.engines.member import EngineDiedError, EngineMember, Progress
+from spurline_async_rl.engines.pooled_engine import PooledEngine
+from spurline_async_rl.engines.routing import Router
+
+
+class EnginePool:
+    """A `RolloutEngine` that `TakesWeights`.
+
+    make_member: from an engine's number, one that has not been started; called anew after every death.
+    transports: as of `TakesWeights`, known before any engine is.
+
+    Engines are started by the first call of any method but `close`. Requests wait until an engine has weights of a
+    known version, that is, until the first update: how long is up to whoever trains.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        make_member: Callable[[int], EngineMember],
+        *,
+        transports: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.transports = transports
+        self.on_awaiting_weights: Callable[[], None] | None = None
+        """Called on the event loop when an engine has been started and awaits weights; then look at
+        `awaiting_weights`, and publish to them from the thread that owns the backend."""
+        self._config = config
+        self._make_member = make_member
+        self._tokenizer = tokenizer
+        self._engines: list[PooledEngine] = []
+        self._lives: list[asyncio.Task[None]] = []
+        self._updating: Sequence[PooledEngine] = ()
+        self._holders: dict[str, PooledEngine] = {}
+        self._router = Router()
+        self._change = asyncio.Event()
+        self._deaths = 0
+        self._has_started = False
+        self._is_paused = False
+        self._failure: Exception | None = None
+
+    @property
+    def awaiting_weights(self) -> Sequence[TakesWeights]:
+        """Engines that generate nothing until they alone, or all, get weights. May be read on any thread."""
+        return [engine for engine in self._engines if engine.state == "awaiting" and not engine.is_updating]
+
+    def holder_of(self, name: str) -> str | None:
+        """The engine that has the request of this name; None when none has. May be called on any thread."""
+        engine = self._holders.get(name)
+        return None if engine is None else engine.name
+
+    @property
+    def longest_start_s(self) -> float:
+        """Seconds that `start` may take by its own limits."""
+        return self._config.start_timeout_s * (self._config.max_restarts + 1)
+
+    async def start(self) -> None:
+        """Return when every engine has been started. Raises RunFailedError when they cannot be."""
+        self._open()
+        # Ends: every start has a time limit, and the number of starts has one.
+        await self._until("start", lambda: all(engine.state in ("awaiting", "ready") for engine in self._engines))
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        check_request(request)
+        self._check(request.name)
+        self._open()
+        response = Continuation(request, self._tokenizer)
+        while True:
+            engine = await self._engine_for(request)
+            self._holders[request.name] = engine
+            progress = Progress()
+            try:
+                reason = await engine.generate(response.rest(), progress)
+            except EngineDiedError:
+                # Told by `_keep_alive`; here it only means that another engine goes on.
+                reason = None
+            except DataError:
+                if not response.has_tokens:
+                    raise
+                # The prompt was all right, so it is the tokens so far that fill the model's context.
+                return response.result("length")
+            finally:
+                self._holders.pop(request.name, None)
+            result = response.add(progress, reason)
+            if result is not None:
+                return result
+
+    async def pause(self) -> None:
+        self._check("pause")
+        self._open()
+        self._is_paused = True
+        await _all(engine.pause() for engine in self._engines if engine.state == "ready")
+
+    async def resume(self) -> None:
+        self._check("resume")
+        self._is_paused = False
+        await _all(engine.resume() for engine in self._engines)
+        self._changed()
+
+    async def begin_update(self, version: int) -> None:
+        """Every engine that has been started takes part; one that dies on the way is started anew without the others'
+        waiting for it. With the first update all do."""
+        if not self._has_started:
+            await self.start()
+            self._has_started = True
+        # Ends as in `start`.
+        await self._until("begin_update", lambda: bool(self._started()))
+        self._updating = self._started()
+        await self._update(engine.begin_update(version) for engine in self._updating)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await self._update(engine.load_bucket(bucket) for engine in self._updating)
+
+    async def finish_update(self, version: int) -> None:
+        await self._update(engine.finish_update(version) for engine in self._updating)
+
+    async def close(self) -> None:
+        self._fail(RunFailedError("they were closed"))
+        # Ends: closing an engine has a time limit.
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+    def _open(self) -> None:
+        if not self._engines and self._failure is None:
+            self._engines = [self._new_engine(number) for number in range(self._config.engines)]
+            self._lives = [asyncio.create_task(self._keep_alive(number)) for number in range(self._config.engines)]
+
+    def _new_engine(self, number: int) -> PooledEngine:
+        return PooledEngine(self._make_member(number), self._config, self._changed)
+
+    async def _keep_alive(self, number: int) -> None:
+        """One engine after another, until they have died too often."""
+        try:
+            while self._failure is None:
+                engine = self._engines[number]
+                try:
+                    reason = await engine.live()
+                finally:
+                    await engine.close()
+                if self._failure is None:
+                    self._count_death(reason)
+                    self._engines[number] = self._new_engine(number)
+        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who asks)
+            self._fail(error)
+
+    def _count_death(self, reason: str) -> None:
+        """Raises RunFailedError when it was one too many."""
+        self._deaths += 1
+        if self._deaths > self._config.max_restarts:
+            raise RunFailedError(
+                f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
+                f"{self._config.max_restarts}); the last one: {reason}"
+            )
+
+    async def _engine_for(self, request: GenerationRequest) -> PooledEngine:
+        while True:
+            self._check(request.name)
+            ready = [engine for engine in self._engines if engine.state == "ready"]
+            if ready and not self._is_paused:
+                return self._router.choose(request.name, ready)
+            await self._change.wait()
+
+    def _started(self) -> list[PooledEngine]:
+        return [engine for engine in self._engines if engine.state in ("awaiting", "ready")]
+
+    async def _update(self, parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Raises RunFailedError when no engine is left in the update, and not only because they happened to die: an
+        engine that is started anew awaits the weights, so that nothing is ever generated with older ones."""
+        await _all(parts)
+        refusals = [engine.reason for engine in self._updating if engine.has_refused]
+        self._updating = [engine for engine in self._updating if engine.state != "dead"]
+        if refusals and not self._updating:
+            raise RunFailedError(f"No engine takes the new weights: {'; '.join(refusals)}")
+
+    async def _until(self, who: str, condition: Callable[[], bool]) -> None:
+        while True:
+            self._check(who)
+            if condition():
+                return
+            await self._change.wait()
+
+    def _changed(self) -> None:
+        # Whoever waits is woken; whoever waits from now on gets a new one.
+        self._change.set()
+        self._change = asyncio.Event()
+        if self.on_awaiting_weights is not None and self.awaiting_weights:
+            self.on_awaiting_weights()
+
+    def _check(self, who: str) -> None:
+        """A new error for each who waits: an exception raised in several tasks would mix up their tracebacks."""
+        if self._failure is not None:
+            kind = "" if isinstance(self._failure, SpurlineError) else f"{type(self._failure).__name__}: "
+            raise RunFailedError(f"{who}: the rollout engines have ended: {kind}{self._failure}") from self._failure
+
+    def _fail(self, failure: Exception) -> None:
+        """Nobody is left waiting, now or later, and every engine ends."""
+        if self._failure is None:
+            self._failure = failure
+            for life in self._lives:
+                if life is not asyncio.current_task():
+                    life.cancel()
+        self._changed()
+
+
+async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*parts)

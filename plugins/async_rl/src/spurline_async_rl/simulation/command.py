@@ -1,0 +1,111 @@
+"""The `spurline simulate` command: what would this config give on engines and a trainer of these speeds?
+
+Mounted by entry point; imports the model only inside the command, so that `spurline --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from spurline.config.loading import LoadedConfig
+    from spurline_async_rl.simulation.prediction import Knobs
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+_GROUPS_SIMULATED = 1500
+_FEWEST_STEPS, _MOST_STEPS = 12, 60
+
+
+@app.command()
+def simulate(
+    config: Annotated[Path, typer.Argument(help="Run config with source async_rollouts: a YAML or TOML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. source.max_staleness=1."),
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Earlier run whose measured times are used.")
+    ] = None,
+    group_seconds: Annotated[
+        float | None, typer.Option(min=1e-6, help="Mean time of a group, from its start to its slowest attempt's end.")
+    ] = None,
+    sigma: Annotated[float, typer.Option(min=0, max=4, help="Spread of group times: sigma of their logarithm.")] = 0.0,
+    stragglers: Annotated[
+        str | None,
+        typer.Option(metavar="SHARExFACTOR", help="Groups that take longer: 0.01x10 is 1% ten times as long."),
+    ] = None,
+    saturation: Annotated[
+        int | None, typer.Option(min=1, help="Groups that saturate one engine; by default as many as the config runs.")
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(min=1e-6, help="Time of one step beside waiting and publishing.")
+    ] = None,
+    publish_seconds: Annotated[float | None, typer.Option(min=0, help="Time to publish the weights.")] = None,
+    pause_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Part of it in which engines stand still; by default all of it.")
+    ] = None,
+    left_out: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Groups that zero_variance: refill replaces.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="Steps to simulate for each choice; by default some 1,500 groups' worth.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw timeline and curves.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+) -> None:
+    """Predict throughput, staleness and idle time of an asynchronous run, and recommend settings.
+
+    Runs the scheduler of source async_rollouts on a virtual clock. Times come from an earlier run (--from), from the
+    options, or from both, where options win.
+    """
+    from rich.console import Console
+
+    from spurline.config.loading import load_config
+    from spurline_async_rl.simulation.comparison import compare
+    from spurline_async_rl.simulation.given import GivenNumbers, given_workload
+    from spurline_async_rl.simulation.page import write_page
+    from spurline_async_rl.simulation.table import print_comparison
+
+    loaded = load_config(config, overrides or [])
+    knobs = knobs_of(loaded)
+    numbers = GivenNumbers(
+        from_run, group_seconds, sigma, stragglers, saturation, step_seconds, publish_seconds, pause_seconds, left_out
+    )
+    workload = given_workload(numbers, knobs, loaded.origin)
+    num_steps = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _GROUPS_SIMULATED // knobs.batch_size))
+    with Console(stderr=True).status("Simulating ..."):
+        comparison = compare(workload, knobs, num_steps)
+    if as_json:
+        typer.echo(json.dumps(comparison.as_json(), indent=2))
+    else:
+        print_comparison(comparison)
+    if plot is not None:
+        typer.echo(f"plots: {write_page(plot, comparison, loaded.resolved())}", err=as_json)
+
+
+def knobs_of(loaded: LoadedConfig) -> Knobs:
+    """What the config chooses. Raises UserError for a run of another source."""
+    from spurline.errors import UserError
+    from spurline_async_rl.simulation.prediction import Knobs
+    from spurline_async_rl.source_config import AsyncRolloutsConfig
+
+    source = loaded.config.source
+    if not isinstance(source, AsyncRolloutsConfig):
+        raise UserError(
+            f"{loaded.origin}: source.name is {source.name}, but only source async_rollouts can be simulated. Add "
+            "async_rl to `plugins` and set source.name: async_rollouts; `--set source.name=async_rollouts` tries it."
+        )
+    return Knobs(
+        max_staleness=source.max_staleness,
+        batch_size=source.prompts_per_step,
+        max_running=source.groups_at_once,
+        engines=getattr(source.engine, "engines", 1),
+        publish_every=source.publish_every,
+        order=source.order,
+        at_bound=source.at_bound,
+    )

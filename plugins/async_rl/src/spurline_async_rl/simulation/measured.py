@@ -1,0 +1,160 @@
+"""Read how long things took in an earlier run: its timeline and metrics -> Workload.
+
+What the run tells of its engines is how fast groups got on with as many beside them as there were; see `_speed`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from spurline.errors import UserError
+from spurline.report.record import read_record
+from spurline_async_rl.simulation.distributions import Empirical
+from spurline_async_rl.simulation.engines import Speed
+from spurline_async_rl.simulation.workload import Outcomes, Workload, saturating
+from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, Span, StepRecord, read_timeline
+
+_FEWEST_GROUPS = 8
+_BINS = 4
+_SPREAD = 1.5
+"""How much the most groups under way have to exceed the fewest before their speeds say anything."""
+
+
+def measured_workload(run_dir: Path) -> Workload:
+    """Raises UserError when the run left too little to go by."""
+    run = read_record(run_dir)
+    records = read_timeline(run_dir / TIMELINE_FILE)
+    groups = [group for record in records for group in record.groups if group.ended > group.began]
+    train_s = _train_seconds(records)
+    if len(groups) < _FEWEST_GROUPS or not train_s:
+        raise UserError(
+            f"{run_dir}: {TIMELINE_FILE} has {len(groups)} groups and {len(records)} steps, too few to go by: at least "
+            f"{_FEWEST_GROUPS} groups and 2 steps are needed. Give the run_dir of a longer run of source "
+            "async_rollouts, or --group-seconds and --step-seconds."
+        )
+    publishes = [span for record in records for span in record.spans if span.kind == "publish"]
+    publish_s = statistics.fmean(span.ended - span.began for span in publishes) if publishes else 0.0
+    _, pauses = run.series("time/sync_pause")
+    pause_s = min(publish_s, statistics.fmean(pauses)) if pauses else publish_s
+    group_s = [_seconds(group, publishes, pause_s / publish_s if publish_s else 0.0) for group in groups]
+    engines = _engines(run.config)
+    beside = [count / engines for count in _groups_beside(groups)]
+    speed, speed_basis = _speed(groups, group_s, beside)
+    work = [seconds * speed.at(max(1, round(count))) for seconds, count in zip(group_s, beside, strict=True)]
+    states = [group.state for group in groups]
+    outcomes = Outcomes(states.count("filtered") / len(groups), states.count("quarantined") / len(groups))
+    basis = [
+        f"{len(groups):,} groups of {run_dir}, {statistics.fmean(group_s):.3g} s each on average, the longest "
+        f"{max(group_s):.3g} s; {outcomes.filtered:.1%} were left out, {outcomes.quarantined:.1%} given up",
+        f"{len(train_s):,} steps of {statistics.fmean(train_s):.3g} s beside waiting and publishing; publishing took "
+        f"{publish_s:.3g} s, during {pause_s:.3g} s of which engines stood still",
+        speed_basis,
+    ]
+    return Workload(
+        Empirical(work),
+        Empirical(train_s),
+        _batch_size(records),
+        speed,
+        outcomes,
+        publish_s - pause_s,
+        pause_s,
+        basis,
+    )
+
+
+def _train_seconds(records: Sequence[StepRecord]) -> list[float]:
+    """From step to step, without waiting, publishing and evaluating; the first one, with its cold start, left out."""
+    seconds: list[float] = []
+    for before, record in pairwise(records):
+        beside = sum(span.ended - span.began for span in record.spans if span.kind in ("wait", "publish", "evaluate"))
+        seconds.append(max(1e-3, record.until - before.until - beside))
+    return seconds
+
+
+def _seconds(group: GroupSpan, publishes: Sequence[Span], paused_share: float) -> float:
+    """Without the time that engines stood still."""
+    overlaps = (min(span.ended, group.ended) - max(span.began, group.began) for span in publishes)
+    return max(1e-3, group.ended - group.began - paused_share * sum(overlap for overlap in overlaps if overlap > 0))
+
+
+def _speed(groups: Sequence[GroupSpan], seconds: Sequence[float], beside: Sequence[float]) -> tuple[Speed, str]:
+    """How fast groups get on beside others, and what that rests on. beside: groups on the engine of each, itself too.
+
+    Where the number of groups under way varied, tokens per second are compared between few and many. Beyond the most
+    groups that were seen, engines are taken to be saturated: more of them bring nothing.
+    """
+    most = max(1, round(max(beside)))
+    rated = sorted(
+        (count, group.tokens / length)
+        for count, group, length in zip(beside, groups, seconds, strict=True)
+        if group.tokens > 0
+    )
+    if len(rated) >= 8 * _BINS and rated[-1][0] >= _SPREAD * rated[len(rated) // (2 * _BINS)][0]:
+        bins = [rated[part * len(rated) // _BINS : (part + 1) * len(rated) // _BINS] for part in range(_BINS)]
+        counts = [max(1.0, statistics.fmean(count for count, _ in found)) for found in bins]
+        rates = [statistics.fmean(rate for _, rate in found) for found in bins]
+        points = _plausible(counts, rates)
+        last, at_last = points[-1]
+        beyond = [(count, at_last * last / count) for count, _ in saturating(round(last)).points if count > last]
+        return Speed([*points, *beyond]), (
+            f"a group's speed with {points[0][0]:.3g} to {last:.3g} groups on its engine, as measured; "
+            "beyond, engines are taken to be saturated"
+        )
+    return saturating(most), (
+        f"a group is taken to be as fast as measured with up to {most} groups on its engine, the most there were; "
+        "beyond, engines are taken to be saturated"
+    )
+
+
+def _plausible(counts: Sequence[float], rates: Sequence[float]) -> list[tuple[float, float]]:
+    """Speeds relative to their mean that do not rise with the number of groups.
+
+    Where measured ones rise, those next to each other are averaged: groups that outlast the others are slow, and end
+    beside few, which says nothing about the engine.
+    """
+    pools: list[list[tuple[float, float]]] = []
+    for point in zip(counts, rates, strict=True):
+        pools.append([point])
+        while len(pools) > 1 and _mean_rate(pools[-2]) < _mean_rate(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    mean = statistics.fmean(rates)
+    points = {count: _mean_rate(pool) / mean for pool in pools for count, _ in pool}
+    return sorted(points.items())
+
+
+def _mean_rate(pool: Sequence[tuple[float, float]]) -> float:
+    return statistics.fmean(rate for _, rate in pool)
+
+
+def _groups_beside(groups: Sequence[GroupSpan]) -> list[float]:
+    """Groups under way on average during each group's time, itself among them."""
+    changes = sorted([(group.began, 1) for group in groups] + [(group.ended, -1) for group in groups])
+    times = [at for at, _ in changes]
+    running = list(accumulate(change for _, change in changes))
+    areas = [
+        0.0,
+        *accumulate((after - at) * level for at, after, level in zip(times, times[1:], running, strict=False)),
+    ]
+
+    def area(at: float) -> float:
+        place = bisect_right(times, at) - 1
+        return areas[place] + (at - times[place]) * running[place]
+
+    return [(area(group.ended) - area(group.began)) / (group.ended - group.began) for group in groups]
+
+
+def _batch_size(records: Sequence[StepRecord]) -> int:
+    return max((len(taken.draws) for record in records for taken in record.taken), default=1)
+
+
+def _engines(config: Mapping[str, Any]) -> int:
+    source = config.get("source")
+    engine = source.get("engine") if isinstance(source, dict) else None
+    engines = engine.get("engines", 1) if isinstance(engine, dict) else 1
+    return engines if isinstance(engines, int) and engines > 0 else 1

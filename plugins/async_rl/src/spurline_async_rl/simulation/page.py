@@ -1,0 +1,135 @@
+"""The page of `spurline simulate --plot`: curves over S and K, and the simulated run drawn as a real one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spurline.protocols.report_panel import ReportPanel, RunRecord
+from spurline.report.figure import Trace, figure, series_color
+from spurline.report.markup import block, caption, columns
+from spurline.report.page import write_report
+from spurline_async_rl.panel_configs import StalenessPanelConfig
+from spurline_async_rl.panels import StalenessPanel
+from spurline_async_rl.simulation.as_timeline import metrics_of, timeline_of
+from spurline_async_rl.simulation.comparison import Comparison
+from spurline_async_rl.simulation.prediction import Prediction, steady_run
+from spurline_async_rl.simulation.records import SimulatedRun
+from spurline_async_rl.timeline.figure import timeline_figure
+from spurline_async_rl.timeline.lanes import window_ending_at
+
+_STEPS_DRAWN = 8
+
+
+def write_page(out: Path, comparison: Comparison, config: Mapping[str, Any]) -> Path:
+    """Raises RunFailedError when the file cannot be written. config: the resolved one, for the page's head."""
+    current = comparison.current
+    run = steady_run(comparison.workload, current.knobs, comparison.num_steps)
+    record = RunRecord(out.absolute().with_suffix(""), metrics_of(run), config, {"status": "simulated"})
+    lines = [*comparison.lines, *(f"Rests on: {line}." for line in comparison.workload.basis)]
+    panels: list[ReportPanel] = [
+        _AdvicePanel(lines),
+        _CurvesPanel(current, comparison.found),
+        _SimulatedTimeline(run),
+        StalenessPanel(StalenessPanelConfig()),
+    ]
+    return write_report(record, panels, out)
+
+
+class _AdvicePanel:
+    title = "Prediction"
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._lines = lines
+
+    def render(self, record: RunRecord) -> str | None:
+        return block(*(caption(line) for line in self._lines), wide=True)
+
+
+class _CurvesPanel:
+    title = "Throughput by bound and groups at once"
+
+    def __init__(self, current: Prediction, found: Sequence[Prediction]) -> None:
+        self._current = current
+        self._found = found
+
+    def render(self, record: RunRecord) -> str | None:
+        return block(columns(curve_over_groups(self._found, self._current), curve_over_bounds(self._found)), wide=True)
+
+
+class _SimulatedTimeline:
+    title = "Timeline"
+
+    def __init__(self, run: SimulatedRun) -> None:
+        self._run = run
+
+    def render(self, record: RunRecord) -> str | None:
+        records = timeline_of(self._run)
+        window = window_ending_at(records, len(records) - 1, _STEPS_DRAWN)
+        head = caption(f"Steps {window.first:,} to {window.last:,} of the simulated run")
+        return block(head, timeline_figure(records, window), wide=True)
+
+
+def curve_over_groups(found: Sequence[Prediction], current: Prediction | None = None) -> str:
+    """Trained groups a second over the number of groups at once, a line for each bound."""
+    bounds = sorted({item.knobs.max_staleness for item in found})
+    traces: list[Trace] = []
+    for index, bound in enumerate(bounds):
+        points = sorted(
+            (item.knobs.max_running, item.figures.groups_per_second)
+            for item in found
+            if item.knobs.max_staleness == bound
+        )
+        traces.append(_line(f"max_staleness {bound}", points, series_color(index)))
+    if current is not None:
+        point = [(current.knobs.max_running, current.figures.groups_per_second)]
+        here = _line("the config", point, "--text")
+        traces.append(here | {"mode": "markers", "marker": {"color": "--text", "size": 11, "symbol": "circle-open"}})
+    groups = sorted({item.knobs.max_running for item in found})
+    axis = {"type": "log", "title": {"text": "Groups at once (max_concurrent_groups)"}, "tickvals": groups}
+    return _plot(traces, axis, "Trained groups per second over the number of groups at once")
+
+
+def curve_over_bounds(found: Sequence[Prediction]) -> str:
+    """The best throughput of each bound, and the mean staleness it comes with."""
+    best: dict[int, Prediction] = {}
+    for item in found:
+        bound = item.knobs.max_staleness
+        if bound not in best or item.figures.groups_per_second > best[bound].figures.groups_per_second:
+            best[bound] = item
+    ordered = sorted(best.items())
+    rates = [(bound, item.figures.groups_per_second) for bound, item in ordered]
+    rate = _line("groups per second", rates, "--series-1")
+    age = _line("mean staleness", [(bound, item.figures.mean_staleness) for bound, item in ordered], "--series-6")
+    axis = {"title": {"text": "Bound (max_staleness), each with its best number of groups at once"}, "dtick": 1}
+    muted = {"size": 12, "color": "--muted"}
+    second = {
+        "title": {"text": "Updates", "font": muted, "standoff": 10},
+        "tickfont": muted,
+        "overlaying": "y",
+        "side": "right",
+        "rangemode": "tozero",
+        "showgrid": False,
+        "tickformat": ".2~f",
+        "automargin": True,
+    }
+    return _plot([rate, age | {"yaxis": "y2"}], axis, "Throughput and staleness over the bound", yaxis2=second)
+
+
+def _line(name: str, points: Sequence[tuple[float, float]], color: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": [x for x, _ in points],
+        "y": [y for _, y in points],
+        "line": {"color": color, "width": 2},
+        "marker": {"color": color, "size": 6},
+        "hovertemplate": "%{y:.3~g}",
+    }
+
+
+def _plot(traces: Sequence[Trace], x_axis: dict[str, Any], label: str, **layout: Any) -> str:
+    y_axis = {"title": {"text": "Trained groups per second"}, "rangemode": "tozero"}
+    return figure(traces, {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "x unified"} | layout, label=label)

@@ -1,0 +1,67 @@
+"""Start vLLM's AsyncLLM, or give up on the way.
+
+Place on the way: EngineSpec -> this, on a thread -> AsyncLLM with its processes running. The one place that imports
+vLLM for an engine in this process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.vllm.engine_processes import EngineProcesses
+from spurline_async_rl.vllm.launch import EngineSpec, engine_arguments, engine_environment
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The environment, and what has been started meanwhile, belong to the whole process."""
+
+
+class EngineStart:
+    """One attempt."""
+
+    def __init__(self, spec: EngineSpec):
+        self._spec = spec
+        self._given_up = False
+        self._others: set[int | None] | None = None
+
+    def run(self) -> Any:
+        """The AsyncLLM. Blocks for a minute. Raises EngineDiedError with vLLM's own words when it cannot start."""
+        with _ONE_AT_A_TIME, engine_environment(self._spec.config):
+            from vllm import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            arguments = engine_arguments(self._spec, on_cpu=current_platform.is_cpu())
+            self._others = {child.pid for child in _engine_cores()}
+            try:
+                self._check()
+                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            except EngineDiedError:
+                raise
+            except Exception as error:
+                raise EngineDiedError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+            finally:
+                self._others = None
+        if self._given_up:
+            llm.shutdown()
+        self._check()
+        return llm
+
+    def give_up(self) -> None:
+        """Nobody wants the engine any more; what has been started for it is killed. Without effect when it is up."""
+        self._given_up = True
+        others = self._others
+        if others is not None:
+            mine = [child.pid for child in _engine_cores() if child.pid is not None and child.pid not in others]
+            if mine:
+                EngineProcesses(mine).kill()
+
+    def _check(self) -> None:
+        if self._given_up:
+            raise EngineDiedError("it was closed while it started")
+
+
+def _engine_cores() -> list[Any]:
+    return [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")]

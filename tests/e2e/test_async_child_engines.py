@@ -1,0 +1,182 @@
+"""Whole asynchronous runs with engines in processes of their own: exact, and alive after any of them is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once
+from run_helpers import assert_same_weights, deterministic, read_metrics, train_command, wait_for
+
+from spurline import Run, load_config
+from spurline.errors import RunFailedError
+from spurline.hookspecs import hookimpl
+
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+ENGINE = "spurline_async_rl.child.main"
+
+
+@pytest.fixture
+def child_config(rl_config: dict[str, Any]) -> dict[str, Any]:
+    """An asynchronous run with two child processes."""
+    rl_config["plugins"] = ["async_rl"]
+    rl_config["report"] = {"enabled": False}
+    rl_config["source"] |= {
+        "name": "async_rollouts",
+        "correction": "tis",
+        "record_groups": True,
+        "max_concurrent_groups": 4,
+        "engine": {"name": "child_process", "engines": 2, "max_restarts": 1000},
+    }
+    return rl_config
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Child engines on this machine that belong to a run of this user's tests."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline"]):
+        if ENGINE in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    return [process for process in engine_processes() if str(pid) in process.info["cmdline"]]
+
+
+def shared_memory_of(pid: int) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"spurline-{pid}-")]
+
+
+def test_engines_in_other_processes_at_zero_staleness_equal_the_synchronous_run_bit_for_bit(
+    child_config: dict[str, Any],
+) -> None:
+    source = child_config["source"]
+    del source["correction"]
+    source["engine"]["deterministic"] = True
+    source["max_staleness"] = 0
+    Run(load_config(child_config)).train()
+    kept = ("name", "max_staleness", "record_groups", "max_concurrent_groups", "engine")
+    twin = {
+        **child_config,
+        "plugins": [],
+        "run_dir": f"{child_config['run_dir']}-synchronous",
+        "source": {
+            **{name: value for name, value in source.items() if name not in kept},
+            "name": "rollouts",
+            "engine": {"name": "in_process", "deterministic": True},
+        },
+    }
+    Run(load_config(twin)).train()
+    expected = deterministic(read_metrics(twin["run_dir"]))
+    lines = deterministic(read_metrics(child_config["run_dir"]))
+    assert [{name: line[name] for name in other} for line, other in zip(lines, expected, strict=True)] == expected
+    assert_same_weights(Path(child_config["run_dir"]), Path(twin["run_dir"]))
+    assert engines_of(os.getpid()) == []
+    assert shared_memory_of(os.getpid()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained_on_once(
+    child_config: dict[str, Any],
+) -> None:
+    kills = 20 if os.environ.get("SPURLINE_SOAK") else 4
+    child_config["steps"] = 40 * kills
+    child_config["checkpoint"] = {"every_steps": 1000}
+    instants = random.Random(3)
+    killed: list[int] = []
+    trained = threading.Event()
+
+    def kill_engines() -> None:
+        while len(killed) < kills and not trained.is_set():
+            ready = [process for process in engines_of(os.getpid()) if process.pid not in killed]
+            if (Path(child_config["run_dir"]) / "metrics.jsonl").exists() and len(ready) == 2:
+                victim = instants.choice(ready)
+                killed.append(victim.pid)
+                victim.send_signal(signal.SIGKILL)
+            trained.wait(instants.uniform(0.1, 1.0))
+
+    killer = threading.Thread(target=kill_engines)
+    killer.start()
+    try:
+        Run(load_config(child_config)).train()
+    finally:
+        trained.set()
+        killer.join()
+    assert len(killed) == kills, "the run ended before all engines were killed"
+    assert_every_prompt_ended_once(child_config)
+    assert engines_of(os.getpid()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_controller_killed_again_and_again_leaves_no_process_and_no_memory_and_loses_no_prompt(
+    child_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
+) -> None:
+    kills = 20 if os.environ.get("SPURLINE_SOAK") else 3
+    (tmp_path / "modules" / "faulty_rewards.py").write_text(FAULTY_REWARDS, encoding="utf-8")
+    child_config["source"] |= {
+        "environment": {"name": "single_turn", "rewards": {"early": "faulty_rewards:fails_and_hangs"}},
+        "reward_weights": {},
+        "faults": {"retries": 1, "attempt_timeout_s": 5.0, "max_quarantined": 64},
+    }
+    child_config |= {"steps": 10 * kills, "checkpoint": {"every_steps": 3}}
+    path = write_config(child_config)
+    instants = random.Random(5)
+    metrics = Path(child_config["run_dir"]) / "metrics.jsonl"
+    for kill in range(kills):
+        written = metrics.stat().st_size if metrics.exists() else 0
+        controller = subprocess.Popen(train_command(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # Every fourth while the engines start.
+        if kill % 4 != 3:
+            wait_for(lambda: metrics.exists() and metrics.stat().st_size != written, "a first step after the start")  # noqa: B023
+        else:
+            wait_for(lambda: bool(engines_of(controller.pid)), "an engine process")  # noqa: B023
+        time.sleep(instants.uniform(0, 0.8))
+        assert controller.poll() is None, "the run ended before it could be killed"
+        controller.kill()
+        controller.wait(10)
+        wait_for(lambda: not engines_of(controller.pid), "the engines of the killed controller to end")  # noqa: B023
+        wait_for(lambda: not shared_memory_of(controller.pid), "the killed controller's shared memory to go")  # noqa: B023
+    assert Run(load_config(path)).train().status == "finished"
+    assert_every_prompt_ended_once(child_config)
+
+
+def test_a_stalled_run_names_the_engine_that_holds_a_request(
+    child_config: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    # With more, finished groups would be trained on first, and it is the next publish that would wait.
+    child_config["source"] |= {"max_staleness": 0, "watchdog_s": 1.0, "stall_timeout_s": 3.0}
+    stopped: list[psutil.Process] = []
+
+    def stop_engines(*_: object) -> None:
+        for process in engines_of(os.getpid()):
+            process.suspend()
+            stopped.append(process)
+
+    class StopAfterStep3:
+        @hookimpl
+        def on_weights_synced(self, step: int) -> None:
+            if step == 3:
+                stop_engines()
+
+    loaded = load_config(child_config)
+    loaded.host.attach(StopAfterStep3(), "stop-engines")
+    with pytest.raises(RunFailedError, match=r"No group has ended for"):
+        Run(loaded).train()
+    assert len(stopped) == 2
+    err = capfd.readouterr().err
+    assert "sample 0 turn 0: asked" in err
+    assert f"with engine 0 (process {stopped[0].pid})" in err or f"with engine 1 (process {stopped[1].pid})" in err
+    assert engines_of(os.getpid()) == []

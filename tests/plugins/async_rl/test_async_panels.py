@@ -1,0 +1,184 @@
+"""The report's panels on asynchronous rollouts."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from timelines import leave_timeline
+
+from spurline.errors import RunDirectoryError
+from spurline.plugins import PluginHost
+from spurline.protocols.report_panel import RunRecord
+from spurline.testing import ReportPanelContract
+from spurline_async_rl.panel_configs import StalenessPanelConfig, TimelinePanelConfig
+from spurline_async_rl.panels import StalenessPanel, TimelinePanel
+from spurline_async_rl.timeline.lanes import lanes_of, slowest_window, window_ending_at
+from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
+
+
+class TestTimelinePanel(ReportPanelContract):
+    def make_panel(self) -> TimelinePanel:
+        return TimelinePanel(TimelinePanelConfig())
+
+
+class TestStalenessPanel(ReportPanelContract):
+    def make_panel(self) -> StalenessPanel:
+        return StalenessPanel(StalenessPanelConfig())
+
+
+def figures(fragment: str | None) -> list[dict[str, Any]]:
+    return [json.loads(content) for content in re.findall(r'class="figure">(.*?)</script>', fragment or "")]
+
+
+def by_name(figure: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {trace["name"]: trace for trace in figure["data"]}
+
+
+def drawn(run_dir: Path, **settings: Any) -> list[dict[str, Any]]:
+    return figures(TimelinePanel(TimelinePanelConfig(**settings)).render(RunRecord(run_dir, [], {})))
+
+
+def write(run_dir: Path, *records: StepRecord) -> None:
+    (run_dir / "timeline.jsonl").write_bytes(b"".join(encode_record(record) for record in records))
+
+
+def group(draw: int, began: float, ended: float, version: int = 0, **changes: Any) -> GroupSpan:
+    return GroupSpan(
+        **{
+            "draw": draw,
+            "began": began,
+            "ended": ended,
+            "version": version,
+            "state": "buffered",
+            "tokens": 5,
+            "oldest": version,
+            "newest": version,
+        }
+        | changes
+    )
+
+
+def test_both_panels_are_on_every_report_while_the_plugin_is_enabled() -> None:
+    entries = PluginHost.load(["async_rl"]).registry.entries("async_rl")
+    assert {entry.name for entry in entries if entry.kind == "report_panel"} == {"rollout_timeline", "staleness"}
+
+
+def test_groups_are_coloured_by_the_age_of_their_oldest_token_when_they_were_trained(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        StepRecord(1, 2.0, (group(0, 0.0, 1.0), group(1, 0.0, 1.5, state="filtered")), (), (), (Taken(1, 1.0, (0,)),)),
+        StepRecord(2, 4.0, (group(2, 1.0, 3.0, newest=1), group(3, 3.0, 3.5, 1)), (), (), (Taken(2, 3.0, (2,)),)),
+    )
+    (figure,) = drawn(tmp_path)
+    bars = by_name(figure)
+    assert bars.keys() == {"staleness 0", "staleness 1", "not trained by then", "left out"}
+    assert (bars["staleness 0"]["base"], bars["staleness 0"]["x"]) == ([0.0], [1.0])
+    assert (bars["staleness 1"]["base"], bars["staleness 1"]["x"], bars["staleness 1"]["y"]) == ([1.0], [2.0], [1])
+    assert "tokens of 0 to 1; trained at step 2" in bars["staleness 1"]["hovertext"][0]
+
+
+def test_a_window_counts_seconds_from_its_beginning(tmp_path: Path) -> None:
+    late = 400_000.0
+    write(
+        tmp_path,
+        StepRecord(1, late, (), (Span("train", late - 1, late),)),
+        StepRecord(2, late + 2, (group(1, late + 0.125, late + 1.375),), (Span("wait", late, late + 0.5),)),
+    )
+    (figure,) = drawn(tmp_path, steps=1)
+    bars = by_name(figure)
+    assert bars["not trained by then"]["base"] == [0.125]
+    assert bars["waiting for a batch"]["x"] == [0.5]
+    assert "training" not in bars
+    assert figure["layout"]["xaxis"]["range"] == [0.0, 2.0]
+
+
+def test_a_long_run_shows_its_last_steps_and_those_around_the_longest_wait(tmp_path: Path) -> None:
+    records = [
+        StepRecord(step, 2.0 * step, (), (Span("wait", 2.0 * step - 0.1, 2.0 * step),)) for step in range(1, 101)
+    ]
+    records[39] = StepRecord(40, 80.0, (), (Span("wait", 78.0, 80.0),))
+    write(tmp_path, *records)
+    fragment = TimelinePanel(TimelinePanelConfig()).render(RunRecord(tmp_path, [], {}))
+    assert len(figures(fragment)) == 2
+    assert "At the end: Steps 93 to 100. The loop waited for batches in 5.0% of the time" in str(fragment)
+    assert "Around the longest wait: Steps 35 to 42" in str(fragment)
+    chosen = TimelinePanel(TimelinePanelConfig(last_step=50, steps=4)).render(RunRecord(tmp_path, [], {}))
+    assert "Steps 47 to 50" in str(chosen)
+
+
+def test_a_window_of_many_groups_has_fewer_steps(tmp_path: Path) -> None:
+    groups = tuple(group(draw, 0.0, 1.0) for draw in range(700))
+    records = [StepRecord(step, float(step), groups) for step in range(1, 9)]
+    assert (window_ending_at(records, 7, 8).first, window_ending_at(records, 7, 8).last) == (7, 8)
+    assert slowest_window(records[:1], 8).first == 1
+
+
+def test_no_two_groups_share_a_lane_at_the_same_time(tmp_path: Path) -> None:
+    leave_timeline(tmp_path / "timeline.jsonl", max_running=5)
+    records = read_timeline(tmp_path / "timeline.jsonl")
+    spans = lanes_of(records, window_ending_at(records, len(records) - 1, 100))
+    assert len(spans) == sum(len(record.groups) for record in records)
+    by_lane: dict[int, list[GroupSpan]] = {}
+    for span in spans:
+        by_lane.setdefault(span.lane, []).append(span.group)
+    assert by_lane.keys() == set(range(5))
+    for groups in by_lane.values():
+        for before, after in pairwise(groups):
+            assert before.ended <= after.began
+
+
+def test_lanes_beyond_those_drawn_are_counted(tmp_path: Path) -> None:
+    write(tmp_path, StepRecord(1, 2.0, tuple(group(draw, 0.0, 1.0) for draw in range(200))))
+    fragment = TimelinePanel(TimelinePanelConfig()).render(RunRecord(tmp_path, [], {}))
+    assert "128 of 200 lanes are drawn" in str(fragment)
+    assert len(by_name(figures(fragment)[0])["not trained by then"]["y"]) == 128
+
+
+def test_a_spoilt_timeline_is_named(tmp_path: Path) -> None:
+    (tmp_path / "timeline.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(RunDirectoryError, match=r"timeline\.jsonl:1"):
+        drawn(tmp_path)
+
+
+def staleness(*metrics: dict[str, float], config: dict[str, Any] | None = None) -> str:
+    lines = [{"step": step, **line} for step, line in enumerate(metrics, start=1)]
+    return StalenessPanel(StalenessPanelConfig()).render(RunRecord(Path("/nonexistent"), lines, config or {})) or ""
+
+
+def test_tokens_are_counted_by_age_over_the_whole_run() -> None:
+    fragment = staleness(
+        {"staleness/tokens_0": 10, "staleness/tokens_1": 0},
+        {"staleness/tokens_0": 10, "staleness/tokens_1": 20},
+        config={"source": {"max_staleness": 2}},
+    )
+    (histogram,) = figures(fragment)
+    assert histogram["data"][0]["x"] == [0, 1]
+    assert histogram["data"][0]["y"] == [0.5, 0.5]
+    assert histogram["data"][0]["customdata"] == [20.0, 20.0]
+    assert "0.5 updates old on average, 1 at most (max_staleness: 2)" in fragment
+
+
+def test_waiting_is_drawn_as_a_share_of_the_step() -> None:
+    fragment = staleness(
+        {"staleness/tokens_0": 1, "time/wait_rollouts": 0.5, "time/sync": 0.25, "time/step": 2.0, "async/buffered": 3},
+        {"staleness/tokens_0": 1, "time/wait_rollouts": 0.5, "time/sync": 0.25, "time/step": 1.0, "async/buffered": 4},
+    )
+    traces = {name: trace for figure in figures(fragment)[1:] for name, trace in by_name(figure).items()}
+    assert traces["waiting for a batch"]["y"] == [0.25, 0.5]
+    assert traces["publishing weights"]["y"] == [0.125, 0.25]
+    assert traces["finished, untrained"]["y"] == [3, 4]
+
+
+@pytest.mark.parametrize(("kinds", "band"), [(("publish",), [1.0, 1.5]), (("publish", "pause"), [1.25, 1.5])])
+def test_bands_show_when_engines_stood_still_as_far_as_it_is_known(
+    tmp_path: Path, kinds: tuple[str, ...], band: list[float]
+) -> None:
+    spans = {"publish": Span("publish", 1.0, 1.5), "pause": Span("pause", 1.25, 1.5)}
+    write(tmp_path, StepRecord(1, 2.0, (group(0, 0.0, 1.0),), tuple(spans[kind] for kind in kinds)))
+    (figure,) = drawn(tmp_path)
+    assert [[shape["x0"], shape["x1"]] for shape in figure["layout"]["shapes"]] == [band]

@@ -1,0 +1,95 @@
+"""A response that several engines write in turn is that of one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spurline.builtin.in_process.stop_texts import StopTexts
+from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.testing.models import tiny_tokenizer
+from spurline_async_rl.engines.continuation import Continuation
+from spurline_async_rl.engines.member import Progress
+
+TOKENIZER = tiny_tokenizer()
+
+
+def request(**sampling: Any) -> GenerationRequest:
+    return GenerationRequest([5, 6], Sampling(**{"max_new_tokens": 10, **sampling}), 77, "a test")
+
+
+def part(tokens: list[int], version: int = 1) -> Progress:
+    numbers = [-float(token) for token in tokens]
+    return Progress(list(tokens), list(numbers), list(numbers), [version] * len(tokens))
+
+
+def test_the_rest_asks_for_what_is_left_behind_the_tokens_so_far_with_another_seed() -> None:
+    response = Continuation(request(), TOKENIZER)
+    assert response.rest() == request()
+    assert response.add(Progress(), None) is None
+    assert response.rest() == request()
+    assert response.add(part([40, 41]), None) is None
+    rest = response.rest()
+    assert rest.prompt_ids == [5, 6, 40, 41]
+    assert rest.sampling.max_new_tokens == 8
+    assert rest.seed != 77
+    assert response.add(part([42], version=2), None) is None
+    assert response.rest().seed != rest.seed
+    result = response.add(part([43], version=3), "stop")
+    assert result is not None
+    assert result.token_ids.tolist() == [40, 41, 42, 43]
+    assert result.versions.tolist() == [1, 1, 2, 3]
+    assert result.logprobs.tolist() == [-40, -41, -42, -43]
+    assert result.finish_reason == "stop"
+
+
+def test_nothing_left_to_generate_is_an_end_by_length() -> None:
+    response = Continuation(request(max_new_tokens=2), TOKENIZER)
+    result = response.add(part([40, 41]), None)
+    assert result is not None
+    assert result.finish_reason == "length"
+
+
+def test_an_end_token_that_came_before_the_death_ends_the_response() -> None:
+    for end, sampling in ((TOKENIZER.eos_token_id, {}), (50, {"stop_token_ids": (50,)})):
+        result = Continuation(request(**sampling), TOKENIZER).add(part([40, end]), None)
+        assert result is not None
+        assert result.finish_reason == "stop"
+
+
+def test_raw_logprobs_are_told_only_when_every_engine_could_tell_them() -> None:
+    response = Continuation(request(), TOKENIZER)
+    response.add(Progress([40], [-1.0], [], [1]), None)
+    result = response.add(part([41]), "stop")
+    assert result is not None
+    assert result.raw_logprobs is None
+    assert result.logprobs.tolist() == [-1.0, -41.0]
+
+
+@given(
+    text=st.text("abc", min_size=1, max_size=30),
+    stop=st.text("abc", min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 30), max_size=4),
+)
+def test_a_stop_text_is_found_wherever_the_response_was_interrupted(text: str, stop: str, cuts: list[int]) -> None:
+    tokens: list[int] = TOKENIZER.encode(text)
+    whole = StopTexts(TOKENIZER, [stop])
+    end = next((number for number, token in enumerate(tokens, 1) if whole.completed_by(token)), None)
+    response = Continuation(request(stop=(stop,), max_new_tokens=len(tokens) + 5), TOKENIZER)
+    edges = sorted({0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)})
+    result = None
+    for begin, stop_at in pairwise(edges):
+        # An engine finds a stop text within what it writes itself.
+        own = StopTexts(TOKENIZER, [stop])
+        written = tokens[begin:stop_at]
+        seen = next((number for number, token in enumerate(written, 1) if own.completed_by(token)), None)
+        ends = seen is not None or stop_at == len(tokens)
+        result = response.add(part(written[:seen]), ("stop" if seen is not None else "length") if ends else None)
+        if result is not None:
+            break
+    assert result is not None
+    assert result.token_ids.tolist() == tokens[:end]
+    assert result.finish_reason == ("length" if end is None else "stop")

@@ -1,0 +1,344 @@
+"""The pool of engines: nothing is lost or written twice, whoever dies and whenever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_members import ScriptedMember, Trainer, World, reference
+
+from spurline.errors import DataError, ModelError, RunFailedError
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
+from spurline_async_rl.engines.pool import EnginePool
+
+Result = TypeVar("Result")
+
+
+def asked(number: int, max_new_tokens: int = 30, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(
+        [10 + number % 50, 11],
+        Sampling(max_new_tokens=max_new_tokens, **sampling),
+        number,
+        f"train:{number}@0 sample 0",
+    )
+
+
+def use(
+    pool_of: Callable[[], EnginePool],
+    body: Callable[[EnginePool, Trainer], Awaitable[Result]],
+    *,
+    first: int | None = 0,
+) -> Result:
+    """What `body` does with a pool whose trainer serves engines; `first` is published before, unless it is None."""
+
+    async def main() -> Result:
+        pool = pool_of()
+        trainer = Trainer(pool)
+        serving = asyncio.create_task(trainer.serve())
+        try:
+            async with asyncio.timeout(30):
+                if first is not None:
+                    await trainer.publish(version=first)
+                return await body(pool, trainer)
+        finally:
+            await pool.close()
+            serving.cancel()
+            with suppress(asyncio.CancelledError, RunFailedError):
+                await serving
+
+    return asyncio.run(main())
+
+
+def check(request: GenerationRequest, result: GenerationResult) -> None:
+    """The response of an engine that never dies, with versions that only rise."""
+    tokens, reason = reference(request)
+    assert (result.token_ids.tolist(), result.finish_reason) == (tokens, reason)
+    assert result.logprobs.tolist() == [-float(token) for token in tokens]
+    assert result.raw_logprobs.tolist() == result.logprobs.tolist()
+    assert len(result.versions) == len(tokens)
+    assert (np.diff(result.versions) >= 0).all()
+
+
+HOW = st.sampled_from(["raise before", "raise after", "end before", "end after"])
+
+
+@settings(max_examples=150)
+@given(
+    engines=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    deaths=st.dictionaries(st.integers(0, 200), HOW, max_size=8),
+    publishes=st.integers(0, 4),
+    pauses=st.integers(0, 2),
+)
+def test_every_request_gets_the_response_of_an_engine_that_never_dies(
+    engines: int, lengths: list[int], deaths: dict[int, str], publishes: int, pauses: int
+) -> None:
+    world = World(deaths)
+    requests = [asked(number, length) for number, length in enumerate(lengths)]
+
+    async def body(pool: EnginePool, trainer: Trainer) -> list[GenerationResult]:
+        async def disturb() -> None:
+            for version in range(1, publishes + 1):
+                await trainer.publish(version=version)
+            for _ in range(pauses):
+                await pool.pause()
+                await asyncio.sleep(0)
+                await pool.resume()
+
+        disturbing = asyncio.create_task(disturb())
+        results = await asyncio.gather(*map(pool.generate, requests))
+        await disturbing
+        return results
+
+    results = use(lambda: world.pool(engines), body)
+    for request, result in zip(requests, results, strict=True):
+        check(request, result)
+        assert set(result.versions.tolist()) <= set(range(publishes + 1))
+    assert all(member.is_closed for member in world.members)
+
+
+def test_engines_start_with_the_first_use_and_none_generates_before_it_has_weights() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> tuple[list[int], bool, GenerationResult]:
+        counts = [len(world.members)]
+        waiting = asyncio.ensure_future(pool.generate(asked(1)))
+        await pool.start()
+        counts += [len(world.members), len(pool.awaiting_weights)]
+        done, _ = await asyncio.wait({waiting}, timeout=0.05)
+        await trainer.publish(version=3)
+        return [*counts, len(pool.awaiting_weights)], bool(done), await waiting
+
+    counts, early, result = use(lambda: world.pool(3), body, first=None)
+    assert counts == [0, 3, 3, 0]
+    assert not early
+    assert set(result.versions.tolist()) == {3}
+
+
+def test_the_first_update_waits_for_every_engine_also_when_requests_came_before_it() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> list[int]:
+        waiting = asyncio.ensure_future(pool.generate(asked(1)))
+        world.slow_start = asyncio.Event()
+        publishing = asyncio.ensure_future(trainer.publish(version=3))
+        done, _ = await asyncio.wait({publishing}, timeout=0.05)
+        assert not done
+        world.slow_start.set()
+        await publishing
+        await waiting
+        return [member.version for member in world.members]
+
+    assert use(lambda: world.pool(3), body, first=None) == [3, 3, 3]
+
+
+def test_an_engine_that_was_started_anew_awaits_the_current_weights_while_others_go_on() -> None:
+    world = World({0: "end before"})
+
+    async def body(pool: EnginePool, trainer: Trainer) -> tuple[GenerationResult, bool, int, list[int]]:
+        told = asyncio.Event()
+        pool.on_awaiting_weights = told.set
+        result = await pool.generate(asked(1))
+        await told.wait()
+        (waiting,) = pool.awaiting_weights
+        await pool.generate(asked(2))
+        await trainer.publish(waiting)
+        return result, isinstance(waiting, TakesWeights), len(pool.awaiting_weights), [m.version for m in world.members]
+
+    result, takes, left, versions = use(lambda: world.pool(2), body, first=4)
+    check(asked(1), result)
+    assert takes
+    assert left == 0
+    assert versions == [4, 4, 4]
+    assert world.members[2].served == []
+
+
+@pytest.mark.parametrize("part", ["begin_update", "load_bucket", "finish_update"])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_engine_that_fails_or_hangs_in_an_update_is_replaced_and_the_update_goes_on(part: str, hangs: bool) -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> list[GenerationResult]:
+        (world.hang_at if hangs else world.fail_at)[part] = lambda member: member is world.members[0]
+        await trainer.publish(version=1)
+        results = await asyncio.gather(*(pool.generate(asked(number)) for number in range(4)))
+        while pool.awaiting_weights or len(world.members) < 3:
+            await asyncio.sleep(0)
+        return results
+
+    results = use(lambda: world.pool(2, update_timeout_s=0.2), body)
+    assert {version for result in results for version in result.versions.tolist()} == {1}
+    assert world.members[0].is_closed
+    assert [member.version for member in world.members[1:]] == [1, 1]
+
+
+def test_an_update_that_no_engine_survives_is_an_error_with_the_reasons() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> None:
+        world.fail_at["load_bucket"] = lambda member: True
+        with pytest.raises(RunFailedError, match=r"No engine takes.*engine 0.*load weights.*RuntimeError.*engine 1"):
+            await trainer.publish(version=1)
+
+    use(lambda: world.pool(2), body)
+
+
+def test_an_engine_without_progress_is_replaced_and_its_requests_go_on_elsewhere() -> None:
+    world = World()
+    hung: list[ScriptedMember] = []
+
+    async def body(pool: EnginePool, trainer: Trainer) -> GenerationResult:
+        writing = asyncio.ensure_future(pool.generate(asked(3)))
+        while world.written < 2:
+            await asyncio.sleep(0)
+        hung.extend(member for member in world.members if member.served)
+        world.hang_at["generate"] = lambda member: member in hung
+        return await writing
+
+    result = use(lambda: world.pool(2, generate_timeout_s=0.2), body)
+    check(asked(3), result)
+    assert len(result.token_ids) > 3
+    assert hung[0].is_closed
+
+
+def test_a_pause_does_not_count_as_time_without_progress() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> GenerationResult:
+        writing = asyncio.ensure_future(pool.generate(asked(3)))
+        while world.written < 2:
+            await asyncio.sleep(0)
+        await pool.pause()
+        written = world.written
+        await asyncio.wait({writing}, timeout=0.6)
+        assert world.written == written
+        await pool.resume()
+        return await writing
+
+    check(asked(3), use(lambda: world.pool(1, generate_timeout_s=0.1), body))
+    assert len(world.members) == 1
+
+
+def test_an_engine_that_does_not_pause_in_time_is_replaced() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> GenerationResult:
+        world.hang_at["pause"] = lambda member: member is world.members[0]
+        await pool.pause()
+        waiting = asyncio.ensure_future(pool.generate(asked(1)))
+        done, _ = await asyncio.wait({waiting}, timeout=0.05)
+        assert not done
+        await pool.resume()
+        return await waiting
+
+    check(asked(1), use(lambda: world.pool(2, pause_timeout_s=0.1), body))
+    assert world.members[0].is_closed
+
+
+def test_the_run_fails_when_engines_have_died_too_often() -> None:
+    world = World(dict.fromkeys(range(200), "raise before"))
+
+    async def body(pool: EnginePool, trainer: Trainer) -> list[Any]:
+        return await asyncio.gather(*(pool.generate(asked(number)) for number in range(3)), return_exceptions=True)
+
+    for number, outcome in enumerate(use(lambda: world.pool(2, max_restarts=2), body)):
+        assert isinstance(outcome, RunFailedError)
+        assert f"train:{number}@0 sample 0: the rollout engines have ended" in str(outcome)
+        assert "3 engines have died" in str(outcome)
+        assert "max_restarts is 2" in str(outcome)
+    assert len(world.members) == 4
+
+
+def test_an_engine_that_does_not_start_in_time_is_tried_again() -> None:
+    world = World()
+    world.hang_at["start"] = lambda member: len(world.members) == 1
+
+    async def body(pool: EnginePool, trainer: Trainer) -> GenerationResult:
+        return await pool.generate(asked(1))
+
+    check(asked(1), use(lambda: world.pool(1, start_timeout_s=0.1), body))
+    assert len(world.members) == 2
+
+
+def test_what_the_user_can_mend_is_told_at_once_and_not_tried_again() -> None:
+    world = World()
+
+    def refuse(member: ScriptedMember) -> bool:
+        raise ModelError("model.path: nothing is there.")
+
+    world.fail_at["start"] = refuse
+
+    async def body(pool: EnginePool, trainer: Trainer) -> None:
+        with pytest.raises(RunFailedError, match=r"model\.path: nothing is there"):
+            await pool.start()
+
+    use(lambda: world.pool(1), body, first=None)
+    assert len(world.members) == 1
+
+
+def test_closing_fails_who_waits_and_ends_every_engine_also_one_that_is_starting() -> None:
+    world = World()
+    world.hang_at["start"] = lambda member: True
+
+    async def body(pool: EnginePool, trainer: Trainer) -> list[Any]:
+        waiting = [asyncio.ensure_future(pool.generate(asked(number))) for number in range(2)]
+        await asyncio.sleep(0.01)
+        await pool.close()
+        return await asyncio.gather(*waiting, pool.generate(asked(2)), return_exceptions=True)
+
+    for outcome in use(lambda: world.pool(2), body, first=None):
+        assert isinstance(outcome, RunFailedError)
+        assert "they were closed" in str(outcome)
+    assert all(member.is_closed for member in world.members)
+
+
+def test_a_request_that_means_nothing_is_refused_and_hurts_no_engine() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> None:
+        with pytest.raises(DataError, match="max_new_tokens is 0"):
+            await pool.generate(asked(1, max_new_tokens=0))
+
+    use(lambda: world.pool(1), body)
+    assert len(world.members) == 1
+
+
+def test_requests_of_one_prompt_go_to_one_engine_and_prompts_are_spread() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> None:
+        requests = [
+            GenerationRequest([9], Sampling(max_new_tokens=20), 0, f"train:{prompt}@0 sample {sample} turn 0")
+            for sample in range(4)
+            for prompt in range(6)
+        ]
+        await asyncio.gather(*map(pool.generate, requests))
+        assert pool.holder_of(requests[0].name) is None
+
+    use(lambda: world.pool(3), body)
+    served = [{name.partition(" ")[0] for name in member.served} for member in world.members]
+    assert [len(prompts) for prompts in served] == [2, 2, 2]
+
+
+def test_a_cancelled_request_leaves_the_engine_at_once() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> int:
+        request = asked(3)
+        writing = asyncio.ensure_future(pool.generate(request))
+        while world.written < 2:
+            await asyncio.sleep(0)
+        assert pool.holder_of(request.name) == world.members[0].name
+        writing.cancel()
+        await asyncio.wait({writing})
+        written = world.written
+        await asyncio.sleep(0.02)
+        return world.written - written
+
+    assert use(lambda: world.pool(1), body) <= 1

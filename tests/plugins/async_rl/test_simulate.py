@@ -1,0 +1,329 @@
+"""`spurline simulate`: what it reads, predicts, recommends and draws."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from timelines import leave_timeline
+
+from spurline.cli import main
+from spurline.errors import UserError
+from spurline_async_rl.simulation.advice import advice
+from spurline_async_rl.simulation.as_timeline import metrics_of, timeline_of
+from spurline_async_rl.simulation.distributions import Constant, LogNormal
+from spurline_async_rl.simulation.given import parse_stragglers
+from spurline_async_rl.simulation.measured import measured_workload
+from spurline_async_rl.simulation.prediction import (
+    Knobs,
+    Predictor,
+    alternatives,
+    recommended,
+    search,
+    steady_run,
+)
+from spurline_async_rl.simulation.workload import Outcomes, Workload, saturating
+from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, trained_steps
+
+SOURCE: dict[str, Any] = {
+    "name": "async_rollouts",
+    "max_staleness": 2,
+    "max_concurrent_groups": 4,
+    "prompts_per_step": 8,
+    "samples_per_prompt": 2,
+    "correction": "tis",
+    "environment": {"name": "single_turn", "rewards": "exact_match"},
+    "advantage": "grpo",
+    "engine": "child_process",
+}
+TIMES = ("--group-seconds", "4", "--sigma", "1", "--step-seconds", "8", "--steps", "6")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path, SOURCE)
+
+
+def write_config(folder: Path, source: dict[str, Any], **changes: Any) -> Path:
+    path = folder / "run.yaml"
+    settings = {
+        "plugins": ["async_rl"],
+        "run_dir": str(folder / "run"),
+        "model": {"path": "nowhere"},
+        "data": {"train": "nowhere.jsonl"},
+        "steps": 10,
+        "source": source,
+    }
+    path.write_text(json.dumps(settings | changes))
+    return path
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", *map(str, words)])
+    captured = capsys.readouterr()
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code, captured.out, captured.err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    code, out, err = simulate(capsys, *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom spurline.cli import main\n"
+        "try: main(['simulate', '--help'])\nexcept SystemExit: pass\n"
+        "print('HEAVY', [name for name in ('numpy', 'torch', 'transformers', 'rich.table') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "--step-seconds" in result.stdout
+    assert "HEAVY []" in result.stdout
+
+
+def test_a_table_compares_the_config_with_other_settings(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = simulate(capsys, config, *TIMES)
+    assert code == 0
+    rows = [line for line in out.splitlines() if re.match(r"\s*(config|other [SKBE])\s", line)]
+    assert [" ".join(row.split()[:2]) for row in rows] == ["config 2", "other S", "other K", "other B", "other E"]
+    assert rows[0].split()[1:5] == ["2", "8", "4", "1"]
+    assert "4 s for a group, lognormal with sigma 1, as given" in out
+    assert re.search(r"The config reaches 0\.\d+, \d+% of the possible", out)
+
+
+def test_json_has_every_figure_of_the_table(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, config, *TIMES)
+    assert found["steps_simulated"] == 6
+    now = found["config"]
+    assert now["knobs"]["max_running"] == 4
+    assert now["training_groups_per_second"] == 1.0
+    assert 0.4 < now["efficiency"] <= 1.1
+    assert now["figures"]["max_staleness"] <= 2
+    assert sum(now["figures"]["staleness"].values()) == pytest.approx(1.0)
+    assert {other["changed"] for other in found["alternatives"]} == {"S", "K", "B", "E"}
+    assert found["recommended"]["figures"]["groups_per_second"] >= 0.96 * now["figures"]["groups_per_second"]
+
+
+def test_settings_can_be_tried_without_editing_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, config, *TIMES, "--set", "source.max_staleness=1", "--set", "source.prompts_per_step=16")
+    assert (found["config"]["knobs"]["max_staleness"], found["config"]["knobs"]["batch_size"]) == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--group-seconds and --step-seconds missing. Give --from RUN_DIR"),
+        (("--group-seconds", "4"), "not known: --step-seconds missing"),
+        ((*TIMES, "--stragglers", "many"), "--stragglers many: expected SHARExFACTOR"),
+        ((*TIMES, "--left-out", "1"), "--left-out 1: a share is needed"),
+        ((*TIMES, "--publish-seconds", "1", "--pause-seconds", "2"), "engines cannot stand still longer than the 1 s"),
+        (("--from", "nowhere"), "nowhere: no such folder"),
+        (("--group-seconds", "4", "--step-seconds", "1", "--set", "source.max_stalenes=1"), "max_staleness"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said_with_the_fix(
+    config: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    code, _, err = simulate(capsys, config, *words)
+    assert code == 2
+    assert said in err
+
+
+def test_a_run_of_another_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synchronous = {
+        name: value
+        for name, value in SOURCE.items()
+        if name not in ("max_staleness", "max_concurrent_groups", "correction", "engine")
+    }
+    path = write_config(tmp_path, synchronous | {"name": "rollouts", "engine": "in_process"})
+    code, _, err = simulate(capsys, path, *TIMES)
+    assert code == 2
+    assert "source.name is rollouts, but only source async_rollouts can be simulated" in err
+
+
+def test_a_run_that_recorded_too_little_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = config.parent / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, _, err = simulate(capsys, config, "--from", run)
+    assert code == 2
+    assert "has 0 groups and 0 steps, too few to go by" in err
+
+
+def test_times_are_read_from_an_earlier_run_and_options_win(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = config.parent / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "time/sync_pause": 0.05}\n')
+    leave_timeline(run / "timeline.jsonl", num_steps=30)
+    workload = measured_workload(run)
+    assert workload.train_s.mean == pytest.approx(0.85, abs=0.002)
+    assert (workload.transfer_s, workload.pause_s) == pytest.approx((0.1, 0.05), abs=0.002)
+    assert workload.batch_size == 8
+    assert 0.02 < workload.outcomes.filtered < 0.1
+    found = as_json(capsys, config, "--from", run, "--steps", "4")
+    # Its batches had 8 groups too.
+    assert found["config"]["training_groups_per_second"] == pytest.approx(8 / 0.85, rel=0.01)
+    found = as_json(capsys, config, "--from", run, "--steps", "4", "--step-seconds", "4")
+    assert found["config"]["training_groups_per_second"] == 2.0
+    assert any("4 s for a step of 8 groups, as given" in line for line in found["basis"])
+
+
+def test_more_engines_than_groups_can_be_simulated(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, config, *TIMES, "--set", "source.engine.engines=8")
+    assert found["config"]["knobs"]["engines"] == 8
+    assert found["config"]["figures"]["groups_per_second"] > 0
+
+
+def test_a_page_is_drawn(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = config.parent / "page.html"
+    code, out, _ = simulate(capsys, config, *TIMES, "--plot", page)
+    assert code == 0
+    assert str(page) in out
+    contents = re.findall(r'class="figure">(.*?)</script>', page.read_text(encoding="utf-8"))
+    figures = [json.loads(content) for content in contents]
+    names = {trace.get("name") for figure in figures for trace in figure["data"]}
+    assert {"max_staleness 2", "the config", "mean staleness", "training", "under way"} <= names
+
+
+def balanced(max_running: int, *, sigma: float = 1.0, batch_size: int = 32) -> Workload:
+    """Engines and trainer that can do the same: a second for a batch, however many groups share the engines."""
+    return Workload(LogNormal(max_running / batch_size, sigma), Constant(1.0), batch_size)
+
+
+def test_many_groups_at_once_wait_for_the_slowest_of_them() -> None:
+    efficiencies = [Predictor(balanced(groups), 60)(Knobs(2, 32, groups)).efficiency for groups in (4, 8, 16, 32)]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert efficiencies[0] > 0.93
+    assert efficiencies[-1] < 0.5
+
+
+def test_without_variance_nothing_waits_but_the_first_step() -> None:
+    prediction = Predictor(balanced(8, sigma=0.0), 30)(Knobs(2, 32, 8))
+    assert prediction.efficiency == pytest.approx(1.0, abs=0.01)
+    assert prediction.figures.trainer_idle < 0.01
+
+
+def test_groups_that_are_left_out_cost_capacity() -> None:
+    workload = Workload(Constant(0.25), Constant(1.0), 32, outcomes=Outcomes(filtered=0.5))
+    assert workload.generation_per_s(8, 1, 100) == pytest.approx(16.0)
+    prediction = Predictor(workload, 30)(Knobs(2, 32, 8))
+    assert prediction.figures.groups_per_second == pytest.approx(16.0, rel=0.03)
+
+
+def test_a_saturated_engine_does_not_finish_more_groups() -> None:
+    speed = saturating(4)
+    assert speed.at(1) == speed.at(4) == 1.0
+    for groups in (5, 17, 100, 3000):
+        assert groups * speed.at(groups) == pytest.approx(4.0, rel=0.002)
+
+
+def test_the_smallest_bound_that_is_about_as_fast_is_recommended() -> None:
+    workload = Workload(LogNormal(0.3, 0.2), Constant(1.0), 8)
+    found = search(Predictor(workload, 15), Knobs(3, 8, 8))
+    best = recommended(found)
+    assert best.knobs.max_staleness == 1
+    assert best.figures.groups_per_second > 0.96 * max(item.figures.groups_per_second for item in found)
+
+
+def test_the_advice_names_the_slower_side_and_what_more_engines_would_bring() -> None:
+    predict = Predictor(Workload(Constant(2.0), Constant(1.0), 8, saturating(4)), 12)
+    current = predict(Knobs(2, 8, 4))
+    lines = advice(predict, current, [current])
+    assert "Generation is the slower side: engines can make 2 groups a second, training can take 8" in lines[0]
+    assert "Its settings are good" in lines[1]
+    assert re.match(r"4 engines and 16 groups at once would bring [34]\.\d\d times the throughput", lines[2])
+
+
+def test_alternatives_change_one_thing_and_keep_to_the_bound() -> None:
+    knobs = Knobs(2, 8, 8, engines=2, publish_every=2)
+    for name, other in alternatives(knobs):
+        changed = {
+            "S": other.max_staleness != 2,
+            "B": other.batch_size != 8,
+            "E": other.engines != 2,
+        }
+        assert [key for key, differs in changed.items() if differs] in ([], [name])
+        assert other.max_running <= other.batch_size * (other.max_staleness + 1)
+        assert other.max_staleness >= 1
+
+
+def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
+    run = steady_run(balanced(8), Knobs(2, 32, 8), 10)
+    records = timeline_of(run)
+    assert [record.step for record in records] == list(range(7, 17))
+    trained = trained_steps(records)
+    assert len(trained) == 320
+    ended = [group.draw for record in records for group in record.groups]
+    assert len(ended) == len(set(ended))
+    assert trained.keys() <= set(ended)
+    times = [record.until for record in records]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(run.seconds)
+    shares = run.figures().staleness
+    lines = metrics_of(run)
+    work = {age: sum(line.get(f"staleness/tokens_{age}", 0.0) for line in lines) for age in shares}
+    assert {age: amount / sum(work.values()) for age, amount in work.items()} == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(("max_running", "tokens"), [(8, 0), (8, 50), (16, 50)])
+def test_a_run_predicted_from_its_own_record_comes_out_the_same(tmp_path: Path, max_running: int, tokens: int) -> None:
+    # With as many groups at once as a batch has, those that end beside few others are the slow ones.
+    knobs = Knobs(2, 16, max_running)
+    workload = Workload(LogNormal(max_running / 20, 0.8), Constant(0.7), 16, transfer_s=0.05, pause_s=0.05)
+    run = steady_run(workload, knobs, 120)
+    records = [
+        replace(record, groups=tuple(replace(group, tokens=tokens) for group in record.groups))
+        for record in timeline_of(run)
+    ]
+    (tmp_path / "timeline.jsonl").write_bytes(b"".join(map(encode_record, records)))
+    lines = [json.dumps({"step": line["step"], "time/sync_pause": line["time/sync_pause"]}) for line in metrics_of(run)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    again = Predictor(measured_workload(tmp_path), 120)(knobs).figures
+    once = run.figures()
+    assert again.groups_per_second == pytest.approx(once.groups_per_second, rel=0.05)
+    assert again.mean_staleness == pytest.approx(once.mean_staleness, rel=0.15)
+
+
+def test_engines_that_slow_down_with_more_groups_are_recognised(tmp_path: Path) -> None:
+    groups: list[GroupSpan] = []
+    at = 0.0
+    for wave in range(40):
+        # One group alone takes a second; sixteen together take four.
+        number, seconds = ((1, 1.0), (4, 1.0), (8, 2.0), (16, 4.0))[wave % 4]
+        groups += [
+            GroupSpan(len(groups) + place, at, at + seconds, 0, "buffered", 100, 0, 0) for place in range(number)
+        ]
+        at += seconds
+    taken = Taken(2, at, tuple(range(8)))
+    records = [
+        StepRecord(1, 0.5, (), (), (), ()),
+        StepRecord(2, at, tuple(groups), (Span("wait", 0.5, at - 1),), (), (taken,)),
+    ]
+    (tmp_path / "timeline.jsonl").write_bytes(b"".join(map(encode_record, records)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    workload = measured_workload(tmp_path)
+    assert workload.speed.at(4) == pytest.approx(4 * workload.speed.at(16), rel=0.3)
+    assert 32 * workload.speed.at(32) == pytest.approx(16 * workload.speed.at(16), rel=0.01)
+    assert "as measured" in workload.basis[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0.01x10", (0.01, 10.0)), ("1%x10", (0.01, 10.0)), (" 0x1 ", (0.0, 1.0))]
+)
+def test_stragglers_are_a_share_and_a_factor(text: str, expected: tuple[float, float]) -> None:
+    assert parse_stragglers(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0.01", "2x10", "0.1x0", "1.2.3x4"])
+def test_other_stragglers_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="expected SHARExFACTOR"):
+        parse_stragglers(text)

@@ -1,0 +1,223 @@
+"""vLLM itself keeps the contracts of engines: one engine on this machine's CPU, for all tests here."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import pytest
+from vllm_engines import OneEngine, disk, engine_processes, publish, shared_memory, vllm_models
+
+from spurline.errors import RunFailedError
+from spurline.protocols.rollout_engine import GenerationResult
+from spurline.protocols.weight_sync import WeightSync
+from spurline.testing import EngineUpdateContract, RolloutEngineContract
+from spurline.testing.engine_update_contract import ModelPair, WeightsOf
+from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+Result = TypeVar("Result")
+
+
+@pytest.fixture(scope="module")
+def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneEngine]:
+    one = OneEngine(tmp_path_factory.mktemp("vllm"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def untied(one_engine: OneEngine) -> ModelPair:
+    return vllm_models(one_engine.folder, "untied")
+
+
+class TestContract(RolloutEngineContract):
+    one: OneEngine
+
+    @pytest.fixture(autouse=True)
+    def tiny_model(self, one_engine: OneEngine, untied: ModelPair) -> Path:
+        type(self).one = one_engine
+        return untied.old
+
+    def run(self, model: Path, use: Callable[[Any], Awaitable[Result]]) -> Result:
+        return self.one.use(model, use)
+
+    @pytest.mark.skip(reason="ends the engine: see below")
+    def test_closing_fails_requests_in_flight_and_later_ones(self, tiny_model: Path) -> None: ...
+
+    @pytest.mark.skip(reason="ends the engine: see below")
+    def test_closing_leaves_no_thread_and_may_be_repeated(self, tiny_model: Path) -> None: ...
+
+
+class TestUpdates(EngineUpdateContract):
+    one: OneEngine
+
+    @pytest.fixture(autouse=True)
+    def models(self, one_engine: OneEngine, untied: ModelPair) -> ModelPair:
+        type(self).one = one_engine
+        return untied
+
+    def make_sync(self) -> WeightSync:
+        return shared_memory(checksum=True)
+
+    def run(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
+        return self.one.use(models.old, use)
+
+    @pytest.mark.skip(reason="ends the engine, once per problem: see below")
+    def test_weights_of_another_model_are_an_error_and_nothing_is_generated_with_them(
+        self, models: ModelPair, problem: str
+    ) -> None: ...
+
+
+def test_a_request_gets_the_same_tokens_alone_and_among_others(one_engine: OneEngine, untied: ModelPair) -> None:
+    asked = [request(prompt, seed=seed, max_new_tokens=40) for seed, prompt in enumerate(PROMPTS * 4)]
+
+    async def use(engine: Any) -> tuple[list[GenerationResult], list[GenerationResult]]:
+        alone = [await engine.generate(wanted) for wanted in asked[:5]]
+        return alone, await asyncio.gather(*map(engine.generate, asked))
+
+    for alone, among in zip(*one_engine.use(untied.old, use), strict=False):
+        assert alone.token_ids.tolist() == among.token_ids.tolist()
+        assert np.abs(alone.logprobs - among.logprobs).max() <= 1e-5
+
+
+def test_weights_come_through_files_too(one_engine: OneEngine, untied: ModelPair, tmp_path: Path) -> None:
+    async def use(engine: Any) -> GenerationResult:
+        await publish(engine, 2, untied.new, disk(tmp_path, checksum=True))
+        return await engine.generate(request(PROMPTS[0]))
+
+    result = one_engine.use(untied.old, use)
+    assert set(result.versions.tolist()) == {2}
+    assert distance(untied.new, PROMPTS[0], result) <= 1e-5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_raw_logprobs_are_unknown_where_sampling_changes_the_distribution(
+    one_engine: OneEngine, untied: ModelPair
+) -> None:
+    async def use(engine: Any) -> list[GenerationResult]:
+        return [await engine.generate(request(PROMPTS[0], **sampling)) for sampling in ({}, {"temperature": 0.5})]
+
+    plain, sharpened = one_engine.use(untied.old, use)
+    assert plain.raw_logprobs is not None
+    assert plain.raw_logprobs.tolist() == plain.logprobs.tolist()
+    assert sharpened.raw_logprobs is None
+
+
+def test_a_killed_engine_is_noticed_and_another_goes_on_with_its_requests(
+    one_engine: OneEngine, untied: ModelPair
+) -> None:
+    asked = [request(prompt, seed=seed, max_new_tokens=450) for seed, prompt in enumerate(PROMPTS * 2)]
+
+    async def use(engine: Any) -> tuple[list[psutil.Process], list[GenerationResult]]:
+        awaiting = asyncio.Event()
+        engine.on_awaiting_weights = awaiting.set
+        writing = [asyncio.ensure_future(engine.generate(wanted)) for wanted in asked]
+        await engine.generate(request(PROMPTS[0], max_new_tokens=20, temperature=0.0))
+        old = engine_processes()
+        assert not all(task.done() for task in writing)
+        os.kill(next(process.pid for process in old if "EngineCore" in process.cmdline()[0]), signal.SIGKILL)
+        await awaiting.wait()
+        await publish(engine, 2, untied.new)
+        return old, await asyncio.gather(*writing)
+
+    old, results = one_engine.use(untied.old, use)
+    assert len(old) == 2
+    assert not set(old) & set(engine_processes())
+    continued = 0
+    for wanted, result in zip(asked, results, strict=True):
+        for version, model in ((1, untied.old), (2, untied.new)):
+            of_it = result.versions == version
+            assert distance(model, wanted.prompt_ids, result, of_it) <= 1e-5
+        continued += {1, 2} <= set(result.versions.tolist())
+    assert continued > 0
+
+
+class TestTiedHead(EngineUpdateContract):
+    """On CPUs a tied head has a packed copy of its own, which must not be forgotten."""
+
+    one: OneEngine
+
+    @pytest.fixture(autouse=True)
+    def models(self, one_engine: OneEngine) -> ModelPair:
+        type(self).one = one_engine
+        return vllm_models(one_engine.folder, "tied")
+
+    def make_sync(self) -> WeightSync:
+        return shared_memory()
+
+    def run(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
+        return self.one.use(models.old, use)
+
+    @pytest.mark.skip(reason="ends the engine, once per problem: see below")
+    def test_weights_of_another_model_are_an_error_and_nothing_is_generated_with_them(
+        self, models: ModelPair, problem: str
+    ) -> None: ...
+
+    def test_kept_keys_and_values_are_approximate_and_not_given_to_later_requests(
+        self, models: ModelPair, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        prompt = [10 + number % 200 for number in range(200)]
+        asked = [request([*prompt, own], seed=own, max_new_tokens=250) for own in range(5, 10)]
+
+        async def use(engine: Any) -> tuple[list[GenerationResult], GenerationResult]:
+            (live,) = engine._engines
+            live._member.keeps_kv_cache = True
+            writing = [asyncio.ensure_future(engine.generate(wanted)) for wanted in asked]
+            try:
+                await engine.generate(request(PROMPTS[0], max_new_tokens=20, temperature=0.0))
+                await self.publish(engine, 2, models.new)
+                return await asyncio.gather(*writing), await engine.generate(asked[0])
+            finally:
+                live._member.keeps_kv_cache = False
+
+        results, later = self.run(models, use)
+        after = [
+            distance(models.new, wanted.prompt_ids, result, result.versions == 2)
+            for wanted, result in zip(asked, results, strict=True)
+        ]
+        for wanted, result in zip(asked, results, strict=True):
+            assert distance(models.old, wanted.prompt_ids, result, result.versions == 1) <= 1e-5
+        assert distance(models.new, asked[0].prompt_ids, later) <= 1e-5
+        assert max(after) > 1e-3
+        with capsys.disabled():
+            print(f"\nkv_cache: keep, logprobs after an update to a wholly different model: {max(after):.2g} off")
+
+
+def test_incomplete_weights_end_the_engine_and_closing_while_another_starts_leaves_no_process(
+    one_engine: OneEngine,
+) -> None:
+    models = vllm_models(one_engine.folder, "tied")
+
+    async def use(engine: Any) -> None:
+        sync: Any = shared_memory()
+        backend: Any = WeightsOf(models.new, lambda weights: weights.pop("model.layers.1.self_attn.q_proj.weight"))
+        with pytest.raises(RunFailedError, match=r"qkv_proj"):
+            await sync.publish(2, backend, [engine])
+        sync.close()
+        waiting = asyncio.ensure_future(engine.generate(request(PROMPTS[0])))
+        while not any("EngineCore" in child.name for child in multiprocessing.active_children()):
+            await asyncio.sleep(0.05)
+        await engine.close()
+        with pytest.raises(RunFailedError, match="asked by a test"):
+            await waiting
+        await engine.close()
+
+    one_engine.use(models.old, use)
+    assert engine_processes() == []
+
+
+def distance(model: Path, prompt: Any, result: GenerationResult, which: Any = None) -> float:
+    """Largest difference of these tokens' logprobs from the model's own."""
+    expected = model_logprobs(model, prompt, result.token_ids.tolist(), 1.0)
+    difference = np.abs(result.logprobs - expected)
+    return float((difference if which is None else difference[which]).max(initial=0.0))

@@ -1,0 +1,114 @@
+"""Engine vllm in mode server against vLLM's own OpenAI-compatible server: a minute to start, so only when soaking."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+from vllm_engines import LIMIT_S, START_S, disk, publish, vllm_engine, vllm_models
+
+from spurline.errors import RunFailedError
+from spurline.protocols.rollout_engine import GenerationResult
+from spurline.testing.engine_update_contract import ModelPair
+from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline_async_rl.vllm.launch import WORKER_EXTENSION
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="starts a server; SPURLINE_SOAK=1"),
+]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> ModelPair:
+    return vllm_models(tmp_path, "untied")
+
+
+@pytest.fixture
+def server(models: ModelPair, tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Its base URL, and its process; it may not be up yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--model", str(models.old), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    options += ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**28), "--logprobs-mode", "processed_logprobs"]
+    options += ["--worker-extension-cls", WORKER_EXTENSION]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options],
+        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        stdout=(tmp_path / "server.log").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        _kill(process)
+
+
+def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_noticed(
+    models: ModelPair, server: tuple[str, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    url, process = server
+    asked = [request(prompt, seed=seed, max_new_tokens=400) for seed, prompt in enumerate(PROMPTS * 2)]
+    files = tmp_path / "weights"
+
+    async def main() -> list[GenerationResult]:
+        await _up(url, process)
+        engine = vllm_engine(models.old, tmp_path, **_server_settings(url))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await publish(engine, 1, models.old, disk(files, checksum=True))
+                writing = asyncio.gather(*map(engine.generate, asked))
+                await engine.generate(request(PROMPTS[0], max_new_tokens=20, temperature=0.0))
+                await publish(engine, 2, models.new, disk(files, checksum=True))
+                results = await writing
+                _kill(process)
+                with pytest.raises(RunFailedError, match="cannot be reached"):
+                    await engine.generate(request(PROMPTS[0]))
+                return results
+        finally:
+            await engine.close()
+
+    results = asyncio.run(main())
+    for wanted, result in zip(asked, results, strict=True):
+        for version, model in ((1, models.old), (2, models.new)):
+            expected = model_logprobs(model, wanted.prompt_ids, result.token_ids.tolist(), 1.0)
+            difference = np.abs(result.logprobs - expected)[result.versions == version]
+            assert difference.max(initial=0.0) <= 1e-5
+    assert any({1, 2} <= set(result.versions.tolist()) for result in results)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With its engine, which would outlive it, but not the resource tracker, which frees their shared memory."""
+    if process.poll() is None:
+        engine = [part for part in psutil.Process(process.pid).children(recursive=True) if "VLLM" in part.cmdline()[0]]
+        for part in (*engine, process):
+            part.kill()
+    process.wait()
+
+
+def _server_settings(url: str) -> dict[str, object]:
+    return {"mode": "server", "urls": (url,), "max_restarts": 0}
+
+
+async def _up(url: str, process: subprocess.Popen[bytes]) -> None:
+    async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
+        while True:
+            assert process.poll() is None, "the server ended before it was up"
+            try:
+                async with session.get(f"{url}/health") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.5)

@@ -1,0 +1,168 @@
+"""Engine vllm in mode server, against a server whose tokens tell where they belong; the slow test uses vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from backend_batches import run_config
+from fake_vllm_server import FakeVllmServer
+from vllm_engines import disk
+
+from spurline.config.run_config import ModelConfig
+from spurline.data.tokenizer import load_tokenizer
+from spurline.errors import ConfigError, DataError, RunFailedError
+from spurline.testing.engine_update_contract import WeightsOf
+from spurline.testing.models import tiny_tokenizer
+from spurline.testing.rollout_engine_contract import request
+from spurline_async_rl.vllm.engine import VllmEngine
+from spurline_async_rl.vllm_config import VllmEngineConfig
+
+Result = TypeVar("Result")
+
+
+@pytest.fixture
+def drive(spurline_tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
+    """What `use` does with an engine on a fake server, after a first publish."""
+
+    def run(use: Callable[[Any, FakeVllmServer, Callable[[int], Awaitable[Any]]], Awaitable[Any]], **fake: Any) -> Any:
+        async def main() -> Any:
+            server = FakeVllmServer(**fake)
+            engine = server_engine(await server.start(), spurline_tiny_model)
+
+            async def publish(version: int) -> Any:
+                backend: Any = WeightsOf(spurline_tiny_model)
+                return await disk(tmp_path).publish(version, backend, [engine])
+
+            try:
+                async with asyncio.timeout(60):
+                    await publish(1)
+                    return await use(engine, server, publish)
+            finally:
+                await engine.close()
+                await server.stop()
+
+        return asyncio.run(main())
+
+    return run
+
+
+def server_engine(url: str, model: Path, **settings: Any) -> VllmEngine:
+    config = VllmEngineConfig(mode="server", urls=(url,), max_restarts=0, **settings)
+    model_config = ModelConfig(path=str(model))
+    return VllmEngine(config, run=run_config(model, model=model_config), tokenizer=load_tokenizer(model_config))
+
+
+def test_responses_go_on_across_an_update_without_a_token_lost_or_of_the_wrong_version(
+    drive: Callable[..., Any],
+) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> Any:
+        asked = [request([5] * length, seed=length, max_new_tokens=400) for length in (270, 280, 290)]
+        writing = asyncio.gather(*map(engine.generate, asked))
+        for version in (2, 3):
+            given = server.tokens_given
+            while server.tokens_given < given + 150:
+                await asyncio.sleep(0)
+            await publish(version)
+        return asked, await writing, server.calls
+
+    asked, results, calls = drive(use)
+    for wanted, result in zip(asked, results, strict=True):
+        start = len(wanted.prompt_ids)
+        assert result.token_ids.tolist() == list(range(start, 512))
+        assert result.finish_reason == "length"
+        assert result.logprobs.tolist() == (-result.versions).tolist()
+        assert set(result.versions.tolist()) == {1, 2, 3}
+    update = calls[calls.index("pause") :][: calls[calls.index("pause") :].index("resume") + 1]
+    assert update[:2] == ["pause", "spurline_begin_update"]
+    assert set(update[2:-2]) == {"spurline_load_bucket"}
+    assert len(update[2:-2]) > 1
+    assert update[-2:] == ["spurline_finish_update", "resume"]
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(drive: Callable[..., Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    stop = tokenizer.decode([60, 61])
+
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
+        return await engine.generate(request([5] * 40, stop=(stop,), max_new_tokens=100))
+
+    result = drive(use)
+    assert result.token_ids.tolist() == list(range(40, 62))
+    assert result.finish_reason == "stop"
+
+
+def test_stop_tokens_belong_to_the_response(drive: Callable[..., Any]) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
+        return await engine.generate(request([5] * 40, stop_token_ids=(44,), max_new_tokens=100))
+
+    result = drive(use)
+    assert result.token_ids.tolist() == [40, 41, 42, 43, 44]
+    assert result.finish_reason == "stop"
+
+
+def test_nothing_is_generated_during_a_pause(drive: Callable[..., Any]) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
+        writing = asyncio.ensure_future(engine.generate(request([5] * 10, max_new_tokens=450)))
+        while server.tokens_given < 50:
+            await asyncio.sleep(0)
+        await engine.pause()
+        given = server.tokens_given
+        late = asyncio.ensure_future(engine.generate(request([5] * 10, max_new_tokens=2)))
+        done, _ = await asyncio.wait({writing, late}, timeout=0.2)
+        assert not done
+        assert server.tokens_given == given
+        await engine.resume()
+        return await writing, await late
+
+    first, late = drive(use)
+    assert first.token_ids.tolist() == list(range(10, 460))
+    assert late.token_ids.tolist() == [10, 11]
+
+
+def test_a_request_the_server_refuses_is_an_error_that_names_it(drive: Callable[..., Any]) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
+        with pytest.raises(DataError, match=r"asked by a test.*no such luck"):
+            await engine.generate(request([5], seed=666))
+        with pytest.raises(DataError, match=r"asked by a test.*512"):
+            await engine.generate(request([5] * 512))
+        return await engine.generate(request([5], max_new_tokens=1))
+
+    assert drive(use).token_ids.tolist() == [1]
+
+
+def test_a_server_that_goes_away_is_noticed(drive: Callable[..., Any]) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> None:
+        await server.stop()
+        with pytest.raises(RunFailedError, match=r"asked by a test.*cannot be reached"):
+            await engine.generate(request([5]))
+
+    drive(use)
+
+
+def test_weights_that_are_not_all_there_end_the_run(drive: Callable[..., Any]) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> None:
+        server.missing = ["model.layers.0.mlp"]
+        with pytest.raises(RunFailedError, match=r"model\.layers\.0\.mlp"):
+            await publish(2)
+
+    drive(use)
+
+
+@pytest.mark.parametrize(
+    ("fake", "message"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, r"urls.*raw_logprobs.*--logprobs-mode processed_logprobs"),
+        ({"has_dev_endpoints": False}, r"urls.*no endpoint.*VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_an_error_that_says_how(
+    drive: Callable[..., Any], fake: dict[str, Any], message: str
+) -> None:
+    async def use(*_: Any) -> None: ...
+
+    with pytest.raises((ConfigError, RunFailedError), match=message):
+        drive(use, **fake)

@@ -1,0 +1,45 @@
+"""Engines in child processes, and weights for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from backend_batches import run_config
+
+from spurline.config.run_config import ModelConfig
+from spurline.data.tokenizer import load_tokenizer
+from spurline.protocols.weight_sync import SyncReport
+from spurline.testing.engine_update_contract import WeightsOf
+from spurline_async_rl.child.engine import ChildProcessEngine
+from spurline_async_rl.engine_configs import ChildProcessEngineConfig
+from spurline_async_rl.transport_configs import SharedMemorySyncConfig
+from spurline_async_rl.transports.shared_memory import SharedMemorySync
+
+
+def child_engine(
+    model: Path, run_dir: Path, *, model_folder: Path | None = None, **settings: Any
+) -> ChildProcessEngine:
+    """Not started yet; without patience, but with many restarts. model_folder: when it is not the tokenizer's."""
+    limits = {"start_timeout_s": 120.0, "generate_timeout_s": 60.0, "update_timeout_s": 60.0, "pause_timeout_s": 60.0}
+    config = ChildProcessEngineConfig(**({"device": "cpu", "max_restarts": 50, **limits} | settings))
+    model_config = ModelConfig(path=str(model_folder or model), tokenizer=str(model))
+    run = run_config(model, model=model_config, run_dir=run_dir)
+    return ChildProcessEngine(config, run=run, tokenizer=load_tokenizer(model_config))
+
+
+def shared_memory(bucket_bytes: int = 20_000, **settings: Any) -> SharedMemorySync:
+    """With buckets so small that a tiny model takes several."""
+    sync = SharedMemorySync(SharedMemorySyncConfig(**settings))
+    sync.max_bucket_bytes = bucket_bytes
+    return sync
+
+
+async def publish(engine: Any, version: int, model: Path) -> SyncReport:
+    """The weights of this folder."""
+    sync = shared_memory()
+    try:
+        backend: Any = WeightsOf(model)
+        return await sync.publish(version, backend, [engine])
+    finally:
+        sync.close()

@@ -1,0 +1,126 @@
+"""One vLLM engine at a time for all tests: it takes a minute to start, and a few GiB."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from backend_batches import run_config
+
+from spurline.config.run_config import ModelConfig
+from spurline.data.tokenizer import load_tokenizer
+from spurline.errors import DataError
+from spurline.testing.engine_update_contract import ModelPair, WeightsOf
+from spurline.testing.models import write_tiny_model
+from spurline_async_rl.transport_configs import DiskSyncConfig, SharedMemorySyncConfig
+from spurline_async_rl.transports.disk import DiskSync
+from spurline_async_rl.transports.shared_memory import SharedMemorySync
+from spurline_async_rl.vllm.engine import VllmEngine
+from spurline_async_rl.vllm_config import VllmEngineConfig
+
+Result = TypeVar("Result")
+
+LIMIT_S = 300.0
+"""Seconds one test may wait for the engine, its start not counted."""
+START_S = 900.0
+
+
+def vllm_models(folder: Path, head: str) -> ModelPair:
+    """Two models that vLLM can compute on a CPU, which wants heads of 32 numbers or more. head: tied or untied."""
+    shape = {"head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": head == "tied"}
+    old, new = (
+        write_tiny_model(folder / f"vllm-{head}-{name}", seed=seed, **shape) for seed, name in enumerate(("old", "new"))
+    )
+    return ModelPair(old, new)
+
+
+def vllm_engine(model: Path, run_dir: Path, **settings: Any) -> VllmEngine:
+    """Not started yet."""
+    config = VllmEngineConfig(
+        **({"kv_cache_gb": 0.25, "max_num_seqs": 64, "start_timeout_s": START_S, "cpu_threads": 1} | settings)
+    )
+    model_config = ModelConfig(path=str(model))
+    run = run_config(model, model=model_config, run_dir=run_dir)
+    return VllmEngine(config, run=run, tokenizer=load_tokenizer(model_config))
+
+
+def shared_memory(**settings: Any) -> SharedMemorySync:
+    """With buckets so small that a tiny model takes several, some layers in parts."""
+    sync = SharedMemorySync(SharedMemorySyncConfig(**settings))
+    sync.max_bucket_bytes = 20_000
+    return sync
+
+
+def disk(folder: Path, **settings: Any) -> DiskSync:
+    """The same through files."""
+    sync = DiskSync(DiskSyncConfig(folder=str(folder), **settings))
+    sync.max_bucket_bytes = 20_000
+    return sync
+
+
+class OneEngine:
+    """The engine that is up, on an event loop of its own; another one takes its place when a test needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engine: Any = None
+        self._what: object = None
+        self._runner = asyncio.Runner()
+
+    def use(self, model: Path, use: Callable[[Any], Awaitable[Result]], **settings: Any) -> Result:
+        """What `use` does with an engine that has this model's weights, as version 1 as far as it can see."""
+
+        async def main() -> Result:
+            what = (model, tuple(sorted(settings.items())))
+            if self._what != what:
+                await self._close()
+                self.engine, self._what = vllm_engine(model, self.folder, **settings), what
+                async with asyncio.timeout(START_S):
+                    await self.engine.start()
+            async with asyncio.timeout(LIMIT_S):
+                await publish(self.engine, 1, model)
+                return await use(self.engine)
+
+        try:
+            return self._runner.run(main())
+        except DataError:
+            raise
+        except BaseException:
+            # Nobody knows what state it is in.
+            self._runner.run(self._close())
+            raise
+
+    def close(self) -> None:
+        self._runner.run(self._close())
+        self._runner.close()
+
+    async def _close(self) -> None:
+        engine, self.engine, self._what = self.engine, None, None
+        if engine is not None:
+            await engine.close()
+
+
+async def publish(engine: Any, version: int, model: Path, sync: Any = None) -> Any:
+    """The weights of this folder."""
+    sync = sync or shared_memory()
+    try:
+        backend: Any = WeightsOf(model)
+        return await sync.publish(version, backend, [engine])
+    finally:
+        sync.close()
+
+
+def engine_processes() -> list[psutil.Process]:
+    """All processes of vLLM engines that this one has started."""
+    return [process for process in psutil.Process().children(recursive=True) if "VLLM" in _title(process)]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        # It has ended; nothing can be said of it.
+        return ""
