@@ -81,7 +81,7 @@ def draw_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
+        head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,

@@ -31,6 +31,8 @@ class WeightSync(Protocol):
     """Name of the buckets it makes; every engine's `transports` must have it."""
     timeout_s: float
     """Seconds that one publish may take."""
+    waits_for: str
+    """What a publish under way waits for, in words. May be read on any thread."""
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         """Return when every engine generates with this version.

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -23,20 +24,38 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """The coroutine's result. Raises RunFailedError when it takes longer, and then cancels it."""
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_s: float,
+        what: str,
+        *,
+        every_s: float | None = None,
+        still: Callable[[float], None] | None = None,
+    ) -> T:
+        """The coroutine's result. Raises RunFailedError when it takes longer, and then cancels it.
+
+        every_s, still: meanwhile, every so many seconds, `still` is called with the seconds passed.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        began = time.monotonic()
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
+            while True:
+                left = timeout_s - (time.monotonic() - began)
+                try:
+                    return future.result(left if every_s is None else min(left, every_s))
+                except concurrent.futures.TimeoutError:
+                    passed = time.monotonic() - began
+                    if future.done():
+                        raise
+                    if passed >= timeout_s:
+                        place = self.position()
+                        raise RunFailedError(f"{what} did not end within {timeout_s:g} s.\n{place}") from None
+                    if still is not None:
+                        still(passed)
+        finally:
+            # After an error, or Ctrl-C: what nobody waits for must not go on.
             future.cancel()
-            raise RunFailedError(f"{what} did not end within {timeout_s:g} s.\n{self.position()}") from None
-        except BaseException:
-            # Ctrl-C while waiting: what nobody waits for must not go on.
-            future.cancel()
-            raise
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
         """What a function will return that must run on the loop, between two of its tasks."""

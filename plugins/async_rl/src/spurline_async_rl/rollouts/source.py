@@ -17,16 +17,14 @@ from spurline.builtin.rollouts.draws import Draw
 from spurline.builtin.rollouts.group_collection import Collected
 from spurline.builtin.rollouts.prompt_source import PromptSource
 from spurline.data.batch import TrainingBatch
-from spurline.errors import ConfigError, Problem, RunFailedError, SpurlineError
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import TakesWeights
-from spurline.protocols.weight_sync import SyncReport, WeightSync
+from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.group_runner import Outcome
 from spurline.rl.quarantine import SkippedRow
 from spurline.run_context import SourceContext
-from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.rollouts.loop_thread import LoopThread
 from spurline_async_rl.rollouts.producer import Producer
+from spurline_async_rl.rollouts.publishing import Publisher
 from spurline_async_rl.rollouts.recording import record_groups
 from spurline_async_rl.rollouts.requests_under_way import ObservedEngine, stall_report
 from spurline_async_rl.rollouts.staleness import mask_over_age, staleness_metrics
@@ -34,11 +32,9 @@ from spurline_async_rl.rollouts.watchdog import Watchdog
 from spurline_async_rl.scheduling.scheduler import Scheduler
 from spurline_async_rl.source_config import AsyncRolloutsConfig
 from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.transports.choice import choose_sync
 
 _CLOSE_TIMEOUT_S = 120.0
 """More than engines and attempts may take by their own limits; when it passes, something is stuck."""
-_GRACE_S = 60.0
 
 
 class AsyncRolloutSource(PromptSource):
@@ -61,7 +57,7 @@ class AsyncRolloutSource(PromptSource):
             notify=self._changed.set,
         )
         self._under_way: dict[str, float] = {}
-        self._sync: WeightSync | None = None
+        self._publisher: Publisher | None = None
         self._updates = 0
         self._taken_at = time.perf_counter()
 
@@ -76,10 +72,16 @@ class AsyncRolloutSource(PromptSource):
         self._updates = step - 1
         self._timeline.resume(self._updates)
         self._producer.scheduler.taken = self._updates
-        self._sync = self._weight_sync()
-        if isinstance(self._engine, EnginePool):
-            self._engine.on_awaiting_weights = self._changed.set
-        self._start_engines()
+        self._publisher = Publisher(
+            self._engine,
+            self._config,
+            self._context.config,
+            self._context.host.registry,
+            self._loop,
+            self._timeline,
+            notify=self._changed.set,
+        )
+        self._publisher.start_engines()
         self._advance()
         self._taken_at = time.perf_counter()
         self._loop.call(self._producer.start)
@@ -152,8 +154,8 @@ class AsyncRolloutSource(PromptSource):
             self._loop.run(self._end_attempts(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
         finally:
             try:
-                if self._sync is not None:
-                    self._sync.close()
+                if self._publisher is not None:
+                    self._publisher.close()
             finally:
                 self._loop.close()
 
@@ -165,64 +167,26 @@ class AsyncRolloutSource(PromptSource):
 
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
         """The groups of this step; meanwhile engines that were started anew get their weights."""
+        assert self._publisher is not None, "not started"
         watchdog = Watchdog(self._config.watchdog_s, self._config.stall_timeout_s, self._loop, self._stall)
         while True:
             self._changed.clear()
             taken = watchdog.result(self._loop.submit(self._producer.take, step), step)
             if taken is not None:
                 return taken
-            awaiting = self._engine.awaiting_weights if isinstance(self._engine, EnginePool) else ()
+            awaiting = self._publisher.awaiting_weights
             if awaiting:
-                self._publish(awaiting)
+                self._publisher.publish(self._updates, self._backend, awaiting)
             watchdog.wait(self._changed, step)
 
     def _stall(self, waited_s: float, step: int) -> str:
         return stall_report(self._producer.scheduler, dict(self._under_way), self._observed, waited_s, step)
 
-    def _weight_sync(self) -> WeightSync:
-        """Raises ConfigError when the engine takes no weights, or not in the configured way."""
-        engine, registry, run = self._engine, self._context.host.registry, self._context.config
-        if not isinstance(engine, TakesWeights):
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.engine.name",
-                        f"is {self._config.engine.name}, whose weights cannot be replaced while it generates. Choose "
-                        "an engine that takes weights, such as child_process or vllm.",
-                    )
-                ]
-            )
-        return registry.create("weight_sync", choose_sync(self._config.weight_sync, engine, registry), run=run)
-
-    def _start_engines(self) -> None:
-        """Before the first publish, whose time limit is about sending weights alone."""
-        if isinstance(self._engine, EnginePool):
-            limit = self._engine.longest_start_s + _GRACE_S
-            self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._config.engine.name}'")
-
     def _advance(self) -> SyncReport:
         """Every engine generates with the weights as they are now; more groups may start."""
-        report = self._publish([cast("TakesWeights", self._engine)])
+        assert self._publisher is not None, "not started"
+        report = self._publisher.publish(self._updates, self._backend)
         self._loop.call(self._producer.publish, self._updates)
-        return report
-
-    def _publish(self, engines: Sequence[TakesWeights]) -> SyncReport:
-        assert self._sync is not None, "not started"
-        self._timeline.began("publish")
-        publishing = self._sync.publish(self._updates, self._backend, engines)
-        # Longer than it may take by its own limit: it knows better what it waited for.
-        limit = self._sync.timeout_s + _GRACE_S
-        what = f"Publishing the weights of version {self._updates} over {self._sync.transport}"
-        try:
-            report = self._loop.run(publishing, limit, what)
-        except SpurlineError:
-            raise
-        except Exception as error:
-            raise RunFailedError(
-                f"{what} failed: {type(error).__name__}: {error}. Nothing was trained after it; the same command goes "
-                "on from the last checkpoint."
-            ) from error
-        self._timeline.ended("publish")
         return report
 
     def _levels(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Watchdog:
                 f"{text}\nThe run ends, as source.stall_timeout_s is {self._stall_timeout_s:g}. The same command goes "
                 "on from the last checkpoint, which holds the groups that were finished by then."
             )
-        Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
+        tell(text)
 
     def _blocked(self, waited_s: float, step: int) -> str:
         return (
@@ -72,3 +72,8 @@ class Watchdog:
             "the event loop they all run on. Move what takes long into spurline.rl.thread_calls.in_thread.\n"
             f"{self._loop.position()}"
         )
+
+
+def tell(text: str) -> None:
+    """Print what holds a run up."""
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)

@@ -41,7 +41,7 @@ class BucketSync(ABC):
         self._run = run
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
-        self._waits_for = ""
+        self.waits_for = ""
 
     @abstractmethod
     def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
@@ -60,7 +60,7 @@ class BucketSync(ABC):
                 raise
             raise RunFailedError(
                 f"Publishing version {version} over {self.transport} did not end within {limit_s:g} s; it waited for "
-                f"{self._waits_for}. Raise source.weight_sync.timeout_s when it is only slow."
+                f"{self.waits_for}. Raise source.weight_sync.timeout_s when it is only slow."
             ) from error
 
     async def _publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
@@ -69,14 +69,14 @@ class BucketSync(ABC):
         sending = time.perf_counter()
         sent = number = 0
         buckets = self.make_buckets(version, _opened(backend))
-        self._waits_for = "the backend's first weights"
+        self.waits_for = "the backend's first weights"
         while (bucket := await in_thread(_next, buckets)) is not None:
             number += 1
             sent += bucket_bytes(bucket.places)
             await self._all(engines, f"to load bucket {number}", _loading(bucket))
             # The next one may need the memory.
             del bucket
-            self._waits_for = f"the backend's weights after bucket {number}"
+            self.waits_for = f"the backend's weights after bucket {number}"
         finishing = time.perf_counter()
         await self._all(engines, "to finish the update", lambda engine: engine.finish_update(version))
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
@@ -85,7 +85,7 @@ class BucketSync(ABC):
         self, engines: Sequence[TakesWeights], what: str, call: Callable[[TakesWeights], Awaitable[None]]
     ) -> None:
         """Every engine at once; the first error, when all have answered."""
-        self._waits_for = f"{len(engines)} engine(s) {what}"
+        self.waits_for = f"{len(engines)} engine(s) {what}"
         answers = await asyncio.gather(*map(call, engines), return_exceptions=True)
         for answer in answers:
             if answer is not None:

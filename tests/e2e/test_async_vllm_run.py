@@ -1,0 +1,112 @@
+"""A whole asynchronous run on real vLLM, whose engine is killed on the way, and whose controller is killed too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from async_runs import assert_every_prompt_ended_once
+from run_helpers import read_metrics, train_command, wait_for
+from vllm_engines import vllm_models
+
+from spurline import Run, load_config
+from spurline.hookspecs import hookimpl
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+]
+
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+
+@pytest.fixture
+def vllm_config(rl_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Eight steps with one vLLM engine of the tests' model."""
+    pytest.importorskip("vllm", reason="make test installs vLLM on machines without a GPU", exc_type=ImportError)
+    rl_config["plugins"] = ["async_rl"]
+    rl_config["model"] = {"path": str(vllm_models(tmp_path, "untied").old)}
+    rl_config["steps"] = 8
+    rl_config["source"] |= {
+        "name": "async_rollouts",
+        "max_staleness": 2,
+        "correction": "tis",
+        "record_groups": True,
+        "max_concurrent_groups": 4,
+        "sampling": {"max_new_tokens": 12},
+        "engine": {
+            "name": "vllm",
+            "dtype": "float32",
+            "max_model_len": 256,
+            "kv_cache_gb": 0.25,
+            "cpu_threads": 1,
+            "start_timeout_s": 900.0,
+        },
+    }
+    return rl_config
+
+
+def engine_processes(pid: int) -> list[psutil.Process]:
+    """vLLM's processes among the descendants of a process."""
+    return [child for child in psutil.Process(pid).children(recursive=True) if "VLLM" in " ".join(child.cmdline())]
+
+
+class KillEngineAtStep3:
+    """Kills vLLM's own process while it generates."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    @hookimpl
+    def on_weights_synced(self, step: int) -> None:
+        if step == 3:
+            for process in engine_processes(os.getpid()):
+                self.killed.append(process.pid)
+                process.send_signal(signal.SIGKILL)
+
+
+def test_a_run_goes_on_after_its_engine_is_killed_with_the_tokens_of_the_right_weights(
+    vllm_config: dict[str, Any],
+) -> None:
+    loaded = load_config(vllm_config)
+    killer = KillEngineAtStep3()
+    loaded.host.attach(killer, "kill-engine")
+    Run(loaded).train()
+    assert killer.killed, "no engine process was found"
+    assert_every_prompt_ended_once(vllm_config)
+    lines = read_metrics(vllm_config["run_dir"])
+    assert lines[0]["staleness/max"] == 0
+    # Tokens of the weights that are trained: what vLLM computes is what the trainer computes.
+    assert lines[0]["mismatch/logprob_diff/max"] < 1e-4
+    assert max(line["staleness/max"] for line in lines) <= 2
+    fresh = [line for line in lines if line["staleness/max"] == 0]
+    assert all(line["mismatch/logprob_diff/max"] < 1e-4 for line in fresh)
+    assert engine_processes(os.getpid()) == []
+
+
+@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="starts three engines; SPURLINE_SOAK=1")
+def test_a_controller_that_is_killed_leaves_no_engine_and_loses_no_prompt(
+    vllm_config: dict[str, Any], write_config: WriteConfig
+) -> None:
+    vllm_config |= {"steps": 60, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
+    path = write_config(vllm_config)
+    metrics = Path(vllm_config["run_dir"]) / "metrics.jsonl"
+    for _ in range(2):
+        written = metrics.stat().st_size if metrics.exists() else 0
+        controller = subprocess.Popen(train_command(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > written + 500, "some steps", 900)  # noqa: B023
+        engines = engine_processes(controller.pid)
+        assert engines
+        controller.kill()
+        controller.wait(10)
+        _, alive = psutil.wait_procs(engines, timeout=60)
+        assert not alive, "engines outlived their controller"
+    subprocess.run([*train_command(path)], check=True, stdout=sys.stderr, timeout=1200)
+    assert_every_prompt_ended_once(vllm_config)
