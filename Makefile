@@ -46,7 +46,7 @@ models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | 
 	@touch $@
 
 # What reinforcement learning begins with: a model that is right about now and then.
-WARM_UP := --set run_dir=runs/sort_warmup --set steps=150 --set schedule=constant
+WARM_UP := --set run_dir=runs/sort_warmup --set steps=180 --set schedule=constant
 
 quickstart: $(VENV)/.packages models/tiny-qwen3
 	$(BIN)/spurline train examples/sft_sort.yaml

@@ -138,7 +138,7 @@ def warm_up(folder: Path) -> Path:
         "evaluation.every_steps=null",
         "evaluation.generate=null",
         "report.enabled=false",
-        "steps=150",
+        "steps=180",
         "schedule=constant",
     ]
     Run(load_config(ROOT / "examples" / "sft_sort.yaml", settings)).train()

@@ -180,3 +180,33 @@ def test_a_stalled_run_names_the_engine_that_holds_a_request(
     assert "sample 0 turn 0: asked" in err
     assert f"with engine 0 (process {stopped[0].pid})" in err or f"with engine 1 (process {stopped[1].pid})" in err
     assert engines_of(os.getpid()) == []
+
+
+def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_it(
+    child_config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    child_config["data"]["eval"] = str(spurline_chat_file)
+    child_config["evaluation"] = {"every_steps": 3}
+    child_config["source"]["engine"]["engines"] = 1
+    child_config["source"]["held_out"] = {"max_prompts": 8}
+    child_config["source"]["environment"]["rewards"] = {"early": "run_rewards:early_letters"}
+    child_config["source"]["reward_weights"] = {}
+    killed: list[int] = []
+
+    class KillAsTheEvaluationBegins:
+        @hookimpl
+        def on_weights_synced(self, step: int) -> None:
+            # Step 3 is evaluated right after its weights were published.
+            if step == 3:
+                for process in engines_of(os.getpid()):
+                    killed.append(process.pid)
+                    process.kill()
+
+    loaded = load_config(child_config)
+    loaded.host.attach(KillAsTheEvaluationBegins(), "kill-engine")
+    Run(loaded).train()
+    assert killed
+    evaluated = [line for line in read_metrics(child_config["run_dir"]) if "eval/reward" in line]
+    assert [line["step"] for line in evaluated] == [3, 6]
+    assert all("eval/failed" not in line for line in evaluated)
+    assert_every_prompt_ended_once(child_config)

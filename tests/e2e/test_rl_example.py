@@ -20,7 +20,7 @@ SEEDS = (0, 1, 2) if os.environ.get("SPURLINE_SOAK") else (0,)
 def test_grpo_takes_a_weak_sorter_to_nine_in_ten(tmp_path: Path, seed: int) -> None:
     run(str(ROOT / "examples/make_tiny_model.py"), str(tmp_path / "tiny"), "--seed", str(seed))
     overrides = {"run_dir": tmp_path / "warmup", "model.path": tmp_path / "tiny", "seed": seed}
-    train("sft_sort.yaml", overrides | {"steps": 150, "schedule": "constant", "evaluation.every_steps": "null"})
+    train("sft_sort.yaml", overrides | {"steps": 180, "schedule": "constant", "evaluation.every_steps": "null"})
     overrides = {"run_dir": tmp_path / "rl", "model.path": tmp_path / "warmup/model", "seed": seed}
     train("rl_sort.yaml", overrides)
     before = read_metrics(tmp_path / "warmup")[-1]["eval/exact_match"]

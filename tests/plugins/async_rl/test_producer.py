@@ -20,6 +20,7 @@ from spurline.errors import DataError, RunFailedError
 from spurline.rl.group_runner import Outcome
 from spurline.rl.quarantine import QuarantinedGroup, SkippedRow
 from spurline.rl.trajectory import Group, Trajectory, Turn
+from spurline_async_rl.rollouts.group_records import groups_state
 from spurline_async_rl.rollouts.producer import Producer
 from spurline_async_rl.scheduling.ledger import State
 from spurline_async_rl.scheduling.limits import SchedulerLimits
@@ -128,8 +129,9 @@ async def train(groups: ScriptedGroups, given_limits: SchedulerLimits, checkpoin
         producer.publish(step)
         await asyncio.sleep(0)
         if checkpoints[step % len(checkpoints)]:
-            state = producer.state_dict()
-            json.dumps({name: part for name, part in state.items() if name not in ("ledger", "groups")})
+            state, kept = producer.snapshot()
+            json.dumps({name: part for name, part in state.items() if name != "ledger"})
+            state["groups"] = groups_state(kept)
             await producer.close()
             producer = make_producer(groups, changed, given_limits)
             producer.load_state_dict(state)

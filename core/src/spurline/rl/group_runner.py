@@ -138,7 +138,7 @@ class GroupRunner:
             self._retries_of[task.uid] += 1
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
-        run = self._environment.run(task, self._make_policy(task, attempt))
+        run = _surviving(self._environment.run(task, self._make_policy(task, attempt)))
         trajectory = await _within(
             run, self._attempt_timeout_s, f"{type(self._environment).__name__}.run for {_name(task)}"
         )
@@ -174,6 +174,15 @@ async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return list(await asyncio.gather(*tasks))
     finally:
         await _end(tasks, "work")
+
+
+async def _surviving(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
+    """What `run` returns. `sys.exit()` in an environment or reward is a failure of the attempt: asyncio would let it
+    end the event loop, and with it every attempt, without a word."""
+    try:
+        return await run
+    except SystemExit as error:
+        raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
 
 
 async def _within(run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: str) -> Trajectory:

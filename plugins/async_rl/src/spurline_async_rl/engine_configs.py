@@ -21,11 +21,12 @@ class PoolConfig(ComponentConfig):
     """Seconds without a new token of a response, pauses not counted, after which its engine counts as dead."""
     pause_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
     """Seconds until every engine has to stand still."""
-    update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds an engine may take for one bucket of weights, or to begin or finish an update."""
+    update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
+    """Seconds an engine may take for one bucket of weights, or to begin or finish an update, before it is replaced;
+    less than weight_sync.timeout_s, so that the others go on."""
     close_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
     """Seconds an engine may take to end before its processes are killed."""
-    max_restarts: Annotated[int, OnResume.FREE] = Field(default=3, ge=0)
+    max_restarts: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
     """Engines that may be started anew after they died, in the whole run, before it stops."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old

@@ -96,6 +96,14 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 f"is {self.groups_at_once}, but with max_staleness: {self.max_staleness} and prompts_per_step: "
                 f"{self.prompts_per_step} no more than {most} groups may be ahead of training. Lower it to {most}.",
             )
+        attempts = self.groups_at_once * self.samples_per_prompt
+        if attempts > self.max_concurrent:
+            yield Problem(
+                "max_concurrent",
+                f"is {self.max_concurrent}, but {self.groups_at_once} groups of {self.samples_per_prompt} attempts are "
+                f"under way at a time, so that most of them would only wait and get older. Raise it to {attempts}, or "
+                f"lower max_concurrent_groups to {max(1, self.max_concurrent // self.samples_per_prompt)}.",
+            )
         if self.publish_every > self.max_staleness + 1:
             yield Problem(
                 "publish_every",

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from spurline.errors import RunFailedError
 
-ADVICE = "Raise source.engine.timeout_s when it is only slow."
+ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) when it is only slow."
 
 _Result = TypeVar("_Result")
 

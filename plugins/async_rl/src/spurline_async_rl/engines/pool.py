@@ -22,6 +22,9 @@ from spurline_async_rl.engines.member import EngineDiedError, EngineMember, Prog
 from spurline_async_rl.engines.pooled_engine import PooledEngine
 from spurline_async_rl.engines.routing import Router
 
+_LONGEST_BREAK_S = 60.0
+"""Seconds between two tries to start an engine, which double from 1."""
+
 
 class EnginePool:
     """A `RolloutEngine` that `TakesWeights`.
@@ -79,6 +82,11 @@ class EnginePool:
         self._open()
         # Ends: every start has a time limit, and the number of starts has one.
         await self._until("start", lambda: all(engine.state in ("awaiting", "ready") for engine in self._engines))
+
+    async def wait_for_one(self) -> None:
+        """Return when at least one engine has been started, and could take weights. Ends as `start` does."""
+        self._open()
+        await self._until("a publish", lambda: bool(self._started()))
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         check_request(request)
@@ -149,13 +157,17 @@ class EnginePool:
 
     async def _keep_alive(self, number: int) -> None:
         """One engine after another, until they have died too often."""
+        failed_starts = 0
         try:
             while self._failure is None:
+                # What a failed start needs, such as a server that is being restarted, may be there later.
+                await asyncio.sleep(min(_LONGEST_BREAK_S, 2.0 ** (failed_starts - 1)) if failed_starts else 0)
                 engine = self._engines[number]
                 try:
                     reason = await engine.live()
                 finally:
                     await engine.close()
+                failed_starts = 0 if engine.has_started else failed_starts + 1
                 if self._failure is None:
                     self._count_death(reason)
                     self._engines[number] = self._new_engine(number)

@@ -42,6 +42,7 @@ class PooledEngine:
     def __init__(self, member: EngineMember, config: PoolConfig, on_change: Callable[[], None]) -> None:
         self.state: State = "starting"
         self.load = 0
+        self.has_started = False
         self.has_refused = False
         """Whether it is dead because it did not do what it was asked to, or not in time."""
         self.transports = member.transports
@@ -70,6 +71,7 @@ class PooledEngine:
     async def live(self) -> str:
         """Start it, and return when it is dead, with the reason. Raises what a user can mend, such as ModelError."""
         if await self._ask("start", self._member.start(), self._config.start_timeout_s, "start_timeout_s"):
+            self.has_started = True
             self._become("awaiting")
             death = asyncio.ensure_future(self._member.wait_dead())
             try:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from tempfile import TemporaryFile
@@ -68,7 +69,7 @@ class CommandAgent:
             given.write(json.dumps(_task(session), default=str).encode() + b"\n")
             given.seek(0)
             process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *(*_ENDING_WITH_THIS, *self._command),
                 stdin=given,
                 stdout=printed,
                 stderr=complaints,
@@ -94,6 +95,25 @@ class CommandAgent:
                 f"The last line that the agent's program printed is not JSON ({error}): {lines[-1][:200]!r}. Print the "
                 f'rewards, such as 1.0 or {{"solved": 1.0}}, last. {last_words}'.strip()
             ) from error
+
+
+_ENDING_WITH_THIS = (
+    (
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        (
+            "import ctypes, os, signal, sys\n"
+            "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
+            "os.execvp(sys.argv[1], sys.argv[1:])"
+        ),
+    )
+    if sys.platform == "linux"
+    else ()
+)
+"""Becomes the program, after having asked Linux to kill it when this process dies (PR_SET_PDEATHSIG), also by kill
+-9."""
 
 
 def _task(session: Session) -> dict[str, Any]:

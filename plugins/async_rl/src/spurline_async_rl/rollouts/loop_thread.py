@@ -57,6 +57,10 @@ class LoopThread:
             # After an error, or Ctrl-C: what nobody waits for must not go on.
             future.cancel()
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """What the coroutine will return; nobody waits for it here."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._started())
+
     def submit(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
         """What a function will return that must run on the loop, between two of its tasks."""
 

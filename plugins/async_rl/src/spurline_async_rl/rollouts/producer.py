@@ -20,7 +20,7 @@ from spurline.rl.quarantine import QuarantinedGroup, SkippedRow
 from spurline.rl.returns import has_zero_variance
 from spurline.rl.trajectory import Group
 from spurline.rl.turns import turns_of
-from spurline_async_rl.rollouts.group_records import groups_of, groups_state
+from spurline_async_rl.rollouts.group_records import groups_of
 from spurline_async_rl.rollouts.staleness import version_range
 from spurline_async_rl.scheduling.ledger import Ledger, State
 from spurline_async_rl.scheduling.scheduler import Scheduler
@@ -132,18 +132,19 @@ class Producer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def state_dict(self) -> dict[str, object]:
-        """Finished groups are kept whole; those under way will start again."""
+    def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
+        """State without the finished groups, and these, to be encoded elsewhere: that takes seconds for large ones, in
+        which this loop would serve nobody. Groups under way will start again."""
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         buffered = [group for group in self.scheduler.untrained if group.finished]
-        return {
+        state: dict[str, object] = {
             "ledger": self.ledger.state_dict(),
             "buffered": [[group.draw, group.version] for group in buffered],
             "fillers": [*self.scheduler.fillers],
             "left_out": self.scheduler.num_left_out,
             "costs": dict(self._costs),
-            "groups": groups_state(kept),
         }
+        return state, kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.ledger.load_state_dict(state["ledger"])

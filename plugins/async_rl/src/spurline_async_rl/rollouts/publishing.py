@@ -55,9 +55,10 @@ class Publisher:
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
-        self._sync: WeightSync = registry.create(
-            "weight_sync", choose_sync(config.weight_sync, engine, registry), run=run
-        )
+        chosen = choose_sync(config.weight_sync, engine, registry)
+        self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
+        if isinstance(engine, EnginePool):
+            engine.on_awaiting_weights = notify
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
@@ -76,6 +77,10 @@ class Publisher:
         Raises RunFailedError when they do not; nothing may be trained after that.
         """
         what = f"Publishing the weights of version {version} over {self._sync.transport}"
+        if engines is None and isinstance(self._engine, EnginePool):
+            # Its start has limits of its own, which are no part of the transport's.
+            waiting = f"Starting a rollout engine '{self._name}' anew"
+            self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + _GRACE_S, waiting)
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
         self._timeline.began("publish")
         try:

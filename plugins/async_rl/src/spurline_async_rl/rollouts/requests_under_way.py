@@ -28,6 +28,8 @@ class ObservedEngine:
         self._engine = engine
         self._under_way: dict[int, _Asked] = {}
         self._next = 0
+        self.answered_at = 0.0
+        """When a request was last answered, on the monotonic clock."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         number = self._next
@@ -37,6 +39,7 @@ class ObservedEngine:
             return await self._engine.generate(request)
         finally:
             del self._under_way[number]
+            self.answered_at = time.monotonic()
 
     async def pause(self) -> None:
         await self._engine.pause()
@@ -76,7 +79,8 @@ def stall_report(
     now = time.monotonic()
     limits = scheduler.limits
     lines = [
-        f"No group has ended for {waited_s:.0f} s. Step {step} waits for {limits.batch_size} groups: "
+        f"No group has ended for {waited_s:.0f} s, and no request was answered. "
+        f"Step {step} waits for {limits.batch_size} groups: "
         f"{scheduler.num_buffered} are finished, {scheduler.num_running} under way (order: {limits.order}, "
         f"max_staleness: {limits.max_staleness}, weights of version {scheduler.version})."
     ]
@@ -90,3 +94,9 @@ def stall_report(
     elif oldest:
         lines.append("  no request is with an engine: the environments or rewards of these groups have not returned")
     return "\n".join(lines)
+
+
+def held_out_report(engine: ObservedEngine, waited_s: float) -> str:
+    """Why the loop still waits for an evaluation."""
+    head = f"The evaluation waits for held-out attempts; no request was answered for {waited_s:.0f} s."
+    return "\n".join([head, *(f"  {line}" for line in engine.describe())])

@@ -7,9 +7,10 @@ by `scheduling.scheduler` alone.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -22,11 +23,12 @@ from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.group_runner import Outcome
 from spurline.rl.quarantine import SkippedRow
 from spurline.run_context import SourceContext
+from spurline_async_rl.rollouts.group_records import groups_state
 from spurline_async_rl.rollouts.loop_thread import LoopThread
 from spurline_async_rl.rollouts.producer import Producer
 from spurline_async_rl.rollouts.publishing import Publisher
 from spurline_async_rl.rollouts.recording import record_groups
-from spurline_async_rl.rollouts.requests_under_way import ObservedEngine, stall_report
+from spurline_async_rl.rollouts.requests_under_way import ObservedEngine, held_out_report, stall_report
 from spurline_async_rl.rollouts.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.rollouts.watchdog import Watchdog
 from spurline_async_rl.scheduling.scheduler import Scheduler
@@ -132,32 +134,46 @@ class AsyncRolloutSource(PromptSource):
         """Attempts with the newest weights, beside those of training."""
         if self._producer.scheduler.version < self._updates:
             self._advance()
-        faults = self._config.faults
-        per_wave = max(1, self._config.max_concurrent)
-        waves = -(-len(prompts) * self._config.held_out.samples_per_prompt // per_wave)
-        limit = 60.0 + faults.attempt_timeout_s * (faults.retries + 1) * waves
         self._timeline.began("evaluate")
-        outcomes = self._loop.run(self._attempts.evaluate(prompts), limit, "The evaluation of held-out prompts")
+        evaluating = self._loop.start(self._attempts.evaluate(prompts))
+        evaluating.add_done_callback(lambda _: self._changed.set())
+        watchdog = self._watchdog(lambda waited_s: held_out_report(self._observed, waited_s))
+        try:
+            while not evaluating.done():
+                self._changed.clear()
+                self._serve_restarted_engines()
+                if not evaluating.done():
+                    watchdog.wait(self._changed)
+        finally:
+            evaluating.cancel()
         self._timeline.ended("evaluate")
-        return outcomes
+        return evaluating.result()
 
     def state_dict(self) -> dict[str, object]:
-        return self._loop.call(lambda: {**self._prompts_state(), **self._producer.state_dict()})
+        prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
+        return {**prompts, **state, "groups": groups_state(groups)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._load_prompts_state(state)
         self._producer.load_state_dict(state)
 
     def close(self) -> None:
-        """End generation, engines and threads. What fails on the way is raised once the rest has been ended too."""
-        try:
-            self._loop.run(self._end_attempts(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
-        finally:
+        """End generation, engines and threads. What fails on the way never hides the error that ended the run."""
+        ended_by = sys.exception()
+        for end in (self._end_generation, self._end_transport, self._loop.close):
             try:
-                if self._publisher is not None:
-                    self._publisher.close()
-            finally:
-                self._loop.close()
+                end()
+            except Exception as error:
+                if ended_by is None:
+                    raise
+                ended_by.add_note(f"Ending the rollouts failed too: {error}")
+
+    def _end_generation(self) -> None:
+        self._loop.run(self._end_attempts(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
+
+    def _end_transport(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
 
     async def _end_attempts(self) -> None:
         try:
@@ -166,18 +182,26 @@ class AsyncRolloutSource(PromptSource):
             await self._attempts.close()
 
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
-        """The groups of this step; meanwhile engines that were started anew get their weights."""
-        assert self._publisher is not None, "not started"
-        watchdog = Watchdog(self._config.watchdog_s, self._config.stall_timeout_s, self._loop, self._stall)
+        """The groups of this step."""
+        watchdog = self._watchdog(lambda waited_s: self._stall(waited_s, step))
         while True:
             self._changed.clear()
-            taken = watchdog.result(self._loop.submit(self._producer.take, step), step)
+            taken = watchdog.result(self._loop.submit(self._producer.take, step))
             if taken is not None:
                 return taken
-            awaiting = self._publisher.awaiting_weights
-            if awaiting:
-                self._publisher.publish(self._updates, self._backend, awaiting)
-            watchdog.wait(self._changed, step)
+            self._serve_restarted_engines()
+            watchdog.wait(self._changed)
+
+    def _serve_restarted_engines(self) -> None:
+        """Give engines that were started anew the weights that they generate with from then on."""
+        assert self._publisher is not None, "not started"
+        awaiting = self._publisher.awaiting_weights
+        if awaiting:
+            self._publisher.publish(self._updates, self._backend, awaiting)
+
+    def _watchdog(self, describe: Callable[[float], str]) -> Watchdog:
+        limits = (self._config.watchdog_s, self._config.stall_timeout_s)
+        return Watchdog(*limits, self._loop, describe, moved_at=lambda: self._observed.answered_at)
 
     def _stall(self, waited_s: float, step: int) -> str:
         return stall_report(self._producer.scheduler, dict(self._under_way), self._observed, waited_s, step)

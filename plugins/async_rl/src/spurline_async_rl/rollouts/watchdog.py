@@ -20,26 +20,35 @@ class Watchdog:
     """Of one wait of the training thread. `source.watchdog_s` after the last movement it prints to stderr what holds
     the run up, again and again, and after `source.stall_timeout_s` it ends the run.
 
-    describe: from seconds without movement and the step, what is under way.
+    describe: from seconds without movement, what is under way. moved_at: when a request was last answered, on the
+    monotonic clock; what has not ended yet may move all the same.
     """
 
     def __init__(
-        self, watchdog_s: float, stall_timeout_s: float, loop: LoopThread, describe: Callable[[float, int], str]
+        self,
+        watchdog_s: float,
+        stall_timeout_s: float,
+        loop: LoopThread,
+        describe: Callable[[float], str],
+        moved_at: Callable[[], float],
     ) -> None:
         self._watchdog_s = watchdog_s
         self._stall_timeout_s = stall_timeout_s
         self._loop = loop
         self._describe = describe
+        self._last_answer = moved_at
         self._moved_at = self._told_at = time.monotonic()
 
-    def wait(self, changed: threading.Event, step: int) -> None:
+    def wait(self, changed: threading.Event) -> None:
         """Return when something changed, or after having told that nothing did."""
         if changed.wait(self._patience()):
-            self._moved()
+            self._moved_at = self._told_at = time.monotonic()
+        elif (answered_at := self._last_answer()) > self._moved_at:
+            self._moved_at = self._told_at = answered_at
         else:
-            self._tell(self._describe, step)
+            self._tell(self._describe)
 
-    def result(self, future: concurrent.futures.Future[T], step: int) -> T:
+    def result(self, future: concurrent.futures.Future[T]) -> T:
         """The result of a call on the event loop, which takes long only when the loop is blocked."""
         while True:
             try:
@@ -47,18 +56,15 @@ class Watchdog:
             except concurrent.futures.TimeoutError:
                 if future.done():
                     raise
-                self._tell(self._blocked, step)
+                self._tell(self._blocked)
 
     def _patience(self) -> float:
         return max(0.0, self._watchdog_s - (time.monotonic() - self._told_at))
 
-    def _moved(self) -> None:
-        self._moved_at = self._told_at = time.monotonic()
-
-    def _tell(self, describe: Callable[[float, int], str], step: int) -> None:
+    def _tell(self, describe: Callable[[float], str]) -> None:
         self._told_at = time.monotonic()
         waited_s = self._told_at - self._moved_at
-        text = describe(waited_s, step)
+        text = describe(waited_s)
         if waited_s >= self._stall_timeout_s:
             raise RunFailedError(
                 f"{text}\nThe run ends, as source.stall_timeout_s is {self._stall_timeout_s:g}. The same command goes "
@@ -66,9 +72,9 @@ class Watchdog:
             )
         tell(text)
 
-    def _blocked(self, waited_s: float, step: int) -> str:
+    def _blocked(self, waited_s: float) -> str:
         return (
-            f"Nothing moves for {waited_s:.0f} s, and step {step} waits for rollouts: an environment or reward blocks "
+            f"Nothing moves for {waited_s:.0f} s, and training waits for rollouts: an environment or reward blocks "
             "the event loop they all run on. Move what takes long into spurline.rl.thread_calls.in_thread.\n"
             f"{self._loop.position()}"
         )

@@ -85,9 +85,7 @@ def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
     """Readers see the whole file or none."""
     beside = path.with_suffix(".tmp")
     # Tensors may share memory (tied weights), which the format does not allow.
-    save_file(
-        {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}, beside
-    )
+    save_file({name: _own_copy(tensor) for name, tensor in weights}, beside)
     os.replace(beside, path)
 
 

@@ -99,6 +99,11 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
     }
+    if on_cpu:
+        # A prompt read in parts draws a token after each and takes the random numbers back, which PyTorch's generators
+        # for CPUs cannot do ("CPU Generator does not use offset"): the engine would end. Such parts come about when
+        # many prompts, or responses that are read again after an update, exceed a step's tokens.
+        arguments["enable_chunked_prefill"] = False
     if spec.transport == "nccl":
         arguments["weight_transfer_config"] = {"backend": "nccl"}
     return arguments | config.engine_args

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -148,8 +149,10 @@ class RayEngine:
         inbox: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._inboxes[request_id] = inbox
         ended = False
+        # Tokens may overtake the answer to this: whoever waited for it would take them for those of later weights.
+        submitting = asyncio.ensure_future(self._asked("submit", request_id, list(prompt), sampling, seed, salt))
+        submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
-            await self._asked("submit", request_id, list(prompt), sampling, seed, salt)
             while not ended:
                 delta = await inbox.get()
                 if isinstance(delta, Exception):
@@ -159,6 +162,7 @@ class RayEngine:
                 ended = delta.finish_reason is not None
                 yield delta
         finally:
+            submitting.cancel()
             del self._inboxes[request_id]
             if not ended:
                 self._actor.abort.remote(request_id)
@@ -251,3 +255,10 @@ class RayEngine:
         except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
             for inbox in self._inboxes.values():
                 inbox.put_nowait(EngineDiedError(f"{self.where} has died: {type(error).__name__}: {error}"))
+
+
+def _tell_failure(inbox: asyncio.Queue[Delta | Exception | None], submitted: asyncio.Future[Any]) -> None:
+    """A request that was not even taken ends for whoever waits for its tokens."""
+    error = None if submitted.cancelled() else submitted.exception()
+    if isinstance(error, Exception):
+        inbox.put_nowait(error)

@@ -149,7 +149,8 @@ class ServerApi:
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
             raise self._misconfigured(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
-        if answer.status < 500:
+        # Refused for now, not for what it says: the request goes on elsewhere, or here later.
+        if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
         raise on_failure(f"{self._url} failed: {answer.status} {text}")
 
