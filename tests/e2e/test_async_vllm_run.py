@@ -58,6 +58,13 @@ def engine_processes(pid: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(pid).children(recursive=True) if "VLLM" in " ".join(child.cmdline())]
 
 
+def blocks(pid: int, number: signal.Signals) -> bool:
+    """Whether a process never gets this signal."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 class KillEngineAtStep3:
     """Kills vLLM's own process while it generates."""
 
@@ -68,6 +75,8 @@ class KillEngineAtStep3:
     def on_weights_synced(self, step: int) -> None:
         if step == 3:
             for process in engine_processes(os.getpid()):
+                # Ctrl-C in a terminal must leave the engine to the run, which finishes its step.
+                assert blocks(process.pid, signal.SIGINT)
                 self.killed.append(process.pid)
                 process.send_signal(signal.SIGKILL)
 

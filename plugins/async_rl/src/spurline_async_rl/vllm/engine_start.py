@@ -7,7 +7,11 @@ vLLM for an engine in this process.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 from spurline_async_rl.engines.member import EngineDiedError
@@ -28,7 +32,7 @@ class EngineStart:
 
     def run(self) -> Any:
         """The AsyncLLM. Blocks for a minute. Raises EngineDiedError with vLLM's own words when it cannot start."""
-        with _ONE_AT_A_TIME, engine_environment(self._spec.config):
+        with _ONE_AT_A_TIME, engine_environment(self._spec.config), _without_ctrl_c():
             from vllm import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,6 +65,19 @@ class EngineStart:
     def _check(self) -> None:
         if self._given_up:
             raise EngineDiedError("it was closed while it started")
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Processes started within never get SIGINT: Ctrl-C in a terminal reaches all of a run's processes, and the run
+    would lose its engines before it has finished the step and saved. What a thread blocks, its children block."""
+    # Where it has to be started first, the tracker lets the signal through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _engine_cores() -> list[Any]:
