@@ -14,7 +14,7 @@ from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leav
 
 from spurline.errors import PluginError, RunFailedError
 from spurline.protocols.environment import PolicyHandle, Task
-from spurline.rl import group_runner
+from spurline.rl import task_ends
 from spurline.rl.quarantine import QuarantinedGroup
 from spurline.rl.trajectory import Group, Trajectory
 from spurline.testing.fuzzing import fuzzing
@@ -104,7 +104,7 @@ def test_time_spent_waiting_for_a_place_does_not_count():
 
 
 def test_an_environment_that_does_not_let_itself_be_cancelled_is_reported(monkeypatch):
-    monkeypatch.setattr(group_runner, "CANCEL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(task_ends, "CANCEL_TIMEOUT_S", 0.05)
     stop = asyncio.Event()
 
     async def stubborn(task: Task, policy: PolicyHandle) -> Trajectory:

@@ -13,20 +13,18 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from spurline.config.run_config import DatasetConfig
-from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError
+from spurline.errors import DataError, PluginError, SpurlineError
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
 from spurline.rl.error_text import located
 from spurline.rl.quarantine import Quarantine, QuarantinedGroup, SkippedRow
+from spurline.rl.task_ends import all_or_none, end_tasks
 from spurline.rl.trajectory import Group, Trajectory
 
 T = TypeVar("T")
 
 Outcome = Group | QuarantinedGroup | SkippedRow
 """What becomes of a drawn prompt."""
-
-CANCEL_TIMEOUT_S = 30.0
-"""Seconds a cancelled attempt may take to end."""
 
 
 class DrawnPrompt(Protocol):
@@ -90,7 +88,7 @@ class GroupRunner:
 
     async def run_groups(self, prompts: Sequence[DrawnPrompt]) -> list[Outcome]:
         """The outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
-        return await _all_or_none([self.run_group(prompt) for prompt in prompts])
+        return await all_or_none([self.run_group(prompt) for prompt in prompts], "work")
 
     async def run_group(self, prompt: DrawnPrompt) -> Outcome:
         """All attempts at one prompt.
@@ -103,7 +101,7 @@ class GroupRunner:
             for sample in range(self._samples_per_prompt)
         ]
         try:
-            trajectories = await _all_or_none([self._run_task(task) for task in tasks])
+            trajectories = await all_or_none([self._run_task(task) for task in tasks], "work")
         except _GiveUp as failure:
             group = QuarantinedGroup(prompt.uid, prompt.number, str(failure))
             self._quarantine.add(group)
@@ -167,15 +165,6 @@ class GroupRunner:
                     )
 
 
-async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; or the first error, once everything else has been cancelled and has ended."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await _end(tasks, "work")
-
-
 async def _surviving(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
     """What `run` returns. `sys.exit()` in an environment or reward is a failure of the attempt: asyncio would let it
     end the event loop, and with it every attempt, without a word."""
@@ -197,25 +186,7 @@ async def _within(run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: 
             return task.result()
         raise AttemptFailedError(f"{what} did not end within {timeout_s:g} s (source.faults.attempt_timeout_s).")
     finally:
-        await _end([task], what)
-
-
-async def _end(tasks: Sequence[asyncio.Future[Any]], what: str) -> None:
-    """Cancel what still runs and wait for it. Raises RunFailedError when something does not let itself be cancelled."""
-    running = [task for task in tasks if not task.done()]
-    if not running:
-        return
-    for task in running:
-        task.cancel()
-    ended, stuck = await asyncio.wait(running, timeout=CANCEL_TIMEOUT_S)
-    for task in ended:
-        # What is raised on the way out of a cancelled task must not cover what it was cancelled for.
-        _ = task.cancelled() or task.exception()
-    if stuck:
-        raise RunFailedError(
-            f"{what} was cancelled, but still runs {CANCEL_TIMEOUT_S:g} s later. An environment must let "
-            "asyncio.CancelledError pass."
-        )
+        await end_tasks([task], what)
 
 
 def _name(task: Task) -> str:

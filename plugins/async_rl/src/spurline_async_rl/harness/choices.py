@@ -20,10 +20,11 @@ from spurline.data.messages import read_messages, read_tools
 from spurline.errors import DataError, PluginError
 from spurline.protocols.rollout_engine import GenerationResult, Sampling
 from spurline.rl.chat_front import PrefixError, Reply
+from spurline.rl.task_ends import all_or_none
 from spurline_async_rl.harness.api_errors import ApiError
 from spurline_async_rl.harness.bodies import Body, ChatBody, CompletionBody, sampling_error, sampling_of
 from spurline_async_rl.harness.live_session import LiveSession
-from spurline_async_rl.harness.task_ends import all_or_none
+from spurline_async_rl.harness.session import CANCEL_TIMEOUT_S
 
 _CALL_BEGIN = "<tool_call>"
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
@@ -69,7 +70,9 @@ class Answering:
         branches = [chat.fork() for _ in range(body.n)]
         sampling = self._sampling(session, body)
         try:
-            replies = await all_or_none([branch.reply(sampling) for branch in branches], session.where)
+            replies = await all_or_none(
+                [branch.reply(sampling) for branch in branches], session.where, CANCEL_TIMEOUT_S
+            )
         except PrefixError:
             raise
         except DataError as error:
@@ -90,7 +93,7 @@ class Answering:
         sampling = self._sampling(session, body)
         try:
             results = await all_or_none(
-                [session.policy.generate(prompt, sampling) for prompt in prompts], session.where
+                [session.policy.generate(prompt, sampling) for prompt in prompts], session.where, CANCEL_TIMEOUT_S
             )
         except PluginError as error:
             raise self._explained(error, session, sampling) from error

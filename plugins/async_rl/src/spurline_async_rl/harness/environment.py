@@ -22,13 +22,13 @@ from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Tas
 from spurline.protocols.reward import Answer, Reward
 from spurline.registry import Registry
 from spurline.rl.reward_calls import close_all, reward_terms
+from spurline.rl.task_ends import end_tasks
 from spurline.rl.trajectory import Trajectory
 from spurline_async_rl.harness.agents import Agent, CommandAgent, FunctionAgent
 from spurline_async_rl.harness.live_session import LiveSession
 from spurline_async_rl.harness.returned import terms_of
 from spurline_async_rl.harness.server import HarnessServer
-from spurline_async_rl.harness.session import Session
-from spurline_async_rl.harness.task_ends import end_tasks
+from spurline_async_rl.harness.session import CANCEL_TIMEOUT_S, Session
 from spurline_async_rl.harness_config import HarnessConfig
 
 
@@ -104,7 +104,7 @@ class HarnessEnvironment:
                 raise live.failure
             return agent.result()
         finally:
-            await end_tasks([agent, failed], f"{live.where}: the agent")
+            await end_tasks([agent, failed], f"{live.where}: the agent", CANCEL_TIMEOUT_S)
 
     async def _trajectory(self, live: LiveSession, session: Session, value: Any) -> Trajectory:
         turns = live.policy.turns

@@ -18,12 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, Problem
 from spurline.rl.chat_front import PrefixError
+from spurline.rl.task_ends import end_tasks
 from spurline_async_rl.harness.api_errors import ApiError
 from spurline_async_rl.harness.bodies import BodyT, ChatBody, CompletionBody, read_body
 from spurline_async_rl.harness.choices import Answering, Choice
 from spurline_async_rl.harness.live_session import LiveSession
 from spurline_async_rl.harness.responses import ResponseWriter
-from spurline_async_rl.harness.task_ends import end_tasks
+from spurline_async_rl.harness.session import CANCEL_TIMEOUT_S
 from spurline_async_rl.harness_config import HarnessConfig
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class HarnessServer:
         if session is None:
             return
         session.is_over = True
-        await end_tasks(session.calls, f"{session.where}: a request of the agent")
+        await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
 
     async def stop(self) -> None:
         """End all sessions, connections and the server."""
@@ -217,7 +218,7 @@ class HarnessServer:
         finally:
             self._num_requests -= 1
             session.calls.discard(call)
-            await end_tasks([call], f"{session.where}: a request of the agent")
+            await end_tasks([call], f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
 
     async def _stream(
         self, request: web.Request, session: LiveSession, choices: list[Choice], chunks: Iterator[dict[str, Any]]

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+CANCEL_TIMEOUT_S = 20.0
+"""Seconds that a cancelled part of an attempt may take to end; less than the attempt itself has to."""
+
 
 @dataclass(frozen=True)
 class Session:
