@@ -20,15 +20,15 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
     timeout_s: CANCEL_TIMEOUT_S by default; tasks within an attempt want less, so that they are named, not the attempt.
     """
     limit = CANCEL_TIMEOUT_S if timeout_s is None else timeout_s
-    running = [task for task in tasks if not task.done()]
-    if not running:
-        return
+    everything = list(tasks)
+    running = [task for task in everything if not task.done()]
     for task in running:
         task.cancel()
-    ended, stuck = await asyncio.wait(running, timeout=limit)
-    for task in ended:
-        # What is raised on the way out of a cancelled task must not cover what it was cancelled for.
-        _ = task.cancelled() or task.exception()
+    stuck = (await asyncio.wait(running, timeout=limit))[1] if running else set[asyncio.Future[Any]]()
+    for task in everything:
+        # What is raised besides the first error, or on the way out of a cancelled task, must neither cover it nor be
+        # told again as never retrieved.
+        _ = task.done() and (task.cancelled() or task.exception())
     if stuck:
         raise RunFailedError(
             f"{what} was cancelled, but still runs {limit:g} s later. An environment must let "

@@ -78,6 +78,16 @@ class LoopThread:
         name = getattr(function, "__name__", "a call")
         return self.run(on_loop(), timeout_s, f"The event loop of the rollouts is blocked: {name}")
 
+    def responds(self, timeout_s: float) -> bool:
+        """Whether the loop still turns; not where code of a task blocks it."""
+        if self._loop is None:
+            return True
+        try:
+            self.submit(bool).result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            return False
+        return True
+
     def position(self) -> str:
         """Where in the code the loop's thread is right now; tells what blocks it."""
         assert self._thread is not None, "not started"

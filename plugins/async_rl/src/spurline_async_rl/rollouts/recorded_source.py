@@ -7,6 +7,7 @@ of the loss does on equal data, and to prove that training on asynchronous rollo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from spurline.builtin.rollouts.draws import Draw
@@ -20,6 +21,7 @@ from spurline.rl.group_runner import Outcome
 from spurline.run_context import SourceContext
 from spurline_async_rl.rollouts.group_records import groups_of
 from spurline_async_rl.rollouts.recording import recorded_step
+from spurline_async_rl.rollouts.staleness import staleness_metrics
 from spurline_async_rl.source_config import RecordedRolloutsConfig
 
 
@@ -44,7 +46,9 @@ class RecordedRolloutSource(PromptSource):
                 "them with source.record_groups: true, or lower steps."
             ) from error
         collected = Collected(groups, groups, 0, 0, 0, 0)
-        return self._batch(step, collected, self._backend, retries=0, seconds=0.0)
+        ages = staleness_metrics(groups, step - 1, self._config.max_staleness, masked=0)
+        batch = self._batch(step, collected, self._backend, retries=0, seconds=0.0)
+        return replace(batch, info={**batch.info, **ages})
 
     def epoch(self, step: int) -> float:
         return step * self._config.prompts_per_step / self._prompts.prompts_per_epoch

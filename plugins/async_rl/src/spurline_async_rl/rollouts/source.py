@@ -39,6 +39,10 @@ _CLOSE_TIMEOUT_S = 120.0
 """More than engines and attempts may take by their own limits; when it passes, something is stuck."""
 
 
+_BLOCKED_AFTER_S = 5.0
+"""Seconds without an answer after which the event loop counts as blocked when the run ends."""
+
+
 class AsyncRolloutSource(PromptSource):
     """See the module. State: that of the producer, the rows left out, the prompts given up."""
 
@@ -160,7 +164,12 @@ class AsyncRolloutSource(PromptSource):
     def close(self) -> None:
         """End generation, engines and threads. What fails on the way never hides the error that ended the run."""
         ended_by = sys.exception()
-        for end in (self._end_generation, self._end_transport, self._loop.close):
+        if not self._loop.responds(_BLOCKED_AFTER_S):
+            # Nothing on it can be ended in order; what runs elsewhere ends with this process.
+            steps = (self._end_transport,)
+        else:
+            steps = (self._end_generation, self._end_transport, self._loop.close)
+        for end in steps:
             try:
                 end()
             except Exception as error:

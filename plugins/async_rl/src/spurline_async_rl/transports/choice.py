@@ -23,7 +23,11 @@ def choose_sync(given: ComponentConfig | None, engine: TakesWeights, registry: R
     reads = f"which reads {listing(engine.transports)}"
     if given is not None:
         if given.name.rpartition("/")[2] not in engine.transports:
-            raise _refused("source.weight_sync.name", f"is {given.name}, and not known to the engine, {reads}.")
+            raise _refused(
+                "source.weight_sync.name",
+                f"is {given.name}, which the chosen source.engine does not read: it takes weights by "
+                f"{listing(engine.transports)}. Set one of these, or leave weight_sync out.",
+            )
         return given
     registered = registry.names("weight_sync")
     for name in engine.transports:

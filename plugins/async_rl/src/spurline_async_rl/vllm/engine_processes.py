@@ -1,6 +1,6 @@
 """The processes of one vLLM engine: notice their end, and end them.
 
-Place on the way: AsyncEngine hands over their ids -> this. psutil comes with vLLM.
+Place on the way: AsyncEngine hands over their ids -> this.
 """
 
 from __future__ import annotations
