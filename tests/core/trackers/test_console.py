@@ -139,6 +139,11 @@ def test_equal_groups_are_not_mentioned_where_there_are_none() -> None:
     assert "equal" not in rl_lines(rl_metrics(1, groups__zero_variance=0.0))[0]
 
 
+def test_a_line_of_an_asynchronous_step_tells_the_age_of_its_tokens_in_updates() -> None:
+    assert "reward 0.410  age 1.5  equal groups" in rl_lines(rl_metrics(1, staleness__mean=1.5))[0]
+    assert "age" not in rl_lines(rl_metrics(1))[0]
+
+
 def test_pass_rates_are_printed_as_percent_and_rewards_as_numbers() -> None:
     evaluated = {"eval/pass@1": 0.953, "eval/pass@4": 1.0, "eval/reward": 0.87, "eval/time": 1.0}
     evaluated["eval/rewards/exact_match"] = 0.87

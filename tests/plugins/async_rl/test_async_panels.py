@@ -14,6 +14,7 @@ from timelines import leave_timeline
 from spurline.errors import RunDirectoryError
 from spurline.plugins import PluginHost
 from spurline.protocols.report_panel import RunRecord
+from spurline.report.writing import default_panels
 from spurline.testing import ReportPanelContract
 from spurline_async_rl.panel_configs import StalenessPanelConfig, TimelinePanelConfig
 from spurline_async_rl.panels import StalenessPanel, TimelinePanel
@@ -182,3 +183,9 @@ def test_bands_show_when_engines_stood_still_as_far_as_it_is_known(
     write(tmp_path, StepRecord(1, 2.0, (group(0, 0.0, 1.0),), tuple(spans[kind] for kind in kinds)))
     (figure,) = drawn(tmp_path)
     assert [[shape["x0"], shape["x1"]] for shape in figure["layout"]["shapes"]] == [band]
+
+
+def test_panels_of_a_plugin_stand_before_those_that_fill_pages() -> None:
+    names = [config.name for config in default_panels(PluginHost.load(["async_rl"]).registry)]
+    assert names[-2:] == ["samples", "config"]
+    assert {"staleness", "rollout_timeline"} <= set(names[:-2])

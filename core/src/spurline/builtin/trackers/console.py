@@ -159,7 +159,9 @@ def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     if "reward/mean" in metrics:
         fields = [("reward", f"reward {metrics['reward/mean']:.3f}")]
         equal = metrics.get("groups/zero_variance", 0.0)
-        return fields + ([("equal", f"equal groups {equal:.0%}")] if equal > 0 else [])
+        # In updates of the model; where generation goes on beside training.
+        age = [("age", f"age {metrics['staleness/mean']:.1f}")] if "staleness/mean" in metrics else []
+        return [*fields, *age, *([("equal", f"equal groups {equal:.0%}")] if equal > 0 else [])]
     return [("loss", f"loss {metrics['loss']:.3f}")] if "loss" in metrics else []
 
 
@@ -169,7 +171,7 @@ def _result(name: str, value: float) -> str:
 
 def _fitting(fields: list[tuple[str, str]], width: int) -> list[str]:
     """Field texts, less the least important ones until they fit into `width` columns."""
-    unimportant = ("grad_norm", "lr", "equal", "tokens")
+    unimportant = ("grad_norm", "lr", "equal", "age", "tokens")
     for number in range(len(unimportant) + 1):
         dropped = unimportant[:number]
         texts = [text for name, text in fields if name not in dropped]
