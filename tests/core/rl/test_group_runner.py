@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -175,3 +177,17 @@ def test_an_environment_that_breaks_its_contract_ends_the_run(behaviour, complai
     runner = make_runner(behaviour, max_groups=10, samples_per_prompt=1)
     with pytest.raises(PluginError, match=complaint):
         run_and_leave_nothing(runner, Prompt(0))
+
+
+def test_time_without_an_engine_does_not_count_against_an_attempt():
+    async def waits_for_an_engine(task: Task, policy: PolicyHandle) -> Trajectory:
+        await asyncio.sleep(0.4)
+        return await answer(task, policy)
+
+    def outcome(seconds_down: Callable[[], float]) -> Any:
+        settings = {"attempt_timeout_s": 0.15, "samples_per_prompt": 1, "retries": 0, "max_groups": 1}
+        runner = make_runner(waits_for_an_engine, seconds_down=seconds_down, **settings)
+        return run_and_leave_nothing(runner, Prompt(0))[0]
+
+    assert isinstance(outcome(time.monotonic), Group), "down all the time"
+    assert isinstance(outcome(lambda: 0.0), QuarantinedGroup)

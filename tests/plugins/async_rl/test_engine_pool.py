@@ -342,3 +342,20 @@ def test_a_cancelled_request_leaves_the_engine_at_once() -> None:
         return world.written - written
 
     assert use(lambda: world.pool(1), body) <= 1
+
+
+def test_seconds_without_an_engine_are_counted_until_one_is_ready() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> tuple[float, float, float]:
+        await pool.start()
+        await asyncio.sleep(0.05)
+        before = pool.seconds_down()
+        await trainer.publish(version=0)
+        ready = pool.seconds_down()
+        await asyncio.sleep(0.05)
+        return before, ready, pool.seconds_down()
+
+    before, ready, later = use(lambda: world.pool(2), body, first=None)
+    assert 0.05 <= before <= ready
+    assert later == ready

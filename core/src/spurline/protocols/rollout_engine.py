@@ -107,6 +107,15 @@ class SharesWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class MayBeDown(Protocol):
+    """An engine that there may be none of for a while, such as while one that died is started again."""
+
+    def seconds_down(self) -> float:
+        """Seconds so far in which no engine could generate; they do not count against the time limit of an attempt."""
+        ...
+
+
 @dataclass(frozen=True)
 class TensorPlace:
     """A tensor within what a transport carries.

@@ -8,6 +8,7 @@ rollouts builds on.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -25,6 +26,10 @@ T = TypeVar("T")
 
 Outcome = Group | QuarantinedGroup | SkippedRow
 """What becomes of a drawn prompt."""
+
+
+_TICK_S = 0.1
+"""Seconds after which an attempt whose engine is down is looked at again, at the earliest."""
 
 
 class DrawnPrompt(Protocol):
@@ -55,7 +60,7 @@ class GroupRunner:
 
     make_policy: a handle for a task and the number of its earlier failures. score: applied to every trajectory within
     its attempt, so that what it raises counts as a failure of the attempt. retries: further attempts after a failure.
-    max_concurrent: attempts under way at the same time.
+    max_concurrent: attempts under way at the same time. seconds_down: as of `MayBeDown`.
 
     DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or the
     row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration, a
@@ -75,6 +80,7 @@ class GroupRunner:
         retries: int,
         attempt_timeout_s: float,
         max_concurrent: int,
+        seconds_down: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._environment = environment
         self._make_policy = make_policy
@@ -83,6 +89,7 @@ class GroupRunner:
         self._samples_per_prompt = samples_per_prompt
         self._retries = retries
         self._attempt_timeout_s = attempt_timeout_s
+        self._seconds_down = seconds_down
         self._places = asyncio.Semaphore(max_concurrent)
         self._retries_of: Counter[str] = Counter()
 
@@ -137,9 +144,8 @@ class GroupRunner:
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
         run = _surviving(self._environment.run(task, self._make_policy(task, attempt)))
-        trajectory = await _within(
-            run, self._attempt_timeout_s, f"{type(self._environment).__name__}.run for {_name(task)}"
-        )
+        what = f"{type(self._environment).__name__}.run for {_name(task)}"
+        trajectory = await _within(run, self._attempt_timeout_s, what, self._seconds_down)
         self._check(trajectory, task)
         return self._score(trajectory)
 
@@ -174,11 +180,22 @@ async def _surviving(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
         raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
 
 
-async def _within(run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: str) -> Trajectory:
+async def _within(
+    run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: str, seconds_down: Callable[[], float]
+) -> Trajectory:
     """The result of `run`; AttemptFailedError after `timeout_s`, or when it was cancelled by its own code."""
     task = asyncio.ensure_future(run)
+    began, down_before = time.monotonic(), seconds_down()
     try:
-        await asyncio.wait([task], timeout=timeout_s)
+        left = timeout_s
+        while left > 0:
+            await asyncio.wait([task], timeout=left)
+            if task.done():
+                break
+            down = seconds_down() - down_before
+            left = timeout_s + down - (time.monotonic() - began)
+            # While there is no engine, the rest stays as it is, however small.
+            left = max(left, _TICK_S) if down and left > 0 else left
         if task.cancelled():
             # Not this run's doing, and as a CancelledError it would end the run without a word.
             raise AttemptFailedError(f"{what} was cancelled from within.")

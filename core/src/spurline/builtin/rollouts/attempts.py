@@ -13,7 +13,7 @@ from dataclasses import replace
 from spurline.builtin.rollouts.draws import Draw
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.environment import Environment, PolicyHandle, Task
-from spurline.protocols.rollout_engine import RolloutEngine, Sampling
+from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source_config import OVERLONG, PromptSourceConfig
 from spurline.rl.group_runner import GroupRunner, Outcome
 from spurline.rl.overlong import overlong_penalty
@@ -116,7 +116,11 @@ class Attempts:
             retries=faults.retries,
             attempt_timeout_s=faults.attempt_timeout_s,
             max_concurrent=self._config.max_concurrent,
+            seconds_down=self._seconds_down,
         )
+
+    def _seconds_down(self) -> float:
+        return self.engine.seconds_down() if isinstance(self.engine, MayBeDown) else 0.0
 
     def _score(self, trajectory: Trajectory) -> Trajectory:
         overlong = self._config.overlong

@@ -8,6 +8,7 @@ What one engine does and may not do too long is `pooled_engine.py`; how it is re
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ class EnginePool:
         self._router = Router()
         self._change = asyncio.Event()
         self._deaths = 0
+        self._down_s = 0.0
+        self._down_since: float | None = None
         self._has_started = False
         self._is_paused = False
         self._failure: Exception | None = None
@@ -71,6 +74,11 @@ class EnginePool:
         """The engine that has the request of this name; None when none has. May be called on any thread."""
         engine = self._holders.get(name)
         return None if engine is None else engine.name
+
+    def seconds_down(self) -> float:
+        """As of `MayBeDown`; the first start is a part of it."""
+        since = self._down_since
+        return self._down_s + (0.0 if since is None else time.monotonic() - since)
 
     @property
     def longest_start_s(self) -> float:
@@ -150,6 +158,7 @@ class EnginePool:
     def _open(self) -> None:
         if not self._engines and self._failure is None:
             self._engines = [self._new_engine(number) for number in range(self._config.engines)]
+            self._note_down()
             self._lives = [asyncio.create_task(self._keep_alive(number)) for number in range(self._config.engines)]
 
     def _new_engine(self, number: int) -> PooledEngine:
@@ -211,11 +220,19 @@ class EnginePool:
             await self._change.wait()
 
     def _changed(self) -> None:
+        self._note_down()
         # Whoever waits is woken; whoever waits from now on gets a new one.
         self._change.set()
         self._change = asyncio.Event()
         if self.on_awaiting_weights is not None and self.awaiting_weights:
             self.on_awaiting_weights()
+
+    def _note_down(self) -> None:
+        is_up = any(engine.state == "ready" for engine in self._engines)
+        if is_up and self._down_since is not None:
+            self._down_s, self._down_since = self.seconds_down(), None
+        elif not is_up and self._down_since is None:
+            self._down_since = time.monotonic()
 
     def _check(self, who: str) -> None:
         """A new error for each who waits: an exception raised in several tasks would mix up their tracebacks."""

@@ -52,6 +52,7 @@ class PooledEngine:
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._user_error: UserError | None = None
         self._asked: set[asyncio.Future[None]] = set()
+        self._works: set[asyncio.Future[FinishReason]] = set()
         self._holds: set[str] = set()
         self._moved_at = 0.0
 
@@ -88,6 +89,8 @@ class PooledEngine:
         """It counts as dead from now on; its requests fail with EngineDiedError. `close` ends its processes."""
         if not self._end.done():
             self._end.set_result(reason)
+            for work in self._works:
+                work.cancel()
             self._become("dead")
 
     async def close(self) -> None:
@@ -107,19 +110,25 @@ class PooledEngine:
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         """As of `EngineMember`; EngineDiedError also when no token comes for too long."""
+        if self._end.done():
+            raise EngineDiedError(self.reason)
         work = asyncio.ensure_future(self._member.generate(request, progress))
         work.add_done_callback(_retrieve)
+        work.add_done_callback(self._works.discard)
+        # Told one by one by `kill`: waiting for `_end` would make thousands of requests wait for one future, and each
+        # that ends look through all the others.
+        self._works.add(work)
         self.load += 1
         under_way = _UnderWay(progress, 0, asyncio.get_running_loop().time())
         try:
             while True:
                 # Often enough to find out in not much more than the limit.
                 tick = self._config.generate_timeout_s / 4
-                await asyncio.wait({work, self._end}, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({work}, timeout=tick)
+                if self._end.done() and (work.cancelled() or not work.done()):
+                    raise EngineDiedError(self.reason)
                 if work.done():
                     return work.result()
-                if self._end.done():
-                    raise EngineDiedError(self.reason)
                 self._check_progress(under_way, request.name)
         except EngineDiedError as error:
             self.kill(str(error))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, MayBeDown, RolloutEngine
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.scheduling.scheduler import Scheduler
 
@@ -40,6 +40,9 @@ class ObservedEngine:
         finally:
             del self._under_way[number]
             self.answered_at = time.monotonic()
+
+    def seconds_down(self) -> float:
+        return self._engine.seconds_down() if isinstance(self._engine, MayBeDown) else 0.0
 
     async def pause(self) -> None:
         await self._engine.pause()
