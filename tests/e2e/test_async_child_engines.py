@@ -92,7 +92,7 @@ def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained
     child_config: dict[str, Any],
 ) -> None:
     kills = 20 if os.environ.get("SPURLINE_SOAK") else 4
-    child_config["steps"] = 40 * kills
+    child_config["steps"] = 80 * kills
     child_config["checkpoint"] = {"every_steps": 1000}
     instants = random.Random(3)
     killed: list[int] = []
@@ -131,7 +131,7 @@ def test_a_controller_killed_again_and_again_leaves_no_process_and_no_memory_and
         "reward_weights": {},
         "faults": {"retries": 1, "attempt_timeout_s": 5.0, "max_quarantined": 64},
     }
-    child_config |= {"steps": 10 * kills, "checkpoint": {"every_steps": 3}}
+    child_config |= {"steps": 40 * kills, "checkpoint": {"every_steps": 3}}
     path = write_config(child_config)
     instants = random.Random(5)
     metrics = Path(child_config["run_dir"]) / "metrics.jsonl"

@@ -60,7 +60,7 @@ def test_a_run_killed_again_and_again_trains_on_every_prompt_once(
     faulty_config: dict[str, Any], write_config: WriteConfig
 ) -> None:
     kills = 20 if os.environ.get("SPURLINE_SOAK") else 5
-    faulty_config |= {"steps": 12 * kills, "checkpoint": {"every_steps": 3}}
+    faulty_config |= {"steps": 40 * kills, "checkpoint": {"every_steps": 3}}
     path = write_config(faulty_config)
     instants = random.Random(5)
     metrics = Path(faulty_config["run_dir"]) / "metrics.jsonl"

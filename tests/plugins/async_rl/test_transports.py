@@ -262,7 +262,7 @@ def test_the_transport_is_the_engines_best_or_the_configs_if_the_engine_knows_it
     given = InProcessSyncConfig(timeout_s=5)
     assert choose_sync(given, engine, registry) is given
     engine.transports = ("disk",)
-    with pytest.raises(ConfigError, match=r"source.weight_sync.name is in_process.*reads disk"):
+    with pytest.raises(ConfigError, match=r"source\.weight_sync\.name is in_process.*takes weights by disk"):
         choose_sync(given, engine, registry)
     engine.transports = ("carrier_pigeon",)
     with pytest.raises(ConfigError, match=r"source.engine.name.*carrier_pigeon.*shared_memory"):
