@@ -163,7 +163,7 @@ class AsyncRolloutSource(PromptSource):
 
     def close(self) -> None:
         """End generation, engines and threads. What fails on the way never hides the error that ended the run."""
-        ended_by = sys.exception()
+        ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
             # Nothing on it can be ended in order; what runs elsewhere ends with this process.
             steps = (self._end_transport,)
@@ -172,10 +172,13 @@ class AsyncRolloutSource(PromptSource):
         for end in steps:
             try:
                 end()
-            except Exception as error:
-                if ended_by is None:
-                    raise
-                ended_by.add_note(f"Ending the rollouts failed too: {error}")
+            except Exception as error:  # noqa: BLE001 - raised once the rest has been ended too
+                if failure is None:
+                    failure = error
+                else:
+                    failure.add_note(f"Ending the rollouts failed too: {error}")
+        if failure is not None and ended_by is None:
+            raise failure
 
     def _end_generation(self) -> None:
         self._loop.run(self._end_attempts(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
