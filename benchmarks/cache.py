@@ -45,16 +45,16 @@ from timing import (
 )
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.sample_collector import Findings
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
+from spurline.data.tokenization import Findings
 from spurline.protocols.collator import ParallelLayout
 from spurline_collation_fast.cache import mapped_store
 from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.cache.mapped_store import MappedTokenStore
+from spurline_collation_fast.collators import FastPackedCollator
 from spurline_collation_fast.configs import FastPackedCollatorConfig
 from spurline_collation_fast.kernels import Kernels, best_kernels, kernels_named
-from spurline_collation_fast.packed_collator import FastPackedCollator
 
 SIZES = (10_000, 100_000, 1_000_000)
 ROWS_PER_WRITE = 4096

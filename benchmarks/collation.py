@@ -44,20 +44,17 @@ from timing import (
     timings_as_json,
 )
 
-from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
-from spurline.builtin.rollouts_collator import RolloutsCollator
 from spurline.data.batch import TrainingBatch
-from spurline.data.packing import PackingAlgorithm, pack
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.packing import PackingAlgorithm, pack
+from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline_collation_fast.buffers import BufferPool
+from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
 from spurline_collation_fast.flat_segments import flat_turns
 from spurline_collation_fast.kernels import ALGORITHMS, kernels_named
-from spurline_collation_fast.packed_collator import FastPackedCollator
-from spurline_collation_fast.padded_collator import FastPaddedCollator
-from spurline_collation_fast.rollouts_collator import FastRolloutsCollator
+from spurline_collation_fast.row_writer import BufferPool
 
 RANKS = 8
 PAD = 151643

@@ -26,19 +26,20 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from spurline import Run, load_config
-from spurline.builtin.configs import CrossEntropyConfig, PackedCollatorConfig, PaddedCollatorConfig
-from spurline.builtin.local.segment_attention import ATTENTION_NAME
-from spurline.builtin.local.segment_plan import plan_segments
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
-from spurline.hookspecs import hookimpl
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.segment_attention import ATTENTION_NAME
+from spurline.model.token_stream import plan_segments
+from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.reduction import token_mean
 from spurline.testing import make_store
+from spurline.update.reduction import token_mean
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models" / "tiny-qwen3"

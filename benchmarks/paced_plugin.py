@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
-from spurline.hookspecs import hookimpl
-from spurline.plugins import API_VERSION, InstalledPlugin, Plugin
+from spurline.plugins.hookspecs import hookimpl
+from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin
+from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, WeightBucket
-from spurline.registry import ComponentRegistrar
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig, WeightBucket
 from spurline_async_rl.simulation.distributions import Distribution, LogNormal, Stragglers
 
 PLUGIN = Plugin("paced", api=API_VERSION)
@@ -30,7 +29,7 @@ INSTALLED = InstalledPlugin("paced", __name__, "benchmarks", "0")
 _DRAW = re.compile(r"@(\d+) sample ")
 
 
-class PacedEngineConfig(ComponentConfig):
+class PacedEngineConfig(RolloutEngineConfig):
     """An engine that sleeps."""
 
     name: str = "paced"
@@ -102,4 +101,4 @@ class PacedTrainer:
 
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
-    registry.add("rollout_engine", "paced", config=PacedEngineConfig, factory=f"{__name__}:PacedEngine")
+    registry.add(PacedEngineConfig, f"{__name__}:PacedEngine")

@@ -16,9 +16,9 @@ from typing import Any, cast
 import paced_plugin
 
 from spurline import load_config
-from spurline.components import build_data
-from spurline.plugins import installed_plugins
+from spurline.plugins.host import installed_plugins
 from spurline.protocols.backend import Backend
+from spurline.run.build import build_data
 from spurline_async_rl.simulation.distributions import Constant, Distribution
 from spurline_async_rl.simulation.engines import WORK_IN_SECONDS
 from spurline_async_rl.simulation.measured import measured_workload

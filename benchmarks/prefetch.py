@@ -40,17 +40,17 @@ from collation_inputs import BATCH, DATA_SETS, STORE_TIMES
 from prefetch_jitter import measure_jitter
 from timing import Gate, gates_as_json, print_gates
 
-from spurline.builtin.configs import PackedCollatorConfig, SerialPrefetchConfig
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.serial_prefetch import SerialPrefetch
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.configs import PackedCollatorConfig, SerialPrefetchConfig
+from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.data.token_store import TokenStore
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.prefetch import BuildBatch, Prefetch
-from spurline_collation_fast.async_prefetch import AsyncPrefetch
+from spurline_collation_fast.collators import FastPackedCollator
 from spurline_collation_fast.configs import AsyncPrefetchConfig, FastPackedCollatorConfig
 from spurline_collation_fast.kernels import best_kernels, kernels_named
-from spurline_collation_fast.packed_collator import FastPackedCollator
+from spurline_collation_fast.prefetch import AsyncPrefetch
 
 LAYOUT = ParallelLayout(data=8)
 STEP_TO_COLLATION = 1.5

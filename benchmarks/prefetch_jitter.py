@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from spurline.data.batch import TrainingBatch
-from spurline_collation_fast.async_prefetch import AsyncPrefetch
 from spurline_collation_fast.configs import AsyncPrefetchConfig
+from spurline_collation_fast.prefetch import AsyncPrefetch
 
 DEPTHS = (1, 2, 4)
 SIMULATED_STEPS = 20_000

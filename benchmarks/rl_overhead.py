@@ -27,16 +27,16 @@ from step_parts import Seconds, StepParts, patched
 from timing import Gate, gates_as_json, print_gates
 
 from spurline import Run, load_config
-from spurline.builtin.environments.single_turn import SingleTurn
-from spurline.builtin.in_process.decoder import Decoder
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.rewards.exact_match import ExactMatch
-from spurline.builtin.rollouts import source
-from spurline.builtin.rollouts.draws import PromptDraws
-from spurline.builtin.rollouts.preparation import Preparation
-from spurline.hookspecs import hookimpl
-from spurline.update import Update
-from spurline_collation_fast.rollouts_collator import FastRolloutsCollator
+from spurline.backends.local.backend import LocalBackend
+from spurline.plugins.hookspecs import hookimpl
+from spurline.rl import source
+from spurline.rl.draws import PromptDraws
+from spurline.rl.engines.in_process.decoder import Decoder
+from spurline.rl.environments.single_turn import SingleTurn
+from spurline.rl.preparation import Preparation
+from spurline.rl.rewards.matching import ExactMatch
+from spurline.update.update import Update
+from spurline_collation_fast.collators import FastRolloutsCollator
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "models" / "tiny-qwen3"

@@ -11,8 +11,8 @@ from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import Trace, figure, series_color
 from spurline.report.markup import block, caption, columns
 from spurline.report.page import write_report
-from spurline_async_rl.panel_configs import TimelinePanelConfig
-from spurline_async_rl.panels import TimelinePanel
+from spurline_async_rl.timeline.configs import TimelinePanelConfig
+from spurline_async_rl.timeline.panels import TimelinePanel
 
 
 @dataclass(frozen=True)

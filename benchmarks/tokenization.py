@@ -35,11 +35,11 @@ from transformers import PreTrainedTokenizerFast
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.data.token_store import TokenStore
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.testing.models import CHAT_TEMPLATE
+from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
-from spurline_collation_fast.block_source import ROWS_PER_CHUNK
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.parallel_tokenization import ParallelTokenization
+from spurline_collation_fast.tokenization.blocks import ROWS_PER_CHUNK
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4

@@ -53,7 +53,7 @@ def fill_cache(config: Path, rows: int) -> None:
     """Put an entry for the data of this config into its cache: as many samples as rows."""
     from spurline import load_config
     from spurline.data.reading import open_datasets
-    from spurline.data.sample_collector import Findings
+    from spurline.data.tokenization import Findings
     from spurline.data.tokenizer import load_tokenizer
     from spurline_collation_fast.cache.folder import TokenCache
     from spurline_collation_fast.cache.key import cache_key

@@ -98,7 +98,7 @@ def anonymous_mb(pid: int) -> float | None:
 def tokenize(config: Path) -> tuple[Marks, list[str]]:
     """Child: open the data of a config; tokenizes when the cache does not have it."""
     from spurline import load_config
-    from spurline.components import build_data
+    from spurline.run.build import build_data
 
     marks = {"config": time.monotonic()}
     with ExitStack() as stack:
@@ -111,7 +111,7 @@ def tokenize(config: Path) -> tuple[Marks, list[str]]:
 def train(config: Path) -> tuple[Marks, list[str]]:
     """Child: the whole run."""
     from spurline import Run, load_config
-    from spurline.hookspecs import hookimpl
+    from spurline.plugins.hookspecs import hookimpl
 
     marks = {"config": time.monotonic()}
 
@@ -140,7 +140,7 @@ def train(config: Path) -> tuple[Marks, list[str]]:
 def measure_opening(configs: dict[int, Path], repeats: int) -> dict[str, Any]:
     """Config to first batch, in this process, data by data in turn."""
     from spurline import load_config
-    from spurline.components import build_data
+    from spurline.run.build import build_data
 
     def open_and_build(config: Path) -> None:
         with ExitStack() as stack:

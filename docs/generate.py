@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from spurline import hookspecs
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, OnResume, Section
-from spurline.plugins import PluginHost
-from spurline.registry import KINDS, Registration
+from spurline.plugins import hookspecs
+from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import KINDS, Registration
 
 PLUGINS = ("collation_fast", "async_rl")
 """Those of this repository."""
@@ -99,7 +99,7 @@ def hooks_page() -> str:
     lines = [
         "# Hooks",
         "",
-        "Generated from `spurline.hookspecs` by `docs/generate.py`.",
+        "Generated from `spurline.plugins.hookspecs` by `docs/generate.py`.",
         "",
         inspect.getdoc(hookspecs) or "",
         "",
@@ -166,7 +166,6 @@ def _type(field: FieldInfo) -> str:
         "pathlib.",
         "spurline.config.run_config.",
         "spurline.config.section.",
-        "spurline.builtin.configs.",
     ):
         text = text.replace(noise, "")
     if "Component(" in text:

@@ -7,32 +7,24 @@ from typing import Any
 import pytest
 
 from spurline import load_config
-from spurline.builtin.configs import (
-    ConsoleTrackerConfig,
-    CrossEntropyConfig,
-    DynamicFineTuningConfig,
-    JsonlTrackerConfig,
+from spurline.builtin import PLUGIN
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
+from spurline.data.configs import (
     PackedCollatorConfig,
     PaddedCollatorConfig,
-    ReportPanelConfig,
     RolloutsCollatorConfig,
     SequentialTokenizationConfig,
     SerialPrefetchConfig,
-    WholeBatchConfig,
 )
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
-from spurline.builtin.plugin import PLUGIN
-from spurline.builtin.rollouts_collator import RolloutsCollator
-from spurline.builtin.sequential_tokenization import SequentialTokenization
-from spurline.builtin.serial_prefetch import SerialPrefetch
-from spurline.builtin.trackers.console import ConsoleTracker
-from spurline.builtin.trackers.jsonl import JsonlTracker
-from spurline.builtin.whole_batch import WholeBatch
+from spurline.data.serial_prefetch import SerialPrefetch
+from spurline.data.tokenization import SequentialTokenization
+from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.dft import DynamicFineTuning
-from spurline.plugins import PluginHost
-from spurline.registry import resolve
+from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import resolve
+from spurline.protocols.report_panel import ReportPanelConfig
 from spurline.testing import (
     BackendContract,
     CollatorContract,
@@ -45,12 +37,17 @@ from spurline.testing import (
     TokenizationContract,
     TrackerContract,
 )
+from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
+from spurline.trackers.console import ConsoleTracker
+from spurline.trackers.jsonl import JsonlTracker
+from spurline.update.configs import WholeBatchConfig
+from spurline.update.minibatches import WholeBatch
 
 MINIMAL_RUN = load_config({"model": {"path": "unused"}, "data": {"train": "unused.jsonl"}, "steps": 1}).config
 
 
 class TestCorePlugin(PluginContract):
-    plugin_module = "spurline.builtin.plugin"
+    plugin_module = "spurline.builtin"
 
     def load(self) -> PluginHost:
         return PluginHost.load([])

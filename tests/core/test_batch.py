@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import PackedCollatorConfig, RolloutsCollatorConfig
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.rollouts_collator import RolloutsCollator
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import RolloutsCollator
+from spurline.data.configs import PackedCollatorConfig, RolloutsCollatorConfig
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.data import PAD, make_trajectories, make_view
+from spurline.testing.inputs import PAD, make_trajectories, make_view
 
 lengths_strategy = st.lists(st.integers(1, 20), min_size=1, max_size=15)
 

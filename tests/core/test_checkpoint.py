@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from spurline.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
 from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.run.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
 
@@ -141,7 +141,7 @@ def test_going_back_sets_later_checkpoints_aside(store: CheckpointStore) -> None
 WRITER = """
 import sys
 from pathlib import Path
-from spurline.checkpoint import CheckpointStore
+from spurline.run.checkpoint import CheckpointStore
 def write(folder):
     (folder / "backend").mkdir()
     for part in range(20):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from fake_plugins import FakePlugins
+from fake_plugins import FakePlugins, of_kind
 from pydantic import ValidationError
 
 from spurline import load_config
@@ -16,8 +16,8 @@ from spurline.config.document import read_document
 from spurline.config.loading import LoadedConfig, config_model
 from spurline.config.section import Component, ComponentConfig, Section
 from spurline.errors import ConfigError, PluginError
-from spurline.plugins import PluginHost
-from spurline.registry import ComponentRegistrar
+from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import ComponentRegistrar
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
@@ -130,7 +130,7 @@ class ScaledConfig(ComponentConfig):
 
 def nested(plugins: FakePlugins, kind: str) -> LoadedConfig:
     def register(registry: ComponentRegistrar) -> None:
-        registry.add(kind, "scaled", config=ScaledConfig, factory="m:C")
+        registry.add(of_kind(ScaledConfig, kind), "m:C")
 
     available = plugins.add("scaling", register=register)
     settings = {"name": "scaled", "inner": {"name": "exact_match", "ignore_case": True}}

@@ -9,8 +9,8 @@ import pytest
 from fake_plugins import FakePlugins, refused
 
 from spurline.errors import PluginError
-from spurline.hookspecs import hookimpl
-from spurline.plugins import PluginHost
+from spurline.plugins.hookspecs import hookimpl
+from spurline.plugins.host import PluginHost
 
 
 def recorder(log: list[str], name: str) -> Callable[..., None]:

@@ -25,11 +25,11 @@ else:
 """
 SCHEMA = """
 from spurline.config.loading import config_model
-from spurline.plugins import PluginHost
+from spurline.plugins.host import PluginHost
 config_model(PluginHost.load([])).model_json_schema()
 """
 LISTING = (
-    "from spurline.plugins import installed_commands, installed_plugins; installed_plugins(); installed_commands()"
+    "from spurline.plugins.host import installed_commands, installed_plugins; installed_plugins(); installed_commands()"
 )
 
 

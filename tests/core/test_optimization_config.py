@@ -8,10 +8,10 @@ import pytest
 
 from spurline import load_config
 from spurline.config.loading import config_model
-from spurline.config.reduction_config import ReductionConfig
+from spurline.config.run_config import ReductionConfig
 from spurline.errors import ConfigError
-from spurline.plugins import PluginHost
-from spurline.reduction import describe_reduction
+from spurline.plugins.host import PluginHost
+from spurline.update.reduction import describe_reduction
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.data.packing import (
+from spurline.data.collators.packing import (
     PackingAlgorithm,
     best_fit_decreasing,
     first_fit_decreasing,

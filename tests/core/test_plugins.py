@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from fake_plugins import FakePlugins, refused
+from fake_plugins import FakePlugins, of_kind, refused
 
 from spurline import load_config
-from spurline.builtin.configs import PackedCollatorConfig
 from spurline.config.section import ComponentConfig
+from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import PluginError
-from spurline.plugins import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
-from spurline.registry import ComponentRegistrar
+from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
+from spurline.plugins.registry import ComponentRegistrar
 
 SETTINGS = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 3}
 
@@ -28,7 +28,7 @@ class FastConfig(ComponentConfig):
 
 def offer(kind: str, name: str, **flags: bool) -> Callable[[ComponentRegistrar], None]:
     def register(registry: ComponentRegistrar) -> None:
-        registry.add(kind, name, config=FastConfig, factory="fake_module:Fast", **flags)
+        registry.add(of_kind(FastConfig, kind), "fake_module:Fast", name=name, **flags)
 
     return register
 

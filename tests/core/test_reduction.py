@@ -9,14 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
-from spurline.config.reduction_config import ReductionConfig
+from spurline.config.run_config import ReductionConfig
 from spurline.data.batch import SEGMENT_COLUMNS, TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.ragged import Ragged
 from spurline.protocols.collator import ParallelLayout
-from spurline.reduction import (
+from spurline.testing.inputs import PAD, make_view
+from spurline.update.reduction import (
     REDUCTIONS,
     Reduce,
     fixed_norm,
@@ -26,7 +27,6 @@ from spurline.reduction import (
     sequence_mean,
     token_mean,
 )
-from spurline.testing.data import PAD, make_view
 
 lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=10)
 

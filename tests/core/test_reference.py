@@ -8,13 +8,12 @@ import torch
 from backend_batches import lay_out, make_samples
 from torch import Tensor
 
-from spurline.builtin.configs import CrossEntropyConfig
-from spurline.builtin.preference_configs import DpoConfig
 from spurline.data.batch import TrainingBatch
+from spurline.losses.configs import CrossEntropyConfig, DpoConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.dpo import Dpo
 from spurline.protocols.backend import Backend
-from spurline.reference import with_reference_logprobs
+from spurline.update.update import with_reference_logprobs
 
 
 class CountingBackend:

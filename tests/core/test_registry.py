@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from fake_plugins import of_kind
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import PluginError
-from spurline.registry import CORE, KINDS, ComponentRegistrar, Registry, group_by_kind, resolve
+from spurline.plugins.registry import CORE, KINDS, ComponentRegistrar, Registry, group_by_kind, resolve
 
 
 class Config(ComponentConfig):
@@ -28,8 +29,8 @@ def registry() -> Registry:
     """Core offers the collators `padded` and `packed`, the latter by default."""
     filled = Registry()
     core = ComponentRegistrar(filled, CORE, "spurline")
-    core.add("collator", "padded", config=Config, factory=FACTORY)
-    core.add("collator", "packed", config=Config, factory=FACTORY, default=True)
+    core.add(of_kind(Config, "collator"), FACTORY, name="padded")
+    core.add(of_kind(Config, "collator"), FACTORY, name="packed", default=True)
     return filled
 
 
@@ -46,7 +47,7 @@ def test_component_is_built_with_its_config_and_dependencies(registry: Registry)
 
 
 def test_factory_is_resolved_only_when_the_component_is_built(registry: Registry) -> None:
-    plugin(registry).add("loss", "late", config=Config, factory="no_such_module:Class")
+    plugin(registry).add(of_kind(Config, "loss"), "no_such_module:Class", name="late")
     assert registry.get("loss", "late").factory == "no_such_module:Class"
     with pytest.raises(PluginError, match="loss 'late' of spurline-fast cannot be imported from"):
         registry.create("loss", Config(name="late"))
@@ -60,17 +61,27 @@ def test_factory_without_the_named_attribute_says_so() -> None:
 @pytest.mark.parametrize("factory", ["module.Class", "a:b:c"])
 def test_malformed_factory_is_refused(registry: Registry, factory: str) -> None:
     with pytest.raises(PluginError, match="Write the factory as 'module:Class'"):
-        plugin(registry).add("loss", "x", config=Config, factory=factory)
+        plugin(registry).add(of_kind(Config, "loss"), factory, name="x")
 
 
 def test_plugin_may_not_register_under_the_core_prefix(registry: Registry) -> None:
     with pytest.raises(PluginError, match="without the 'core/' prefix"):
-        plugin(registry).add("collator", "core/packed", config=Config, factory=FACTORY)
+        plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="core/packed")
+
+
+def test_a_config_without_a_kind_is_refused_with_the_base_class_to_take(registry: Registry) -> None:
+    with pytest.raises(PluginError, match=r"registry.add\(Config, .* has no kind.*import LossConfig"):
+        plugin(registry).add(Config, FACTORY)
+
+
+def test_name_and_kind_are_those_of_the_config_class(registry: Registry) -> None:
+    plugin(registry).add(of_kind(Config, "loss"), FACTORY)
+    assert registry.names("loss") == ["any"]
 
 
 def test_unknown_kind_gets_a_near_miss(registry: Registry) -> None:
     with pytest.raises(PluginError, match=r"spurline-fast registers 'x' under the unknown kind 'colator'\. Did"):
-        plugin(registry).add("colator", "x", config=Config, factory=FACTORY)
+        plugin(registry).add(of_kind(Config, "colator"), FACTORY, name="x")
 
 
 def test_unknown_name_gets_a_near_miss(registry: Registry) -> None:
@@ -80,12 +91,12 @@ def test_unknown_name_gets_a_near_miss(registry: Registry) -> None:
 
 def test_taking_a_builtin_name_must_be_said_aloud(registry: Registry) -> None:
     with pytest.raises(PluginError, match="pass replaces_builtin=True"):
-        plugin(registry).add("collator", "packed", config=Config, factory=FACTORY)
+        plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="packed")
 
 
 def test_replaced_builtin_is_listed_under_its_alias(registry: Registry) -> None:
     assert registry.names("collator") == ["packed", "padded"]
-    plugin(registry).add("collator", "packed", config=Config, factory=FACTORY, replaces_builtin=True)
+    plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="packed", replaces_builtin=True)
     assert registry.names("collator") == ["core/packed", "packed", "padded"]
     assert registry.get("collator", "packed").distribution == "spurline-fast"
     assert registry.get("collator", "core/packed").distribution == "spurline"
@@ -97,26 +108,26 @@ def test_every_builtin_has_its_alias_even_when_nothing_replaced_it(registry: Reg
 
 
 def test_builtin_can_be_replaced_by_one_plugin_only(registry: Registry) -> None:
-    plugin(registry).add("collator", "packed", config=Config, factory=FACTORY, replaces_builtin=True)
+    plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="packed", replaces_builtin=True)
     with pytest.raises(PluginError, match=r"spurline-fast \(plugin 'fast'\) and spurline-quick \(plugin 'quick'\)"):
-        plugin(registry, "quick").add("collator", "packed", config=Config, factory=FACTORY, replaces_builtin=True)
+        plugin(registry, "quick").add(of_kind(Config, "collator"), FACTORY, name="packed", replaces_builtin=True)
 
 
 def test_replacing_what_core_does_not_have_is_an_error(registry: Registry) -> None:
     with pytest.raises(PluginError, match=r"core has none of that name\. Did you mean 'packed'\?"):
-        plugin(registry).add("collator", "pakced", config=Config, factory=FACTORY, replaces_builtin=True)
+        plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="pakced", replaces_builtin=True)
 
 
 def test_one_plugin_registering_a_name_twice_is_an_error(registry: Registry) -> None:
     fast = plugin(registry)
-    fast.add("loss", "x", config=Config, factory=FACTORY)
+    fast.add(of_kind(Config, "loss"), FACTORY, name="x")
     with pytest.raises(PluginError, match="spurline-fast registers loss 'x' twice"):
-        fast.add("loss", "x", config=Config, factory=FACTORY)
+        fast.add(of_kind(Config, "loss"), FACTORY, name="x")
 
 
 def test_default_is_cores_until_a_plugin_claims_it(registry: Registry) -> None:
     assert registry.default("collator") == "packed"
-    plugin(registry).add("collator", "fast", config=Config, factory=FACTORY, default=True)
+    plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="fast", default=True)
     assert registry.default("collator") == "fast"
 
 
@@ -127,15 +138,15 @@ def test_kind_without_components_has_no_default(registry: Registry) -> None:
 
 @pytest.mark.parametrize("second", ["fast", "quick"])
 def test_a_kind_has_one_default(registry: Registry, second: str) -> None:
-    plugin(registry).add("collator", "one", config=Config, factory=FACTORY, default=True)
+    plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="one", default=True)
     with pytest.raises(
         PluginError, match=rf"default collator: spurline-fast \('one'\) and spurline-{second} \('two'\)"
     ):
-        plugin(registry, second).add("collator", "two", config=Config, factory=FACTORY, default=True)
+        plugin(registry, second).add(of_kind(Config, "collator"), FACTORY, name="two", default=True)
 
 
 def test_entries_leave_aliases_out_and_can_be_limited_to_a_plugin(registry: Registry) -> None:
-    plugin(registry).add("loss", "x", config=Config, factory=FACTORY)
+    plugin(registry).add(of_kind(Config, "loss"), FACTORY, name="x")
     assert group_by_kind(registry.entries()) == {"collator": ["padded", "packed"], "loss": ["x"]}
     assert group_by_kind(registry.entries("fast")) == {"loss": ["x"]}
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from spurline.builtin.configs import CrossEntropyConfig, PaddedCollatorConfig
-from spurline.builtin.padded_collator import PaddedCollator
-from spurline.builtin.rl_configs import ValueLossConfig
-from spurline.config.reduction_config import ReductionConfig
+from spurline.config.run_config import ReductionConfig
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PaddedCollatorConfig
+from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.value import ValueLoss
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.reduction import make_reduction
-from spurline.testing.data import PAD, make_view
-from spurline.update import Recipe, Update
+from spurline.testing.inputs import PAD, make_view
+from spurline.update.reduction import make_reduction
+from spurline.update.update import Recipe, Update
 
 
 class Cut:

@@ -19,11 +19,11 @@ from run_helpers import assert_same_weights, deterministic, read_metrics, train_
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
-from spurline.hookspecs import hookimpl
+from spurline.plugins.hookspecs import hookimpl
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 
-ENGINE = "spurline_async_rl.child.main"
+ENGINE = "spurline_async_rl.engines.child.main"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from run_helpers import read_metrics, train_command, wait_for
 from vllm_engines import vllm_models
 
 from spurline import Run, load_config
-from spurline.hookspecs import hookimpl
+from spurline.plugins.hookspecs import hookimpl
 
 pytestmark = [
     pytest.mark.slow,

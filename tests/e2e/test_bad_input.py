@@ -12,7 +12,7 @@ import pytest
 from run_helpers import read_metrics
 
 from spurline import Run, load_config
-from spurline.run_directory import RunDirectory
+from spurline.run.directory import RunDirectory
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -106,7 +106,7 @@ def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
 ) -> None:
     from safetensors import SafetensorError
 
-    from spurline.builtin.local import checkpoint
+    from spurline.backends.local import checkpoint
 
     real_write, written = checkpoint.save_file, []
 

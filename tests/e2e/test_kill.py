@@ -13,7 +13,7 @@ import pytest
 from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill, train_command
 
 from spurline import Run, load_config
-from spurline.checkpoint import CheckpointStore
+from spurline.run.checkpoint import CheckpointStore
 
 
 @pytest.mark.slow

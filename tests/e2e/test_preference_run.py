@@ -14,7 +14,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, DataError
-from spurline.hookspecs import hookimpl
+from spurline.plugins.hookspecs import hookimpl
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 
@@ -116,7 +116,7 @@ def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_le
 
 
 def test_a_plan_says_what_is_counted_and_compared(preference_config: dict[str, Any]) -> None:
-    from spurline.planning import make_plan
+    from spurline.run.plan import make_plan
 
     plan = make_plan(load_config(preference_config))
     assert plan.problems == []

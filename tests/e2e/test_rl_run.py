@@ -16,10 +16,10 @@ from run_helpers import assert_same_weights, deterministic, read_metrics, train_
 from safetensors.torch import load_file, save_file
 
 from spurline import Run, load_config
-from spurline.builtin.configs import LocalBackendConfig
-from spurline.config.dropout import MODEL_SETTINGS
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.source import MODEL_SETTINGS
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

@@ -16,7 +16,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics, wait_f
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
-from spurline.hookspecs import hookimpl
+from spurline.plugins.hookspecs import hookimpl
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -127,7 +127,7 @@ def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(
 def test_a_resume_that_fails_to_load_sets_nothing_aside(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.builtin.local.backend import LocalBackend
+    from spurline.backends.local.backend import LocalBackend
 
     path = write_config(base_config)
     spurline("train", path)
@@ -148,8 +148,8 @@ def test_a_stop_asked_for_at_the_very_end_of_a_step_still_saves(base_config: dic
 
 
 def test_generated_text_with_other_line_separators_does_not_spoil_a_resume(base_config: dict[str, Any]) -> None:
-    from spurline.run_directory import RunDirectory
-    from spurline.run_record import RunRecordFiles
+    from spurline.run.directory import RunDirectory
+    from spurline.run.record import RunRecordFiles
 
     directory = RunDirectory(Path(base_config["run_dir"]))
     directory.path.mkdir()
@@ -173,7 +173,7 @@ def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config:
 def test_an_unwritable_summary_does_not_hide_what_ended_the_run(
     base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline import run_record
+    from spurline.run import record as run_record
 
     loaded = load_config(base_config)
     loaded.host.attach(FailAt(3, monkeypatch, run_record), "fail")
@@ -192,7 +192,7 @@ def test_metrics_that_hooks_see_are_read_only(base_config: dict[str, Any]) -> No
 def test_a_failing_evaluation_does_not_cost_the_training_before_it(
     base_config: dict[str, Any], spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.builtin.rewards.exact_match import ExactMatch
+    from spurline.rl.rewards.matching import ExactMatch
 
     def broken(self: ExactMatch, answer: Any) -> float:
         raise KeyError("answer")
@@ -214,8 +214,8 @@ def test_a_failing_evaluation_does_not_cost_the_training_before_it(
 
 
 def test_the_report_of_a_killed_run_says_so(base_config: dict[str, Any]) -> None:
-    from spurline.report.writing import write_run_report
-    from spurline.run_directory import RunDirectory
+    from spurline.report.page import write_run_report
+    from spurline.run.directory import RunDirectory
 
     Run(load_config(base_config)).train()
     run_dir = Path(base_config["run_dir"])
@@ -323,7 +323,7 @@ def test_one_loaded_config_can_be_trained_twice(base_config: dict[str, Any]) -> 
 
 
 def test_plan_of_large_data_estimates_steps_from_the_rows_it_read(base_config: dict[str, Any]) -> None:
-    from spurline.planning import make_plan
+    from spurline.run.plan import make_plan
 
     base_config |= {"epochs": 2.0, "steps": None}
     exact, estimated = (make_plan(load_config(base_config), row_limit=limit) for limit in (None, 16))

@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("spurline_collation_fast")
 
-from spurline.builtin.configs import PackedCollatorConfig
-from spurline.builtin.packed_collator import PackedCollator
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.configs import PackedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.data import make_view
-from spurline_collation_fast.packed_collator import FastPackedCollator
+from spurline.testing.inputs import make_view
+from spurline_collation_fast.collators import FastPackedCollator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

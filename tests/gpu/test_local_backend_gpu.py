@@ -9,10 +9,10 @@ import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.builtin.configs import CrossEntropyConfig
-from spurline.builtin.local import segment_attention
-from spurline.builtin.local.backend import LocalBackend
+from spurline.backends.local.backend import LocalBackend
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model import segment_attention
 from spurline.protocols.loss import Objective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

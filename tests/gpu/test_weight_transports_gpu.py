@@ -18,13 +18,13 @@ from backend_batches import run_config
 from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.rollout_engine import GenerationResult
-from spurline.testing.models import write_tiny_model
+from spurline.testing.inputs import write_tiny_model
 from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
-from spurline_async_rl.transport_configs import CudaIpcSyncConfig, NcclSyncConfig
-from spurline_async_rl.transports.cuda_ipc import CudaIpcSync
-from spurline_async_rl.transports.nccl import NcclSync
-from spurline_async_rl.vllm.engine import VllmEngine
-from spurline_async_rl.vllm_config import VllmEngineConfig
+from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.vllm.engine import VllmEngine
+from spurline_async_rl.weights.configs import CudaIpcSyncConfig, NcclSyncConfig
+from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
+from spurline_async_rl.weights.nccl import NcclSync
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

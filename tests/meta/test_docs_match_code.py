@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from spurline import hookspecs, load_config
+from spurline import load_config
 from spurline.config.run_config import RunConfig
+from spurline.plugins import hookspecs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -96,5 +97,5 @@ def test_every_line_that_the_tour_quotes_stands_in_the_code() -> None:
 
 
 def test_the_loop_file_stays_short() -> None:
-    source = (ROOT / "core/src/spurline/loop.py").read_text(encoding="utf-8")
+    source = (ROOT / "core/src/spurline/run/loop.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 150

@@ -9,10 +9,9 @@ from typing import Any
 
 from run_helpers import read_metrics
 
-from spurline.component_state import read_state
-from spurline_async_rl.rollouts.group_records import groups_of
-from spurline_async_rl.rollouts.recording import recorded_step
+from spurline.run.checkpoint import read_state
 from spurline_async_rl.scheduling.ledger import Ledger, State
+from spurline_async_rl.source.recordings import groups_of, recorded_step
 
 FAULTY_REWARDS = '''
 import asyncio, os, random

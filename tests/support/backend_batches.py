@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from spurline.builtin import configs
-from spurline.builtin.configs import LocalBackendConfig
-from spurline.builtin.local.backend import LocalBackend
+from spurline.backends.local.backend import LocalBackend
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from spurline.data import configs
 from spurline.data.batch import TrainingBatch
 from spurline.data.ragged import Ragged
+from spurline.losses.configs import CrossEntropyConfig
+from spurline.update.configs import WholeBatchConfig
 
 VOCABULARY = 61
 
@@ -60,8 +62,8 @@ def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
         "tokenization": configs.SequentialTokenizationConfig(),
         "collator": configs.PackedCollatorConfig(),
         "prefetch": configs.SerialPrefetchConfig(),
-        "minibatches": configs.WholeBatchConfig(),
-        "loss": configs.CrossEntropyConfig(),
+        "minibatches": WholeBatchConfig(),
+        "loss": CrossEntropyConfig(),
         "backend": LocalBackendConfig(),
         "optimizer": optimizer,
         "schedule": ScheduleConfig(name="constant"),

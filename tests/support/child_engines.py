@@ -11,10 +11,10 @@ from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.weight_sync import SyncReport
 from spurline.testing.engine_update_contract import WeightsOf
-from spurline_async_rl.child.engine import ChildProcessEngine
-from spurline_async_rl.engine_configs import ChildProcessEngineConfig
-from spurline_async_rl.transport_configs import SharedMemorySyncConfig
-from spurline_async_rl.transports.shared_memory import SharedMemorySync
+from spurline_async_rl.engines.child.engine import ChildProcessEngine
+from spurline_async_rl.engines.configs import ChildProcessEngineConfig
+from spurline_async_rl.weights.configs import SharedMemorySyncConfig
+from spurline_async_rl.weights.shared_memory import SharedMemorySync
 
 
 def child_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from spurline.config.section import Section
+from spurline.config.section import ComponentConfig, Section
 from spurline.errors import PluginError
-from spurline.hookspecs import hookimpl
-from spurline.plugins import API_VERSION, InstalledPlugin, Plugin, PluginHost
-from spurline.registry import ComponentRegistrar
+from spurline.plugins.hookspecs import hookimpl
+from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin, PluginHost
+from spurline.plugins.registry import KINDS, ComponentRegistrar
 
 
 class FakePlugins:
@@ -71,3 +72,12 @@ def refused(names: list[str], available: Mapping[str, InstalledPlugin], pattern:
     """Assert that loading these plugins fails with this text in the message."""
     with pytest.raises(PluginError, match=re.escape(pattern)):
         PluginHost.load(names, available)
+
+
+def of_kind(config: type[ComponentConfig], kind: str) -> type[ComponentConfig]:
+    """The same config class, derived from the base of this kind too; of a kind that does not exist, by name alone."""
+    if kind not in KINDS:
+        return type(config)(config.__name__, (config,), {"kind": kind})
+    home = importlib.import_module(KINDS[kind].partition(":")[0])
+    base = next(value for value in vars(home).values() if getattr(value, "kind", None) == kind)
+    return type(config)(config.__name__, (config, base), {})

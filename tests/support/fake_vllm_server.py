@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from spurline_async_rl.vllm.launch import WORKER_EXTENSION
+from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 
 
 class FakeVllmServer:

@@ -13,9 +13,9 @@ from rl_attempts import encode, says
 
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
-from spurline_async_rl.harness.session import Session
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
+from spurline_async_rl.harness.agents import Session
 
 TOKENIZER = tiny_tokenizer()
 QUESTION: Any = [{"role": "user", "content": "hello"}]

@@ -16,11 +16,11 @@ from spurline.protocols.environment import PolicyHandle
 from spurline.protocols.rollout_engine import Sampling
 from spurline.rl.policy import EnginePolicy
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
+from spurline_async_rl.harness.agents import Session
+from spurline_async_rl.harness.configs import HarnessConfig
 from spurline_async_rl.harness.environment import HarnessEnvironment
-from spurline_async_rl.harness.session import Session
-from spurline_async_rl.harness_config import HarnessConfig
 
 LIMIT_S = 60.0
 MODULE = "harness_test_agents"

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DatasetConfig
-from spurline.plugins import PluginHost
+from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import Registry
 from spurline.protocols.environment import Task
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.registry import Registry
 from spurline.rl.policy import EnginePolicy
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
 
 T = TypeVar("T")
 

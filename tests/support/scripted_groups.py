@@ -10,12 +10,12 @@ from typing import Any, Literal
 from spurline.config.run_config import DatasetConfig
 from spurline.protocols.environment import PolicyHandle, Task
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.rl.given_up import Quarantine
 from spurline.rl.group_runner import GroupRunner, Outcome
 from spurline.rl.policy import EnginePolicy
-from spurline.rl.quarantine import Quarantine
 from spurline.rl.scoring import score
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
 
 Behaviour = Callable[[Task, PolicyHandle], Awaitable[Any]]
 

@@ -10,7 +10,7 @@ import xxhash
 
 from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
 from spurline.rl.trajectory import FinishReason
-from spurline_async_rl.engine_configs import PoolConfig
+from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.pool import EnginePool
 

@@ -14,12 +14,12 @@ from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError
 from spurline.testing.engine_update_contract import ModelPair, WeightsOf
-from spurline.testing.models import write_tiny_model
-from spurline_async_rl.transport_configs import DiskSyncConfig, SharedMemorySyncConfig
-from spurline_async_rl.transports.disk import DiskSync
-from spurline_async_rl.transports.shared_memory import SharedMemorySync
-from spurline_async_rl.vllm.engine import VllmEngine
-from spurline_async_rl.vllm_config import VllmEngineConfig
+from spurline.testing.inputs import write_tiny_model
+from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.vllm.engine import VllmEngine
+from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
+from spurline_async_rl.weights.disk import DiskSync
+from spurline_async_rl.weights.shared_memory import SharedMemorySync
 
 Result = TypeVar("Result")
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spurline.config.loading import load_config as load_config
-    from spurline.run import Run as Run
+    from spurline.run.run import Run as Run
 
 __version__ = importlib.metadata.version("spurline")
 
-_LAZY = {"load_config": "spurline.config.loading", "Run": "spurline.run"}
+_LAZY = {"load_config": "spurline.config.loading", "Run": "spurline.run.run"}
 
 __all__ = ["Run", "__version__", "load_config"]
 

@@ -19,7 +19,7 @@ from spurline.errors import SpurlineError, UserError, listing, suggestion
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
-    from spurline.run import RunResult
+    from spurline.run.run import RunResult
 
 ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
 RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
@@ -33,7 +33,7 @@ class CommandGroup(typer.core.TyperGroup):
     """Core's commands and those of installed plugins, which are imported only when invoked."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        from spurline.plugins import installed_commands
+        from spurline.plugins.host import installed_commands
 
         return [*super().list_commands(ctx), *sorted(installed_commands())]
 
@@ -41,7 +41,7 @@ class CommandGroup(typer.core.TyperGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        from spurline.plugins import installed_commands
+        from spurline.plugins.host import installed_commands
 
         entry = installed_commands().get(cmd_name)
         if entry is None:
@@ -85,7 +85,7 @@ def train(
 ) -> None:
     """Train, or continue training, what the config describes."""
     loaded = _load(config, overrides)
-    from spurline.run import Run
+    from spurline.run.run import Run
 
     result = Run(loaded, resume).train()
     _print_result(result)
@@ -97,7 +97,7 @@ def train(
 def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
     loaded = _load(config, overrides)
-    from spurline.planning import make_plan
+    from spurline.run.plan import make_plan
 
     made = make_plan(loaded)
     for heading, lines in made.sections.items():
@@ -122,7 +122,7 @@ def plugins(
     """List installed plugins from package metadata, and what the enabled ones provide."""
     if ctx.invoked_subcommand is not None:
         return
-    from spurline.plugin_listing import enabled_lines, installed_lines
+    from spurline.plugins.listing import enabled_lines, installed_lines
 
     lines = enabled_lines(_load(config, None)) if config is not None else installed_lines()
     typer.echo("\n".join(lines))
@@ -131,7 +131,7 @@ def plugins(
 @plugins_app.command()
 def doctor() -> None:
     """Import every installed plugin, alone and together, and report what does not work. Exit code 2 on any problem."""
-    from spurline.plugin_listing import diagnose
+    from spurline.plugins.listing import diagnose
 
     lines, healthy = diagnose()
     typer.echo("\n".join(lines))
@@ -142,8 +142,8 @@ def doctor() -> None:
 @app.command()
 def report(run_dir: RunDirArgument) -> None:
     """Write RUN_DIR/report.html from the metrics so far; works while the run is going on."""
-    from spurline.report.writing import write_run_report
-    from spurline.run_directory import RunDirectory
+    from spurline.report.page import write_run_report
+    from spurline.run.directory import RunDirectory
 
     typer.echo(write_run_report(_load_run(run_dir), RunDirectory(run_dir)))
 
@@ -158,7 +158,7 @@ def export(
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
-    from spurline.export import export_run
+    from spurline.run.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint))
 
@@ -169,7 +169,7 @@ def schema(
 ) -> None:
     """Print the JSON schema of the config file, for editors; plugins included."""
     from spurline.config.loading import config_model
-    from spurline.plugins import PluginHost
+    from spurline.plugins.host import PluginHost
 
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
 

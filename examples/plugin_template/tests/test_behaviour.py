@@ -11,7 +11,7 @@ import torch
 
 from spurline import load_config
 from spurline.errors import ConfigError
-from spurline.plugins import InstalledPlugin
+from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.loss import TokenLossInputs
 from spurline_plugin_template.config import FocalConfig, TemplateConfig
 from spurline_plugin_template.focal_loss import FocalLoss

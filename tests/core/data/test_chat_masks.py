@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import HfDatasetConfig
 from spurline.config.run_config import DataConfig
 from spurline.data.chat import ChatRenderer, TemplateRewritesHistory
-from spurline.data.encoding import Dropped, RowEncoder, Sample
+from spurline.data.configs import HfDatasetConfig
+from spurline.data.encoding import Dropped, RowEncoder, Sample, mask_of_spans
 from spurline.data.formats import Conversation
-from spurline.data.spans import mask_of_spans
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.tokenization_contract import ListDataset
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from spurline.builtin.configs import HfDatasetConfig
 from spurline.config.run_config import DataConfig
+from spurline.data.configs import HfDatasetConfig
 from spurline.data.encoding import Dropped, RowEncoder
 from spurline.data.formats import detect_format
-from spurline.data.generation_prompts import prompt_and_reference, read_examples
+from spurline.data.prompts import prompt_and_reference, read_examples
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.tokenization_contract import ListDataset

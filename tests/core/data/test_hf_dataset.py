@@ -11,8 +11,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from spurline.builtin.configs import HfDatasetConfig
-from spurline.builtin.hf_dataset import HfDataset
+from spurline.data.configs import HfDatasetConfig
+from spurline.data.hf_dataset import HfDataset
 from spurline.errors import DataError
 
 
@@ -328,7 +328,7 @@ def test_the_fingerprint_of_whole_splits_opens_no_file(split, monkeypatch):
     def refuse(path):
         raise AssertionError(f"opened {path}")
 
-    monkeypatch.setattr("spurline.builtin.hf_dataset.JsonLines", refuse)
+    monkeypatch.setattr("spurline.data.hf_dataset.JsonLines", refuse)
     assert dataset.fingerprint() == expected
     with pytest.raises(AssertionError, match="opened"):
         len(dataset)

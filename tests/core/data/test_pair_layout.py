@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
 from spurline.data.batch import TrainingBatch
-from spurline.data.pair_layout import join_pairs, split_pairs
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
+from spurline.data.preference import join_pairs, split_pairs
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.protocols.collator import Collator, ParallelLayout
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from spurline.builtin.configs import HfDatasetConfig, SequentialTokenizationConfig
-from spurline.builtin.hf_dataset import HfDataset
-from spurline.builtin.sequential_tokenization import SequentialTokenization
 from spurline.config.run_config import DataConfig
-from spurline.data.preference_rows import SIDES, side_of
+from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
+from spurline.data.hf_dataset import HfDataset
+from spurline.data.preference import SIDES, side_of
+from spurline.data.tokenization import SequentialTokenization
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized

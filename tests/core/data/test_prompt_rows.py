@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from spurline.builtin.configs import HfDatasetConfig
-from spurline.data.bad_row import BadRowError
-from spurline.data.prompt_rows import ChatQuestion, TextQuestion, read_question
+from spurline.data.configs import HfDatasetConfig
+from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
+from spurline.data.rows import BadRowError
 from spurline.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

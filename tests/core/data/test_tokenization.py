@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import HfDatasetConfig, SequentialTokenizationConfig
-from spurline.builtin.sequential_tokenization import ROWS_PER_CALL, SequentialTokenization
 from spurline.config.run_config import DataConfig
+from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.encoding import RowEncoder, Sample
-from spurline.data.sample_collector import distinct_labels
+from spurline.data.tokenization import ROWS_PER_CALL, SequentialTokenization, distinct_labels
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 

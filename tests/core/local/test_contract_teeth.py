@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from spurline.builtin.configs import PackedCollatorConfig, SerialPrefetchConfig
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.local.stream_model import StreamModel
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.serial_prefetch import SerialPrefetch
+from spurline.backends.local.backend import LocalBackend
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.configs import PackedCollatorConfig, SerialPrefetchConfig
+from spurline.data.serial_prefetch import SerialPrefetch
+from spurline.model.stream_model import StreamModel
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing import BackendContract, CollatorContract, PrefetchContract
-from spurline.testing.models import write_tiny_model
+from spurline.testing.inputs import write_tiny_model
 
 
 def test_the_collator_contract_catches_a_segment_off_the_alignment() -> None:

@@ -10,16 +10,17 @@ import pytest
 import torch
 from backend_batches import Sample, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.builtin.configs import ByPromptConfig, CrossEntropyConfig, LoraConfig
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.local.double_precision import KeepDouble
-from spurline.builtin.rl_configs import ValueLossConfig
+from spurline.backends.local.backend import LocalBackend
+from spurline.backends.local.configs import LoraConfig
 from spurline.config.run_config import CriticConfig, OptimizerConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import CheckpointError, NonFiniteLossError
+from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.value import ValueLoss
+from spurline.model.device_profile import KeepDouble
 from spurline.protocols.loss import Objective
+from spurline.update.configs import ByPromptConfig
 
 POLICY = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 VALUES = Objective(ValueLoss(ValueLossConfig(clip=None)), 9.0)

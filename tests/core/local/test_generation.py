@@ -10,10 +10,11 @@ import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.builtin.configs import CrossEntropyConfig, HfDatasetConfig
-from spurline.builtin.local import generation
 from spurline.config.run_config import DataConfig
+from spurline.data.configs import HfDatasetConfig
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model import generation
 from spurline.protocols.loss import Objective
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]

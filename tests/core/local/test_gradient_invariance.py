@@ -12,9 +12,9 @@ from backend_batches import Sample, excite, lay_out, local_backend, make_samples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import CrossEntropyConfig, DynamicFineTuningConfig
-from spurline.builtin.local.backend import LocalBackend
+from spurline.backends.local.backend import LocalBackend
 from spurline.data.batch import TrainingBatch
+from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.dft import DynamicFineTuning
 from spurline.protocols.loss import Loss, Objective

@@ -9,10 +9,11 @@ import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.builtin.configs import CrossEntropyConfig, LoraConfig
-from spurline.builtin.local.lora import adapted_layers
+from spurline.backends.local.configs import LoraConfig
 from spurline.errors import ModelError
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.lora import adapted_layers
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)

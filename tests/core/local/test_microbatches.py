@@ -11,9 +11,9 @@ from backend_batches import lay_out, make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import LocalBackendConfig
-from spurline.builtin.local.device_profile import device_profile
-from spurline.builtin.local.microbatches import cut_rows, token_stream, tokens_per_row
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.model.device_profile import device_profile
+from spurline.model.token_stream import cut_rows, token_stream, tokens_per_row
 
 PROFILE = device_profile(LocalBackendConfig(device="cpu"))
 

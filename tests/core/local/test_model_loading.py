@@ -10,13 +10,14 @@ import torch
 from backend_batches import local_backend, run_config, write_model_folder
 from transformers import AutoModelForCausalLM
 
-from spurline.builtin.configs import ByPromptConfig, LocalBackendConfig, LoraConfig
-from spurline.builtin.local.memory import estimate_memory
-from spurline.builtin.rl_configs import ValueLossConfig
+from spurline.backends.local.configs import LocalBackendConfig, LoraConfig
 from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.data.tokenizer import load_tokenizer, pad_token_id
 from spurline.errors import ConfigError, ModelError
-from spurline.testing.models import write_tiny_model
+from spurline.losses.configs import ValueLossConfig
+from spurline.model.memory import estimate_memory
+from spurline.testing.inputs import write_tiny_model
+from spurline.update.configs import ByPromptConfig
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.builtin import configs
-from spurline.builtin.configs import CrossEntropyConfig
 from spurline.config.run_config import DataConfig, ModelConfig
+from spurline.data import configs
 from spurline.errors import DataError, ModelError
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.loss import Objective
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from spurline.builtin.local.schedule import learning_rate
 from spurline.config.run_config import ScheduleConfig
+from spurline.model.optimizer import learning_rate
 
 
 def rates(total: int = 20, peak: float = 0.5, **settings: object) -> list[float]:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from spurline.builtin.local.segment_attention import segment_attention
-from spurline.builtin.local.segment_plan import plan_segments
 from spurline.errors import ModelError
+from spurline.model.segment_attention import segment_attention
+from spurline.model.token_stream import plan_segments
 
 NEVER_PAD, ALWAYS_PAD = 0, 10**9
 HEADS, HEAD_SIZE = 4, 8

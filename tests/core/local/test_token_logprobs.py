@@ -10,9 +10,9 @@ import torch
 from backend_batches import VOCABULARY, excite, lay_out, local_backend, make_samples, write_model_folder
 from torch import nn
 
-from spurline.builtin.configs import CrossEntropyConfig
-from spurline.builtin.local.token_logprobs import TokenLogprobs
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.stream_model import TokenLogprobs
 from spurline.protocols.loss import Objective
 
 

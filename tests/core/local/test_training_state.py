@@ -15,12 +15,13 @@ from backend_batches import excite, lay_out, local_backend, make_samples, write_
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from spurline.builtin.configs import CrossEntropyConfig, LoraConfig
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.local.frozen_digest import frozen_digest
+from spurline.backends.local.backend import LocalBackend
+from spurline.backends.local.configs import LoraConfig
 from spurline.config.run_config import ModelConfig, ScheduleConfig
 from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.weights import frozen_digest
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from backend_batches import Sample, excite, lay_out, local_backend, make_samples, write_model_folder
 from torch import Tensor
 
-from spurline.builtin.configs import CrossEntropyConfig, DynamicFineTuningConfig
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.local.double_precision import KeepDouble
+from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import OptimizerConfig
 from spurline.errors import DataError, ModelError, NonFiniteLossError
+from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.dft import DynamicFineTuning
+from spurline.model.device_profile import KeepDouble
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective, TokenLossInputs
 

@@ -11,20 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.rl_configs import (
+from spurline.data.batch import TrainingBatch
+from spurline.errors import DataError
+from spurline.losses.configs import (
     GeometricRejectionConfig,
     MaskedImportanceSamplingConfig,
     SequenceRejectionConfig,
     TruncatedImportanceSamplingConfig,
 )
-from spurline.data.batch import TrainingBatch
-from spurline.errors import DataError
-from spurline.losses.corrections.geometric_rejection import GeometricRejection
-from spurline.losses.corrections.mis import MaskedImportanceSampling
-from spurline.losses.corrections.sequence_rejection import SequenceRejection
-from spurline.losses.corrections.tis import TruncatedImportanceSampling
+from spurline.losses.corrections.importance_sampling import MaskedImportanceSampling, TruncatedImportanceSampling
+from spurline.losses.corrections.rejection import GeometricRejection, SequenceRejection
 from spurline.protocols.correction import Correction
-from spurline.testing.correction_contract import CorrectionContract
+from spurline.testing.loss_contract import CorrectionContract
 
 CORRECTIONS: dict[str, Correction] = {
     "tis": TruncatedImportanceSampling(TruncatedImportanceSamplingConfig()),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spurline.builtin.preference_configs import DpoConfig
+from spurline.losses.configs import DpoConfig
 from spurline.losses.dpo import Dpo
 from spurline.protocols.loss import TokenLossInputs
 from spurline.testing import LossContract

@@ -17,19 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
-from spurline.builtin.preference_configs import DpoConfig
+from spurline.backends.local.backend import LocalBackend
 from spurline.data.batch import TrainingBatch
-from spurline.data.pair_layout import join_pairs, split_pairs
-from spurline.data.rank_shards import RankShards
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
+from spurline.data.dealing import RankShards
+from spurline.data.preference import join_pairs, split_pairs
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
+from spurline.losses.configs import DpoConfig
 from spurline.losses.dpo import Dpo
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.reduction import REDUCTIONS
+from spurline.update.reduction import REDUCTIONS
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spurline.builtin.configs import CrossEntropyConfig, DynamicFineTuningConfig
+from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.dft import DynamicFineTuning
 from spurline.protocols.loss import TokenLossInputs

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.rl_configs import (
+from spurline.losses.cispo import Cispo
+from spurline.losses.configs import (
     CispoConfig,
     GspoConfig,
     KlConfig,
@@ -22,7 +23,6 @@ from spurline.builtin.rl_configs import (
     SapoConfig,
     ValueLossConfig,
 )
-from spurline.losses.cispo import Cispo
 from spurline.losses.gspo import Gspo
 from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo

@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.builtin import configs, rl_configs
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.rl_configs import KlConfig
-from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import CriticConfig
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.padded import RolloutsCollator
+from spurline.data.configs import RolloutsCollatorConfig
+from spurline.data.dealing import RankShards
 from spurline.data.ragged import Ragged
-from spurline.data.rank_shards import RankShards
+from spurline.losses import configs as losses_configs
 from spurline.losses.cispo import Cispo
-from spurline.losses.corrections.mis import MaskedImportanceSampling
-from spurline.losses.corrections.tis import TruncatedImportanceSampling
+from spurline.losses.configs import KlConfig
+from spurline.losses.corrections.importance_sampling import MaskedImportanceSampling, TruncatedImportanceSampling
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.dft import DynamicFineTuning
 from spurline.losses.gspo import Gspo
@@ -39,9 +39,9 @@ from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss, Objective
-from spurline.reduction import REDUCTIONS, Reduce, fixed_norm, reduce_corrected
-from spurline.rl.merging import merge_turns
-from spurline.rl.trajectory import Trajectory, Turn
+from spurline.rl.trajectory import Trajectory, Turn, merge_turns
+from spurline.update.configs import ByPromptConfig
+from spurline.update.reduction import REDUCTIONS, Reduce, fixed_norm, reduce_corrected
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
 EXAMPLES = 40 if os.environ.get("SPURLINE_SOAK") else 3
@@ -49,22 +49,22 @@ EXAMPLES = 40 if os.environ.get("SPURLINE_SOAK") else 3
 
 EXTRAS: dict[str, Any] = {"kl": KlConfig(coefficient=0.1), "entropy_coefficient": 0.05}
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": CrossEntropy(configs.CrossEntropyConfig()),
-    "dft": DynamicFineTuning(configs.DynamicFineTuningConfig()),
-    "policy_gradient": PolicyGradient(rl_configs.PolicyGradientConfig(importance_ratio=True)),
-    "ppo": Ppo(rl_configs.PpoConfig(dual_clip=3.0, **EXTRAS)),
-    "gspo": Gspo(rl_configs.GspoConfig(clip_low=0.1, clip_high=0.1)),
-    "cispo": Cispo(rl_configs.CispoConfig(clip_high=0.3)),
-    "sapo": Sapo(rl_configs.SapoConfig(**EXTRAS)),
-    "value": ValueLoss(rl_configs.ValueLossConfig()),
+    "cross_entropy": CrossEntropy(losses_configs.CrossEntropyConfig()),
+    "dft": DynamicFineTuning(losses_configs.DynamicFineTuningConfig()),
+    "policy_gradient": PolicyGradient(losses_configs.PolicyGradientConfig(importance_ratio=True)),
+    "ppo": Ppo(losses_configs.PpoConfig(dual_clip=3.0, **EXTRAS)),
+    "gspo": Gspo(losses_configs.GspoConfig(clip_low=0.1, clip_high=0.1)),
+    "cispo": Cispo(losses_configs.CispoConfig(clip_high=0.3)),
+    "sapo": Sapo(losses_configs.SapoConfig(**EXTRAS)),
+    "value": ValueLoss(losses_configs.ValueLossConfig()),
 }
 TOKEN_LOSSES = sorted(LOSSES.keys() - {"gspo"})
 REDUCE: dict[str, Reduce] = {**REDUCTIONS, "fixed_norm": fixed_norm(16)}
 CORRECTIONS: dict[str, Correction | None] = {
     "none": None,
-    "tis": TruncatedImportanceSampling(rl_configs.TruncatedImportanceSamplingConfig(level="sequence", cap=1.2)),
-    "tis of tokens": TruncatedImportanceSampling(rl_configs.TruncatedImportanceSamplingConfig()),
-    "mis": MaskedImportanceSampling(rl_configs.MaskedImportanceSamplingConfig(low=0.7, high=1.5)),
+    "tis": TruncatedImportanceSampling(losses_configs.TruncatedImportanceSamplingConfig(level="sequence", cap=1.2)),
+    "tis of tokens": TruncatedImportanceSampling(losses_configs.TruncatedImportanceSamplingConfig()),
+    "mis": MaskedImportanceSampling(losses_configs.MaskedImportanceSamplingConfig(low=0.7, high=1.5)),
 }
 
 
@@ -75,7 +75,7 @@ def model_folder() -> Path:
 
 @lru_cache(maxsize=16)
 def backend(precision: str, **settings: Any) -> LocalBackend:
-    critic = CriticConfig(loss=rl_configs.ValueLossConfig(), minibatches=configs.ByPromptConfig())
+    critic = CriticConfig(loss=losses_configs.ValueLossConfig(), minibatches=ByPromptConfig())
     made = excite(local_backend(model_folder(), run={"critic": critic}, precision=precision, **settings))
     assert made._critic is not None
     generator = torch.Generator().manual_seed(1)
@@ -222,7 +222,7 @@ def test_merging_turns_before_they_are_collated_changes_no_gradient(loss: str, r
     assert [len(trajectory.turns) for trajectory in merged] == [1, 1, 2]
     found: list[dict[str, Tensor]] = []
     for trajectories in (attempts, merged):
-        collator = RolloutsCollator(configs.RolloutsCollatorConfig(), 0, ParallelLayout())
+        collator = RolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout())
         batch = collator.collate_rollouts(trajectories)
         own = backend("fp64").logprobs(batch)
         nearby = own + 0.1 * batch.tokens["rollout_logprobs"]

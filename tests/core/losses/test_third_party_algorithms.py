@@ -10,15 +10,13 @@ from fake_plugins import FakePlugins
 from pydantic import Field
 from torch import Tensor
 
-from spurline.builtin.rl_configs import KlConfig, PolicyLossConfig
-from spurline.config.loss_config import trains_on
 from spurline.config.section import ComponentConfig
+from spurline.losses.configs import KlConfig, PolicyLossConfig
 from spurline.losses.policy_loss import PolicyLoss, ratio_to_old
-from spurline.plugins import PluginHost
-from spurline.protocols.advantage import Advantage
-from spurline.protocols.advantage_config import AdvantageConfig
-from spurline.protocols.loss import Loss, TokenLossInputs
-from spurline.registry import ComponentRegistrar
+from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import ComponentRegistrar
+from spurline.protocols.advantage import Advantage, AdvantageConfig
+from spurline.protocols.loss import Loss, TokenLossInputs, trains_on
 from spurline.rl.advantages.per_trajectory import relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
 from spurline.testing import LossContract
@@ -63,8 +61,8 @@ class Squared(PolicyLoss):
 
 
 def register(registry: ComponentRegistrar) -> None:
-    registry.add("advantage", "best_of", config=BestOfConfig, factory=f"{__name__}:BestOf")
-    registry.add("loss", "squared", config=SquaredConfig, factory=f"{__name__}:Squared")
+    registry.add(BestOfConfig, f"{__name__}:BestOf")
+    registry.add(SquaredConfig, f"{__name__}:Squared")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ def make_run_dir(tmp_path: Path) -> RunDirMaker:
 @pytest.fixture
 def panels() -> list[Any]:
     """All of core's panels in page order, built the way a run builds them."""
-    from spurline.builtin import plugin
-    from spurline.registry import CORE, ComponentRegistrar, Registry
+    from spurline import builtin as plugin
+    from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
     registry = Registry()
     plugin.register_components(ComponentRegistrar(registry, CORE, "spurline"))

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.protocols.report_panel import RunRecord
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report import panels as core_panels
 from spurline.report.record import read_record
 

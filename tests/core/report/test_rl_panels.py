@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rl_run_record import RL_SUMMARY, rl_metrics
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.protocols.report_panel import RunRecord
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report import panels as core_panels
 from spurline.report.page import write_report
 from spurline.report.record import read_record

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import SftSourceConfig
-from spurline.builtin.rl_configs import (
+from spurline.data.configs import SftSourceConfig
+from spurline.errors import DataError
+from spurline.protocols.advantage import Advantage
+from spurline.rl.advantages.configs import (
     DrGrpoConfig,
     GaeConfig,
     GrpoConfig,
@@ -22,15 +24,13 @@ from spurline.builtin.rl_configs import (
     ReinforcePlusPlusConfig,
     RlooConfig,
 )
-from spurline.errors import DataError
-from spurline.protocols.advantage import Advantage
-from spurline.protocols.source_config import PromptSourceConfig
 from spurline.rl.advantages.dr_grpo import DrGrpo
 from spurline.rl.advantages.gae import Gae
 from spurline.rl.advantages.grpo import Grpo
 from spurline.rl.advantages.maxrl import MaxRl
 from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
 from spurline.rl.advantages.rloo import Rloo
+from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline.testing.advantage_contract import AdvantageContract
 

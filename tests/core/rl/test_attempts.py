@@ -11,17 +11,16 @@ import pytest
 from rl_attempts import run
 from scripted_groups import Behaviour, Prompt, Scripted, answer, one_token
 
-from spurline.builtin.configs import RolloutSourceConfig
-from spurline.builtin.rl_configs import GrpoConfig
-from spurline.builtin.rollouts.attempts import Attempts
 from spurline.config.section import ComponentConfig
 from spurline.errors import ConfigError, PluginError
 from spurline.protocols.environment import PolicyHandle, Task
 from spurline.protocols.rollout_engine import Sampling
-from spurline.protocols.source_config import HeldOutConfig, OverlongConfig, SamplingConfig
+from spurline.rl.advantages.configs import GrpoConfig
+from spurline.rl.attempts import Attempts
+from spurline.rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
 from spurline.rl.returns import group_returns
 from spurline.rl.trajectory import Group, Trajectory
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
 
 PROMPTS: Any = [Prompt(0), Prompt(1)]
 

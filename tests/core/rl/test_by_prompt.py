@@ -12,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline import load_config
-from spurline.builtin.by_prompt import ByPrompt
-from spurline.builtin.configs import ByPromptConfig, RolloutsCollatorConfig, SftSourceConfig
-from spurline.builtin.rollouts_collator import RolloutsCollator
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.rank_shards import RankShards
+from spurline.data.collators.padded import RolloutsCollator
+from spurline.data.configs import RolloutsCollatorConfig, SftSourceConfig
+from spurline.data.dealing import RankShards
 from spurline.errors import ConfigError, RunFailedError
-from spurline.plugins import PluginHost
+from spurline.plugins.host import PluginHost
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.source_config import PromptSourceConfig
+from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.data import PAD, make_trajectories
-from spurline.testing.fuzzing import fuzzing
+from spurline.testing.inputs import PAD, fuzzing, make_trajectories
+from spurline.update.configs import ByPromptConfig
+from spurline.update.minibatches import ByPrompt
 
 # Per prompt a list of samples, each given by its number of turns.
 steps_strategy = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=6)

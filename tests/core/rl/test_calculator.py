@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spurline.builtin.environments.calculator import calculator
+from spurline.rl.environments.calculator import calculator
 
 
 @pytest.mark.parametrize(

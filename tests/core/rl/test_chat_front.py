@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from spurline.errors import DataError
 from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.rl.chat_front import ChatFront, PrefixError
-from spurline.testing.fuzzing import fuzzing
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import fuzzing, tiny_tokenizer
 
 QUESTION = [{"role": "user", "content": "add"}]
 

@@ -13,15 +13,13 @@ import pytest
 import torch
 from backend_batches import excite, local_backend, write_model_folder
 
-from spurline.builtin.in_process.cached_attention import generating
-from spurline.builtin.in_process.decoder import Decoder
-from spurline.builtin.in_process.probe import probed_decoder
-from spurline.builtin.in_process.row import Row
-from spurline.builtin.in_process.stop_texts import StopTexts
-from spurline.builtin.local.backend import LocalBackend
+from spurline.backends.local.backend import LocalBackend
 from spurline.errors import DataError, ModelError
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.testing.models import tiny_tokenizer
+from spurline.rl.engines.in_process.attention import generating
+from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
+from spurline.rl.engines.in_process.response import Row, StopTexts
+from spurline.testing.inputs import tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]
 MODELS: dict[str, dict[str, Any]] = {
@@ -262,8 +260,8 @@ def test_weight_versions_are_those_of_the_step_that_wrote_the_token(tmp_path: Pa
 
 
 def test_the_context_is_that_of_the_model_or_of_rotary_frequencies_that_switch(tmp_path: Path) -> None:
-    from spurline.builtin.configs import HfDatasetConfig
     from spurline.config.run_config import DataConfig
+    from spurline.data.configs import HfDatasetConfig
 
     longrope = {
         "rope_type": "longrope",

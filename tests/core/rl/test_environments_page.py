@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.assembly import assemble
 from spurline.config.section import Component, ComponentConfig, Section
-from spurline.plugins import InstalledPlugin, PluginHost
+from spurline.plugins.host import InstalledPlugin, PluginHost
 from spurline.protocols.reward import Answer
 from spurline.rl.chat_front import PrefixError
 from spurline.testing import EnvironmentContract
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text("utf-8")
 FILES: dict[str, str] = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.S))

@@ -12,12 +12,12 @@ import pytest
 import reward_functions
 from rl_attempts import run
 
-from spurline.builtin.environment_configs import FunctionRewardConfig
-from spurline.builtin.rewards.function import FunctionReward
 from spurline.errors import ConfigError, PluginError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
-from spurline.rl.reward_calls import checked_score, reward_terms
+from spurline.rl.rewards.configs import FunctionRewardConfig
+from spurline.rl.rewards.function import FunctionReward
+from spurline.rl.scoring import checked_score, reward_terms
 
 ANSWER = Answer("a prompt", "four", "4", {"difficulty": 3})
 

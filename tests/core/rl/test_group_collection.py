@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.builtin.rollouts.draws import Draw
-from spurline.builtin.rollouts.group_collection import Collected, collect_groups
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, RunFailedError
+from spurline.rl.draws import Draw
+from spurline.rl.given_up import QuarantinedGroup, SkippedRow
 from spurline.rl.group_runner import Outcome
-from spurline.rl.quarantine import QuarantinedGroup, SkippedRow
+from spurline.rl.prompt_source import Collected, collect_groups
 from spurline.rl.trajectory import Group, Trajectory, Turn
 
 VARIED, EQUAL, LOST = "varied", "equal", "lost"

@@ -16,11 +16,11 @@ from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leav
 
 from spurline.errors import PluginError, RunFailedError
 from spurline.protocols.environment import PolicyHandle, Task
-from spurline.rl import task_ends
-from spurline.rl.quarantine import QuarantinedGroup
+from spurline.rl import concurrency as task_ends
+from spurline.rl.given_up import QuarantinedGroup
 from spurline.rl.trajectory import Group, Trajectory
-from spurline.testing.fuzzing import fuzzing
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import fuzzing
 
 
 def tokens(groups: list[Group | QuarantinedGroup]) -> list[Any]:

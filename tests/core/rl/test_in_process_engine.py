@@ -16,16 +16,13 @@ from backend_batches import lay_out, local_backend, make_samples, run_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import CrossEntropyConfig, RolloutsCollatorConfig
-from spurline.builtin.engine_configs import InProcessEngineConfig
-from spurline.builtin.in_process.decoder import Decoder
-from spurline.builtin.in_process.engine import InProcessEngine
-from spurline.builtin.in_process.row import Written
-from spurline.builtin.local.backend import LocalBackend
-from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import ModelConfig
+from spurline.data.collators.padded import RolloutsCollator
+from spurline.data.configs import RolloutsCollatorConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ConfigError, RunFailedError
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
@@ -36,8 +33,12 @@ from spurline.protocols.rollout_engine import (
     TensorPlace,
     WeightBucket,
 )
+from spurline.rl.engines.configs import InProcessEngineConfig
+from spurline.rl.engines.in_process.decoder import Decoder
+from spurline.rl.engines.in_process.engine import InProcessEngine
+from spurline.rl.engines.in_process.response import Written
 from spurline.rl.trajectory import Trajectory, Turn
-from spurline.testing.data import PAD
+from spurline.testing.inputs import PAD
 from spurline.testing.rollout_engine_contract import (
     PROMPTS,
     RolloutEngineContract,

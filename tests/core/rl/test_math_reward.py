@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import pytest
 from rl_attempts import run
 
-from spurline.builtin.environment_configs import MathVerifyConfig
-from spurline.builtin.rewards.killable_worker import KillableWorker, TookTooLong, WorkerPool
-from spurline.builtin.rewards.math_verify import MathVerify
 from spurline.errors import ConfigError, DataError, PluginError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
-from spurline.rl.reward_calls import reward_terms
-from spurline.rl.thread_calls import in_thread
+from spurline.rl.concurrency import in_thread
+from spurline.rl.rewards.configs import MathVerifyConfig
+from spurline.rl.rewards.killable_worker import KillableWorker, TookTooLong, WorkerPool
+from spurline.rl.rewards.math_verify import MathVerify
+from spurline.rl.scoring import reward_terms
 
 GENEROUS_S = 60.0
 
@@ -138,7 +138,7 @@ def test_a_call_that_waited_for_a_worker_while_the_pool_was_closed_starts_no_pro
 def test_a_worker_ends_with_its_parent_even_in_the_middle_of_a_call():
     code = (
         "import os, sys, threading\n"
-        "from spurline.builtin.rewards.killable_worker import WorkerPool\n"
+        "from spurline.rl.rewards.killable_worker import WorkerPool\n"
         "pool = WorkerPool('reward_functions:process_id', 60, 1)\n"
         "print(pool.call(), flush=True)\n"
         "pool._all[0]._process.send([])\n"

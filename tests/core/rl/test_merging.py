@@ -8,10 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.rl.merging import merge_turns
-from spurline.rl.trajectory import Trajectory, Turn
-from spurline.testing.data import make_trajectories
-from spurline.testing.fuzzing import fuzzing
+from spurline.rl.trajectory import Trajectory, Turn, merge_turns
+from spurline.testing.inputs import fuzzing, make_trajectories
 
 COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns")
 

@@ -11,8 +11,8 @@ from rl_attempts import make_policy, make_task, run
 from spurline.errors import DataError, PluginError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.seeds import derive_seed
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.rl.policy import derive_seed
+from spurline.testing.environment_contract import ScriptedEngine
 
 
 def countdown(request: GenerationRequest) -> list[int]:

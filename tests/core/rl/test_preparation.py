@@ -10,13 +10,15 @@ import pytest
 from preparation_oracle import CAP, EPS, GAMMA, LAM, FakeBackend, Oracle, make_groups
 from rl_attempts import core_registry
 
-from spurline.builtin.configs import ByPromptConfig, RolloutsCollatorConfig, RolloutSourceConfig
-from spurline.builtin.rl_configs import GaeConfig, KlConfig, PpoConfig, RlooConfig, TruncatedImportanceSamplingConfig
-from spurline.builtin.rollouts.preparation import Preparation, Prepared
 from spurline.config.section import ComponentConfig
+from spurline.data.configs import RolloutsCollatorConfig
+from spurline.losses.configs import KlConfig, PpoConfig, TruncatedImportanceSamplingConfig
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.source_config import KlInRewardConfig, SamplingConfig
-from spurline.testing.data import PAD
+from spurline.rl.advantages.configs import GaeConfig, RlooConfig
+from spurline.rl.configs import KlInRewardConfig, RolloutSourceConfig, SamplingConfig
+from spurline.rl.preparation import Preparation, Prepared
+from spurline.testing.inputs import PAD
+from spurline.update.configs import ByPromptConfig
 
 RANKS, PROMPTS, SAMPLES, PER_MINIBATCH = 3, 4, 3, 2
 TEMPERATURE = 0.8

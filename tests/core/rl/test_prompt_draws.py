@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 
-from spurline.builtin.rollouts.draws import Draw, PromptDraws
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.rl.quarantine import SkippedRow
+from spurline.rl.draws import Draw, PromptDraws
+from spurline.rl.given_up import SkippedRow
 
 
 class Rows:

@@ -12,9 +12,9 @@ from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leav
 from spurline.errors import ConfigError, DataError, ModelError, PluginError, Problem, RunFailedError
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
-from spurline.rl.quarantine import Quarantine, QuarantinedGroup, SkippedRow
+from spurline.rl.given_up import Quarantine, QuarantinedGroup, SkippedRow
 from spurline.rl.trajectory import Group, Trajectory
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
 
 
 def test_after_the_last_retry_the_group_is_quarantined_with_the_error_and_its_place():

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.errors import DataError
-from spurline.rl.kl_in_reward import subtract_kl, token_kl
-from spurline.rl.overlong import overlong_penalty
-from spurline.rl.returns import group_returns, has_zero_variance, trajectory_return
+from spurline.rl.returns import group_returns, has_zero_variance, subtract_kl, token_kl, trajectory_return
+from spurline.rl.scoring import overlong_penalty
 from spurline.rl.trajectory import Group, Trajectory, Turn
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from spurline.builtin.in_process.sampling import sample, uniform
 from spurline.protocols.rollout_engine import Sampling
+from spurline.rl.engines.in_process.sampling import sample, uniform
 
 JUST_BELOW_ONE = 1 - 2.0**-52
 

@@ -9,17 +9,16 @@ import pytest
 from rl_attempts import SORT_ROW, core_registry, encode, make_policy, make_task, run, says
 from scripted_groups import Prompt, make_runner, run_and_leave_nothing
 
-from spurline.builtin.environment_configs import SingleTurnConfig
-from spurline.builtin.environments.single_turn import SingleTurn
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
-from spurline.config.shorthand import BARE
+from spurline.config.section import BARE
 from spurline.errors import DataError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError, Environment
-from spurline.rl.quarantine import Quarantine, QuarantinedGroup
-from spurline.testing.environment_contract import EnvironmentContract
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.rl.environments.configs import SingleTurnConfig
+from spurline.rl.environments.single_turn import SingleTurn
+from spurline.rl.given_up import Quarantine, QuarantinedGroup
+from spurline.testing.environment_contract import EnvironmentContract, ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
 
 DATA = DataConfig(train=(DatasetConfig(name="rows"),))
 
@@ -60,7 +59,7 @@ def test_the_answer_to_the_rows_prompt_is_scored():
 
 
 def test_the_prompt_is_encoded_once_for_a_group_and_kept_for_a_while(monkeypatch):
-    from spurline.builtin.environments import single_turn
+    from spurline.rl.environments import single_turn
 
     calls: list[str] = []
     original = single_turn.prompt_and_reference

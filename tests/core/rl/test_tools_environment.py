@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 from rl_attempts import core_registry, decode, make_policy, make_task, run, says, tokenizer_with
 
-from spurline.builtin.configs import ExactMatchConfig
-from spurline.builtin.environment_configs import ToolsConfig
-from spurline.builtin.environments.tool_calls import Toolbox, ToolCall, parse_calls
-from spurline.builtin.environments.tools import Tools
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError, PluginError
 from spurline.protocols.environment import Environment
 from spurline.rl.chat_front import PrefixError
+from spurline.rl.environments.configs import ToolsConfig
+from spurline.rl.environments.tools import Toolbox, ToolCall, Tools, parse_calls
+from spurline.rl.rewards.configs import ExactMatchConfig
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.environment_contract import EnvironmentContract
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import EnvironmentContract, ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
 
 ROW = {"messages": [{"role": "user", "content": "What is 6 * 7?"}, {"role": "assistant", "content": "42"}]}
 

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import RolloutsCollatorConfig
-from spurline.builtin.rollouts.turn_columns import TurnColumns
-from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.data.collators.padded import RolloutsCollator
+from spurline.data.configs import RolloutsCollatorConfig
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.merging import merge_turns
-from spurline.rl.trajectory import Trajectory, Turn
+from spurline.rl.preparation import TurnColumns
+from spurline.rl.trajectory import Trajectory, Turn, merge_turns
 
 
 @st.composite

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rl_run_record import rl_metrics
 
-from spurline.builtin.configs import ConsoleTrackerConfig
-from spurline.builtin.trackers.console import ConsoleTracker
 from spurline.protocols.tracker import RunInfo
+from spurline.trackers.configs import ConsoleTrackerConfig
+from spurline.trackers.console import ConsoleTracker
 
 
 class Terminal(io.StringIO):

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.configs import JsonlTrackerConfig
-from spurline.builtin.trackers.jsonl import JsonlTracker, cut_back, encode_line, read_metrics
 from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.protocols.tracker import RunInfo
+from spurline.trackers.configs import JsonlTrackerConfig
+from spurline.trackers.jsonl import JsonlTracker, cut_back, encode_line, read_metrics
 
 _WRITER = """
 import resource, sys
 from pathlib import Path
-from spurline.builtin.configs import JsonlTrackerConfig
-from spurline.builtin.trackers.jsonl import JsonlTracker
+from spurline.trackers.configs import JsonlTrackerConfig
+from spurline.trackers.jsonl import JsonlTracker
 from spurline.protocols.tracker import RunInfo
 
 run_dir, max_bytes = Path(sys.argv[1]), int(sys.argv[2])

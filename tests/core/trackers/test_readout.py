@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.builtin.trackers.readout import Smoothed, clock, quantity, score, training_seconds
+from spurline.trackers.readout import Smoothed, clock, quantity, score, training_seconds
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from spurline.builtin.configs import TensorboardTrackerConfig
-from spurline.builtin.trackers.tensorboard import TensorboardTracker
 from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
+from spurline.trackers.configs import TensorboardTrackerConfig
+from spurline.trackers.tensorboard import TensorboardTracker
 
 
 def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from spurline.builtin.configs import WandbTrackerConfig
-from spurline.builtin.trackers.wandb import WandbTracker, stored_run_id
 from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
+from spurline.trackers.configs import WandbTrackerConfig
+from spurline.trackers.wandb import WandbTracker, stored_run_id
 
 
 class RecordingRun:

@@ -12,13 +12,13 @@ import pytest
 from timelines import leave_timeline
 
 from spurline.errors import RunDirectoryError
-from spurline.plugins import PluginHost
+from spurline.plugins.host import PluginHost
 from spurline.protocols.report_panel import RunRecord
-from spurline.report.writing import default_panels
+from spurline.report.page import default_panels
 from spurline.testing import ReportPanelContract
-from spurline_async_rl.panel_configs import StalenessPanelConfig, TimelinePanelConfig
-from spurline_async_rl.panels import StalenessPanel, TimelinePanel
-from spurline_async_rl.timeline.lanes import lanes_of, slowest_window, window_ending_at
+from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePanelConfig
+from spurline_async_rl.timeline.figure import lanes_of, slowest_window, window_ending_at
+from spurline_async_rl.timeline.panels import StalenessPanel, TimelinePanel
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
 
 

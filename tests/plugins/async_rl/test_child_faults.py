@@ -19,7 +19,7 @@ from child_engines import child_engine, publish
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import GenerationResult
 from spurline.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
-from spurline_async_rl.child.engine import ChildProcessEngine
+from spurline_async_rl.engines.child.engine import ChildProcessEngine
 
 Result = TypeVar("Result")
 NUM_KILLS = 20 if os.environ.get("SPURLINE_SOAK") else 2
@@ -29,7 +29,7 @@ def children() -> set[psutil.Process]:
     return {
         process
         for process in psutil.Process().children(recursive=True)
-        if any("spurline_async_rl.child" in part for part in process.cmdline())
+        if any("spurline_async_rl.engines.child" in part for part in process.cmdline())
     }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.builtin.in_process.stop_texts import StopTexts
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.testing.models import tiny_tokenizer
+from spurline.rl.engines.in_process.response import StopTexts
+from spurline.testing.inputs import tiny_tokenizer
 from spurline_async_rl.engines.continuation import Continuation
 from spurline_async_rl.engines.member import Progress
 

@@ -9,10 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.component_state import read_state, write_state
-from spurline.rl.trajectory import Group, Trajectory, Turn
-from spurline.rl.turns import turns_of
-from spurline_async_rl.rollouts.group_records import groups_of, groups_state
+from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
+from spurline.run.checkpoint import read_state, write_state
+from spurline_async_rl.source.recordings import groups_of, groups_state
 
 FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -16,15 +16,15 @@ from harness_runs import Harness, attempt, client
 from rl_attempts import core_registry, encode
 from run_helpers import wait_for
 
-from spurline.builtin.configs import ExactMatchConfig
 from spurline.errors import PluginError
 from spurline.protocols.environment import AttemptFailedError
+from spurline.rl.rewards.configs import ExactMatchConfig
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
+from spurline_async_rl.harness.agents import Session
+from spurline_async_rl.harness.configs import HarnessConfig
 from spurline_async_rl.harness.environment import HarnessEnvironment
-from spurline_async_rl.harness.session import Session
-from spurline_async_rl.harness_config import HarnessConfig
 
 TOKENIZER = tiny_tokenizer()
 QUESTION: Any = [{"role": "user", "content": "hello"}]

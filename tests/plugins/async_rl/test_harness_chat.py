@@ -15,9 +15,9 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from rl_attempts import decode, encode, says
 
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine, random_text
-from spurline_async_rl.harness.session import Session
+from spurline.testing.environment_contract import ScriptedEngine, random_text
+from spurline.testing.inputs import tiny_tokenizer
+from spurline_async_rl.harness.agents import Session
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id

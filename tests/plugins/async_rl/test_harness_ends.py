@@ -16,9 +16,9 @@ from spurline.errors import PluginError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline_async_rl.harness.agents import Session
 from spurline_async_rl.harness.responses import ResponseWriter
-from spurline_async_rl.harness.session import Session
 
 
 def test_an_agent_that_asks_for_ever_ends() -> None:

@@ -17,11 +17,10 @@ from spurline.data.messages import read_messages
 from spurline.rl.chat_front import PrefixError
 from spurline.rl.trajectory import Turn
 from spurline.testing import EnvironmentContract
-from spurline.testing.fuzzing import fuzzing
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
-from spurline_async_rl.harness.conversations import Conversations
-from spurline_async_rl.harness.session import Session
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import fuzzing, tiny_tokenizer
+from spurline_async_rl.harness.agents import Session
+from spurline_async_rl.harness.sessions import Conversations
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -13,7 +13,7 @@ from harness_requests import BODY, QUESTION, Stuck, good, hello, post, posting, 
 from harness_runs import Harness, attempt, client
 
 from spurline.errors import ConfigError, DataError
-from spurline_async_rl.harness.session import Session
+from spurline_async_rl.harness.agents import Session
 
 MALFORMED = [
     (b"", None, "invalid_json"),

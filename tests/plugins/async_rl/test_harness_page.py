@@ -17,10 +17,10 @@ from rl_attempts import SORT_ROW, make_policy, make_task, says
 from ruamel.yaml import YAML
 
 from spurline import load_config
-from spurline.plugins import PluginHost
+from spurline.plugins.host import PluginHost
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.models import tiny_tokenizer
-from spurline.testing.scripted_engine import ScriptedEngine
+from spurline.testing.environment_contract import ScriptedEngine
+from spurline.testing.inputs import tiny_tokenizer
 from spurline_async_rl.harness.environment import HarnessEnvironment
 
 PAGE = (Path(__file__).parents[3] / "docs" / "harness.md").read_text("utf-8")
@@ -102,7 +102,7 @@ def test_the_settings_for_other_machines_are_valid(folder: Path, monkeypatch: py
 
 
 def test_every_setting_and_code_that_the_page_names_exists() -> None:
-    from spurline_async_rl.harness_config import HarnessConfig
+    from spurline_async_rl.harness.configs import HarnessConfig
 
     package = Path(sys.modules[HarnessEnvironment.__module__].__file__ or "").parent
     code = "".join(path.read_text("utf-8") for path in package.glob("*.py"))

@@ -10,11 +10,11 @@ import pytest
 from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
-from spurline.builtin.in_process.engine import InProcessEngine
-from spurline.builtin.local.backend import LocalBackend
+from spurline.backends.local.backend import LocalBackend
 from spurline.data.batch import TrainingBatch
 from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline.rl.engines.in_process.engine import InProcessEngine
 
 AGENT = '''
 from openai import OpenAI

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.rollouts.loop_thread import LoopThread
+from spurline_async_rl.source.loop_thread import LoopThread
 
 
 def test_results_and_errors_come_to_the_thread_that_asked() -> None:

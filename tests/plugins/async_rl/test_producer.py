@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.builtin.rollouts.draws import Draw
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, RunFailedError
+from spurline.rl.draws import Draw
+from spurline.rl.given_up import QuarantinedGroup, SkippedRow
 from spurline.rl.group_runner import Outcome
-from spurline.rl.quarantine import QuarantinedGroup, SkippedRow
 from spurline.rl.trajectory import Group, Trajectory, Turn
-from spurline_async_rl.rollouts.group_records import groups_state
-from spurline_async_rl.rollouts.producer import Producer
 from spurline_async_rl.scheduling.ledger import State
 from spurline_async_rl.scheduling.limits import SchedulerLimits
 from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.source.producer import Producer
+from spurline_async_rl.source.recordings import groups_state
 from spurline_async_rl.timeline.recorder import Timeline
 
 KEPT, EQUAL, GIVEN_UP, BAD_ROW, UNREADABLE, BROKEN = "kept", "equal", "given up", "bad row", "unreadable", "broken"

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import limits, outcomes
 
-from spurline.builtin.rollouts.draws import Draw
-from spurline.builtin.rollouts.group_collection import collect_groups
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError
-from spurline.rl.quarantine import QuarantinedGroup, SkippedRow
+from spurline.rl.draws import Draw
+from spurline.rl.given_up import QuarantinedGroup, SkippedRow
+from spurline.rl.prompt_source import collect_groups
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.limits import SchedulerLimits
 from spurline_async_rl.simulation.distributions import Constant, Empirical, LogNormal, Stragglers

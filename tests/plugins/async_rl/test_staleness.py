@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from spurline.errors import PluginError
-from spurline.rl.trajectory import Group, Trajectory, Turn
-from spurline.rl.turns import turns_of
-from spurline_async_rl.rollouts.staleness import mask_over_age, staleness_metrics, version_range
+from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
+from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics, version_range
 
 
 def group_of(versions: Sequence[int] | None, mask: Sequence[int] | None = None) -> Group:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from spurline.errors import ConfigError, RunFailedError
-from spurline.plugins import PluginHost
+from spurline.plugins.host import PluginHost
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import SyncReport
-from spurline_async_rl.transport_configs import InProcessSyncConfig, SharedMemorySyncConfig
-from spurline_async_rl.transports.buckets import BucketSync, cut
-from spurline_async_rl.transports.choice import choose_sync
-from spurline_async_rl.transports.in_process import InProcessSync
-from spurline_async_rl.transports.shared_memory import SegmentReader, SharedMemorySync
+from spurline_async_rl.weights.buckets import BucketSync, cut
+from spurline_async_rl.weights.choice import choose_sync
+from spurline_async_rl.weights.configs import InProcessSyncConfig, SharedMemorySyncConfig
+from spurline_async_rl.weights.in_process import InProcessSync
+from spurline_async_rl.weights.shared_memory import SegmentReader, SharedMemorySync
 
 SHM = Path("/dev/shm")
 
@@ -205,8 +205,8 @@ def test_what_the_backend_raises_reaches_whoever_publishes() -> None:
 
 CREATE = """
 import sys, torch
-from spurline_async_rl.transport_configs import SharedMemorySyncConfig
-from spurline_async_rl.transports.shared_memory import SharedMemorySync
+from spurline_async_rl.weights.configs import SharedMemorySyncConfig
+from spurline_async_rl.weights.shared_memory import SharedMemorySync
 sync = SharedMemorySync(SharedMemorySyncConfig())
 (bucket,) = sync.make_buckets(1, iter([("w", torch.zeros(1000))]))
 print(bucket.where["segment"], flush=True)
@@ -234,7 +234,7 @@ def test_a_killed_trainer_leaves_no_segment() -> None:
 READ = """
 import sys
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
-from spurline_async_rl.transports.shared_memory import SegmentReader
+from spurline_async_rl.weights.shared_memory import SegmentReader
 reader = SegmentReader()
 place = TensorPlace("w", "float32", (1000,))
 print(float(reader.read(WeightBucket("shared_memory", (place,), {"segment": sys.argv[1]}))[0][1].sum()), flush=True)

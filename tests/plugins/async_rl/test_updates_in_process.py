@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from backend_batches import run_config
 
-from spurline.builtin.engine_configs import InProcessEngineConfig
-from spurline.builtin.in_process.engine import InProcessEngine
 from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.weight_sync import WeightSync
+from spurline.rl.engines.configs import InProcessEngineConfig
+from spurline.rl.engines.in_process.engine import InProcessEngine
 from spurline.testing import EngineUpdateContract
-from spurline_async_rl.transport_configs import InProcessSyncConfig
-from spurline_async_rl.transports.in_process import InProcessSync
+from spurline_async_rl.weights.configs import InProcessSyncConfig
+from spurline_async_rl.weights.in_process import InProcessSync
 
 
 class TestInProcess(EngineUpdateContract):

@@ -14,18 +14,18 @@ from vllm_engines import disk, vllm_engine
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
-from spurline.testing.models import tiny_tokenizer
+from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
+from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import Progress
-from spurline_async_rl.transport_configs import CudaIpcSyncConfig, NcclSyncConfig
-from spurline_async_rl.transports.bucket_wire import from_wire, to_wire
-from spurline_async_rl.transports.cuda_ipc import CudaIpcSync
-from spurline_async_rl.transports.disk import read_file
-from spurline_async_rl.transports.nccl import NcclSync
-from spurline_async_rl.vllm import launch
-from spurline_async_rl.vllm.launch import EngineSpec, engine_arguments, engine_environment, engine_spec
-from spurline_async_rl.vllm.response import Delta, Response
-from spurline_async_rl.vllm_config import VllmEngineConfig
+from spurline_async_rl.engines.vllm import launch
+from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments, engine_environment, engine_spec
+from spurline_async_rl.engines.vllm.response import Delta, Response
+from spurline_async_rl.weights.buckets import from_wire, to_wire
+from spurline_async_rl.weights.configs import CudaIpcSyncConfig, NcclSyncConfig
+from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
+from spurline_async_rl.weights.disk import read_file
+from spurline_async_rl.weights.nccl import NcclSync
 
 WEIGHTS = [(f"layer.{number}", torch.arange(1000.0) + number) for number in range(30)]
 

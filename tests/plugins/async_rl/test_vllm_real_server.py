@@ -20,7 +20,7 @@ from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import GenerationResult
 from spurline.testing.engine_update_contract import ModelPair
 from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
-from spurline_async_rl.vllm.launch import WORKER_EXTENSION
+from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 
 pytest.importorskip("vllm")
 pytestmark = [

@@ -16,10 +16,10 @@ from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline.testing.engine_update_contract import WeightsOf
-from spurline.testing.models import tiny_tokenizer
+from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
-from spurline_async_rl.vllm.engine import VllmEngine
-from spurline_async_rl.vllm_config import VllmEngineConfig
+from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.vllm.engine import VllmEngine
 
 Result = TypeVar("Result")
 

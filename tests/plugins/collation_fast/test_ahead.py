@@ -14,7 +14,7 @@ import pytest
 from run_helpers import wait_for
 
 from spurline.errors import RunFailedError
-from spurline_collation_fast.ahead import BuildAhead
+from spurline_collation_fast.prefetch import BuildAhead
 
 THREAD = "spurline-build-ahead"
 
@@ -194,7 +194,7 @@ def test_shutdown_does_not_wait_forever_for_a_build_that_hangs() -> None:
 def test_a_build_that_hangs_does_not_keep_the_interpreter_from_exiting() -> None:
     program = """
 import threading
-from spurline_collation_fast.ahead import BuildAhead
+from spurline_collation_fast.prefetch import BuildAhead
 begun = threading.Event()
 def hang(step):
     begun.set()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from spurline_collation_fast.ahead import BuildAhead
+from spurline_collation_fast.prefetch import BuildAhead
 
 
 def threads() -> list[threading.Thread]:

@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 
 from spurline import load_config
-from spurline.builtin.configs import SerialPrefetchConfig
-from spurline.builtin.serial_prefetch import SerialPrefetch
-from spurline.components import DataComponents, build_data
 from spurline.data.batch import TrainingBatch
+from spurline.data.configs import SerialPrefetchConfig
+from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.protocols.backend import Backend, LossSums
 from spurline.protocols.prefetch import Prefetch
+from spurline.run.build import DataComponents, build_data
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline_collation_fast.async_prefetch import AsyncPrefetch
 from spurline_collation_fast.cache import mapped_store
 from spurline_collation_fast.configs import AsyncPrefetchConfig
+from spurline_collation_fast.prefetch import AsyncPrefetch
 
 NUM_SAMPLES = 64
 BATCH_SIZE = 7

@@ -17,8 +17,8 @@ from spurline.data.batch import TrainingBatch
 from spurline.errors import RunFailedError
 from spurline.testing import PrefetchContract
 from spurline.testing.prefetch_contract import numbered_batch
-from spurline_collation_fast.async_prefetch import AsyncPrefetch, hidden_share
 from spurline_collation_fast.configs import AsyncPrefetchConfig
+from spurline_collation_fast.prefetch import AsyncPrefetch, hidden_share
 
 
 class TestDepthOne(PrefetchContract):

@@ -12,12 +12,12 @@ import pytest
 from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
 
 from spurline import Run, load_config
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.sft_source import SftSource
-from spurline.checkpoint import CheckpointStore
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.sft import SftSource
 from spurline.data.token_store import TokenView
-from spurline.hookspecs import hookimpl
+from spurline.plugins.hookspecs import hookimpl
+from spurline.run.checkpoint import CheckpointStore
 
 ASYNC_ONLY = "collation/hidden"
 

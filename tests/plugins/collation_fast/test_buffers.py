@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline_collation_fast.buffers import BufferPool, Lease
+from spurline_collation_fast.row_writer import BufferPool, Lease
 
 
 def acquire(pool: BufferPool, count: int = 10) -> Lease:

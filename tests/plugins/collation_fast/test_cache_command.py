@@ -14,8 +14,8 @@ from cache_entries import make_chunks, make_key, write
 
 from spurline.cli import main
 from spurline_collation_fast.cache import leftovers, mapped_store, upkeep
-from spurline_collation_fast.cache.block_guard import BlockGuard
 from spurline_collation_fast.cache.folder import TokenCache
+from spurline_collation_fast.cache.mapped_store import BlockGuard
 
 KEYS = [make_key("one", ("first", "with a [bold] name")), make_key("two")]
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from transformers import AddedToken
 
-from spurline.builtin.configs import HfDatasetConfig
-from spurline.builtin.hf_dataset import HfDataset
 from spurline.config.run_config import DataConfig
+from spurline.data.configs import HfDatasetConfig
+from spurline.data.hf_dataset import HfDataset
 from spurline.errors import ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.testing.models import tiny_tokenizer
+from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.cache import key as key_module
 from spurline_collation_fast.cache.key import TOKEN_MODULES, cache_key, code_version
 from spurline_collation_fast.cache.layout import CacheKey
@@ -240,14 +240,14 @@ def test_the_code_version_covers_all_that_tokenization_imports() -> None:
     no_matter = (
         "spurline_collation_fast.cache",  # Its layout has a version of its own.
         "spurline_collation_fast.configs",
-        "spurline_collation_fast.tokenization_progress",
-        "spurline_collation_fast.worker_choice",  # Who encodes which rows; not what becomes of them.
+        "spurline_collation_fast.tokenization.parallel",
+        "spurline_collation_fast.tokenization.worker_choice",  # Who encodes which rows; not what becomes of them.
     )
     found, waiting = (
         set[str](),
         [
-            "spurline.builtin.hf_dataset",
-            "spurline_collation_fast.parallel_tokenization",
+            "spurline.data.hf_dataset",
+            "spurline_collation_fast.tokenization.parallel",
             "spurline.data.summary",  # Kept in the manifest.
         ],
     )

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from spurline.data.summary import summarize
 from spurline.protocols.tokenization import Tokenized
-from spurline_collation_fast.cache import block_guard, mapped_store
+from spurline_collation_fast.cache import mapped_store
+from spurline_collation_fast.cache import mapped_store as block_guard
 from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.cache.layout import BLOCK_BYTES
 from spurline_collation_fast.cache.mapped_store import MappedTokenStore

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from spurline.protocols.report_panel import RunRecord
 from spurline.testing import ReportPanelContract
-from spurline_collation_fast.collation_panel import CollationPanel
 from spurline_collation_fast.configs import CollationPanelConfig
+from spurline_collation_fast.panel import CollationPanel
 
 SECONDS = st.floats(0, 1e6)
 

@@ -9,21 +9,18 @@ import pytest
 import torch
 from fast_kernels import dirty_kernels
 
-from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
-from spurline.builtin.rollouts_collator import RolloutsCollator
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout
 from spurline.rl.trajectory import Trajectory, Turn
 from spurline.testing import CollatorContract, RolloutCollatorContract
 from spurline.testing.collator_contract import assert_batches_equal, clone
-from spurline.testing.data import make_store, make_trajectories, make_view
+from spurline.testing.inputs import make_store, make_trajectories, make_view
+from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
 from spurline_collation_fast.kernels import Kernels
-from spurline_collation_fast.packed_collator import FastPackedCollator
-from spurline_collation_fast.padded_collator import FastPaddedCollator
-from spurline_collation_fast.rollouts_collator import FastRolloutsCollator
 
 PAD = 999
 

@@ -16,17 +16,16 @@ from fast_kernels import dirty_first
 from mutants import Mutant, mutants, plain
 
 import spurline_collation_fast
-from spurline.builtin.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.builtin.packed_collator import PackedCollator
-from spurline.builtin.padded_collator import PaddedCollator
 from spurline.data.batch import TrainingBatch
-from spurline.data.packing import PackingAlgorithm
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.packing import PackingAlgorithm
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal
-from spurline.testing.data import make_trajectories, make_view
+from spurline.testing.inputs import make_trajectories, make_view
+from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator
 from spurline_collation_fast.kernels import Kernels, best_kernels, fitting, loops
-from spurline_collation_fast.packed_collator import FastPackedCollator
-from spurline_collation_fast.padded_collator import FastPaddedCollator
 
 PAD = 999
 

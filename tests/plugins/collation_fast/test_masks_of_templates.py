@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from worker_rows import TrappedRows, data_config, source
 
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.parallel_tokenization import ParallelTokenization
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization
 
 CONVERSATIONS_PER_TEMPLATE = 600
 

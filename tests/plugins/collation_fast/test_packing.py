@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.packing import PackingAlgorithm, pack, straggler_factor
+from spurline.data.collators.packing import PackingAlgorithm, pack, straggler_factor
 from spurline_collation_fast.kernels import ALGORITHMS, kernels_named
 
 

@@ -19,23 +19,29 @@ from pydantic import ValidationError
 from worker_rows import TrappedRows, chat_rows, data_config, source
 
 from spurline import load_config
-from spurline.builtin.configs import HfDatasetConfig, SequentialTokenizationConfig
-from spurline.builtin.hf_dataset import HfDataset
-from spurline.builtin.sequential_tokenization import SequentialTokenization
 from spurline.config.run_config import DataConfig
+from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
+from spurline.data.hf_dataset import HfDataset
 from spurline.data.reading import open_datasets
 from spurline.data.summary import summarize
+from spurline.data.tokenization import SequentialTokenization
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 from spurline.testing import TokenizationContract
-from spurline.testing.models import tiny_tokenizer
-from spurline_collation_fast import block_source, worker_choice
+from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
-from spurline_collation_fast.parallel_tokenization import ParallelTokenization
-from spurline_collation_fast.row_ranges import Chunk, RowLine
-from spurline_collation_fast.slice_workers import SliceWorkers
-from spurline_collation_fast.worker_choice import RowCost, available_cores, cores_of_quota, workers_worth_starting
+from spurline_collation_fast.tokenization import blocks as block_source
+from spurline_collation_fast.tokenization import worker_choice
+from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization
+from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
+from spurline_collation_fast.tokenization.worker_choice import (
+    RowCost,
+    available_cores,
+    cores_of_quota,
+    workers_worth_starting,
+)
 
 TOKENIZER = tiny_tokenizer()
 

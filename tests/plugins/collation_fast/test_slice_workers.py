@@ -16,10 +16,10 @@ from run_helpers import wait_for
 from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
 from spurline.errors import DataError, RunFailedError
-from spurline.testing.models import tiny_tokenizer
-from spurline_collation_fast.row_ranges import RowLine, even_slices
-from spurline_collation_fast.slice_task import SliceTask, UnsharableDataError
-from spurline_collation_fast.slice_workers import SliceWorkers
+from spurline.testing.inputs import tiny_tokenizer
+from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
+from spurline_collation_fast.tokenization.slice_task import SliceTask, UnsharableDataError
+from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_rows import data_config, source
 
-from spurline.builtin.configs import SequentialTokenizationConfig
-from spurline.builtin.sequential_tokenization import SequentialTokenization
+from spurline.data.configs import SequentialTokenizationConfig
+from spurline.data.tokenization import SequentialTokenization
 from spurline.errors import DataError
 from spurline.protocols.tokenization import Tokenized
-from spurline.testing.models import tiny_tokenizer
+from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.parallel_tokenization import ParallelTokenization
-from spurline_collation_fast.row_ranges import Chunk
-from spurline_collation_fast.token_columns import TokenColumns
+from spurline_collation_fast.tokenization.chunks import Chunk
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization
+from spurline_collation_fast.tokenization.token_columns import TokenColumns
 
 TOKENIZER = tiny_tokenizer()
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from run_helpers import wait_for
 
-from spurline_collation_fast import tokenization_progress
-from spurline_collation_fast.tokenization_progress import show_progress
+from spurline_collation_fast.tokenization import parallel as tokenization_progress
+from spurline_collation_fast.tokenization.parallel import show_progress
 
 
 def test_nothing_is_written_where_no_one_watches(capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 from pydantic.fields import FieldInfo
 
 from spurline.config.run_config import RunConfig
-from spurline.config.schema import SchemaOfShorthand
-from spurline.config.section import Component, ComponentConfig, Section
-from spurline.config.shorthand import expand_shorthand
+from spurline.config.section import Component, ComponentConfig, SchemaOfShorthand, Section, expand_shorthand
 from spurline.errors import PluginError
-from spurline.registry import Registry
+from spurline.plugins.registry import Registry
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:

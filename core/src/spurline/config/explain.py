@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem, listing, suggestion
-from spurline.registry import Registry
+from spurline.plugins.registry import Registry
 
 
 def explain(

@@ -15,15 +15,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from spurline.config.assembly import assemble
-from spurline.config.document import Document, plain, read_document
+from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
-from spurline.config.overrides import apply_overrides
 from spurline.config.run_config import RunConfig
-from spurline.config.section import Section
-from spurline.config.shorthand import BARE, expand_shorthand
+from spurline.config.section import BARE, Section, expand_shorthand
 from spurline.errors import ConfigError, PluginError, Problem, line_of
-from spurline.plugins import InstalledPlugin, PluginHost, installed_plugins
-from spurline.registry import Registry
+from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
+from spurline.plugins.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""The sections that core itself owns, and `RunConfig`, the whole file.
+"""The sections that say how weights are updated: optimizer, schedule, and the critic with its own.
+
+The `reduction` section: which losses of an optimizer step count the same. What each one computes is in
+`spurline.update.reduction`.
+
+The sections that core itself owns, and `RunConfig`, the whole file.
 
 Fields marked with `Component(kind)` hold the settings of one component; loading replaces their type by a union of the
 configs that core and the enabled plugins registered for that kind.
@@ -7,37 +12,119 @@ configs that core and the enabled plugins registered for that kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from spurline.config.optimization import CriticConfig as CriticConfig
-from spurline.config.optimization import OptimizerConfig as OptimizerConfig
-from spurline.config.optimization import ScheduleConfig as ScheduleConfig
-from spurline.config.reduction_config import ReductionConfig
-from spurline.config.schema import SchemaOfOneOrMany
-from spurline.config.section import Component, ComponentConfig, OnResume, Section
-from spurline.config.shorthand import as_list
+from spurline.config.section import (
+    Component,
+    ComponentConfig,
+    NamedSection,
+    OnResume,
+    SchemaOfOneOrMany,
+    Section,
+    as_list,
+)
 from spurline.errors import Problem
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.loss import trains_on
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and gradient clipping."""
+
+    learning_rate: float = Field(default=2e-5, ge=0, allow_inf_nan=False)
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of the first and second moment estimates."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Decoupled weight decay for matrices; biases, norms and other vectors get none."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; null turns clipping off."""
+
+
+class ScheduleConfig(NamedSection):
+    """Learning rate as a function of the optimizer step; a bare string is short for its `name`."""
+
+    name: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape after warm-up."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps of linear warm-up from zero."""
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Warm-up as a share of all optimizer steps; used when `warmup_steps` is not given."""
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate that the decay ends at, one step after the last, as a share of the peak (linear and cosine)."""
+
+
+class CriticConfig(Section):
+    """A second model of the run's architecture, with a value head, trained on the returns of rollouts.
+
+    `critic: {}` takes all defaults. Its weights start as the policy's do; the learning rate is constant after warm-up.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_names(cls, value: Any) -> Any:
+        """The defaults of these kinds are the policy's: a critic has its own."""
+        if not isinstance(value, Mapping):
+            return value
+        completed = dict(cast("Mapping[str, Any]", value))
+        for setting, name in (("loss", "value"), ("minibatches", "by_prompt")):
+            given = completed.setdefault(setting, {})
+            if isinstance(given, Mapping) and "name" not in given:
+                completed[setting] = {"name": name, **cast("Mapping[str, Any]", given)}
+        return completed
+
+    loss: Annotated[ComponentConfig, Component("loss")]
+    """Error of its values, reduced to the mean over tokens; default is `value`."""
+    minibatches: Annotated[ComponentConfig, Component("minibatches")]
+    """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    """AdamW settings."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of the critic in which the learning rate rises from zero."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        advantage = getattr(run.source, "advantage", None)
+        if not getattr(advantage, "uses_critic", False):
+            what = f"the advantage '{advantage.name}'" if advantage is not None else f"the source '{run.source.name}'"
+            yield Problem("", f"would be trained for nothing: {what} uses no critic. Remove it, or choose gae.")
+        if trains_on(self.loss) != "returns":
+            yield Problem(
+                "loss",
+                f"is {self.loss.name}, which is no error of values: it would read the critic's values as logprobs. Set "
+                'loss: value, or remove the line. A loss of your own says `trains_on = "returns"` in its config.',
+            )
+
+
+class ReductionConfig(NamedSection):
+    """Which losses of an optimizer step count the same; a bare string is short for its `name`."""
+
+    name: Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_norm"] = "token_mean"
+    """All tokens, all sequences or all prompts whatever their length; `fixed_norm` divides by a constant instead of by
+    how many tokens there are (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    length: int | None = Field(default=None, gt=0)
+    """`fixed_norm` only: tokens to divide by for each trajectory, usually the longest response allowed."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.name == "fixed_norm" and self.length is None:
+            yield Problem(
+                "length",
+                "is required by fixed_norm: the tokens to divide by for each trajectory. Write "
+                "`reduction: {name: fixed_norm, length: 512}`, with the longest response you allow.",
+            )
+        if self.name != "fixed_norm" and self.length is not None:
+            yield Problem(
+                "length",
+                f"is for fixed_norm and has no meaning with {self.name}. Set reduction.name: fixed_norm, or remove it.",
+            )
+
 
 FREE = OnResume.FREE
-
-
-class DatasetConfig(ComponentConfig):
-    """What every dataset entry has, whatever component loads the rows."""
-
-    format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized"] = "auto"
-    """How a row is read; `auto` decides from the column names of the first row."""
-    columns: dict[str, str] = {}
-    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """Stop at the first malformed row, or leave it out and count it."""
-    label: str | None = None
-    """Short name in reports and row uids; default is the file or hub name."""
 
 
 DatasetList = Annotated[

@@ -1,16 +1,27 @@
 """Base classes of every config section, and the marks a field can carry.
 
 Light on purpose: pydantic and the standard library only.
+
+The short ways to write a setting: a bare string for a component, one item for a list of one.
+
+`collator: packed` is `{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. Which setting the string
+stands for is known only once the model is built, so an override that goes into a bare string keeps it under `BARE`.
+
+Sections that a bare string may stand for, such as `schedule: constant` or `reduction: token_mean`.
+
+Make the JSON schema of the config accept the short ways to write a setting, as loading does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from spurline.errors import Problem
 
@@ -31,8 +42,8 @@ class Section(BaseModel):
 class ComponentConfig(Section):
     """Settings of one component; `name` says which implementation the registry builds."""
 
-    run_defaults: ClassVar[Mapping[str, str]] = {}
-    """For the config of a source: top-level component settings and the names they take when the file has none."""
+    kind: ClassVar[str] = ""
+    """Which kind of component this configures. The kind's own base class in `spurline.protocols` says it."""
 
     name: str = Field(min_length=1)
     """Which component to use."""
@@ -57,3 +68,62 @@ class OnResume(Enum):
     """Paths and logging: no influence on the trained weights."""
     MAY_GROW = "may_grow"
     """Step and epoch counts: a longer run may continue a shorter one."""
+
+
+BARE = "(as written)"
+"""Key under which `--set` keeps a bare string that it had to turn into a mapping."""
+
+
+def expand_shorthand(value: Any, setting: str) -> Any:
+    """A bare string as `{setting: string}`; anything else unchanged."""
+    if isinstance(value, str):
+        return {setting: value}
+    if isinstance(value, Mapping) and BARE in value:
+        settings = cast("Mapping[str, Any]", value)
+        return {setting: settings[BARE], **{key: item for key, item in settings.items() if key != BARE}}
+    return cast("Any", value)
+
+
+def as_list(value: Any) -> Any:
+    """A single string or mapping as a list of one, null as an empty list; anything else unchanged."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, (str, dict)) else value
+
+
+class NamedSection(Section):
+    """A section with a field `name` of fixed choices, which a bare string is short for, in the JSON schema too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return expand_shorthand(value, "name")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        section = handler.resolve_ref_schema(handler(core_schema))
+        return {"anyOf": [{"type": "string", "enum": section["properties"]["name"]["enum"]}, section]}
+
+
+class SchemaOfShorthand:
+    """Mark of a component's union: a bare string is valid too, any or one of `names`."""
+
+    def __init__(self, names: Sequence[str] | None) -> None:
+        self._names = names
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        union = handler(core_schema)
+        # `oneOf` would refuse a mapping without `name`, which fits several components; loading takes the default.
+        choices: list[Any] = union.pop("oneOf", None) or [union]
+        text: dict[str, Any] = {"type": "string"}
+        if self._names is not None:
+            text["enum"] = list(self._names)
+        return {"anyOf": [text, *choices]}
+
+
+class SchemaOfOneOrMany:
+    """Mark of a list that may be written as its only item."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        many = handler(core_schema)
+        return {"anyOf": [many, many["items"]]} if "items" in many else many

@@ -8,20 +8,66 @@ the generation prompt to the end of its end-of-turn token, without the white spa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import jinja2
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spurline.data.bad_row import BadRowError
 from spurline.data.formats import Conversation
 from spurline.data.messages import Message, assistant_turns
-from spurline.data.spans import Span
+from spurline.data.rows import BadRowError
 from spurline.errors import ModelError
+
+Span = tuple[int, int]
+"""Characters `[start, stop)` of a text."""
+
+
+def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:
+    """1 on every token that covers a character of a span, uint8 [tokens]."""
+    mask = np.zeros(len(encoding), dtype=np.uint8)
+    for start, stop in spans:
+        first, last = _token_range(encoding, start, stop)
+        mask[first : last + 1] = 1
+    return mask
+
+
+def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
+    """First and last token that cover a character of the span; (0, -1) when none does."""
+    first = next((token for char in range(start, stop) if (token := encoding.char_to_token(char)) is not None), None)
+    if first is None:
+        return 0, -1
+    last = first
+    for char in range(stop - 1, start - 1, -1):
+        token = encoding.char_to_token(char)
+        if token is not None:
+            last = token
+            break
+    # The lookup finds the first token of a character; a character of several bytes may be spread over several tokens.
+    while _covers(encoding, last + 1, start, stop):
+        last += 1
+    # Tokens of white space alone cover no character when the tokenizer trims offsets; they end inside the span.
+    while _covers(encoding, first - 1, start, stop):
+        first -= 1
+    return first, last
+
+
+def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
+    """Whether a token next to the known range belongs to the span as well."""
+    if not 0 <= token < len(encoding):
+        return False
+    chars = encoding.token_to_chars(token)
+    if chars is None:
+        return False
+    begin, end = chars
+    return start < end <= stop if begin == end else begin < stop and end > start
+
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE_ANSWER = "spurlineprobeanswer"

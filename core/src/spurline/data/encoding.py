@@ -16,11 +16,9 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.bad_row import BadRowError
-from spurline.data.chat import ChatRenderer, TemplateRewritesHistory
-from spurline.data.formats import FormatName, Row, TextPair, format_of, read_row
-from spurline.data.pretokenized import TokenRow
-from spurline.data.spans import Span, mask_of_spans
+from spurline.data.chat import ChatRenderer, Span, TemplateRewritesHistory, mask_of_spans
+from spurline.data.formats import FormatName, Row, TextPair, TokenRow, format_of, read_row
+from spurline.data.rows import BadRowError
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 

@@ -2,16 +2,31 @@
 
 In: a file, folder or glob. Out: split name -> files, sorted. Decides what is local at all: such a path never goes to
 the network. Reads no rows.
+
+Rows of one local file, with the place of each row for error messages.
+
+JSON and JSON lines are read here, line by line, because rows whose fields differ in type must stay readable and a
+malformed line must be named; all other formats are loaded by Hugging Face `datasets` (see `arrow_rows`).
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
+import functools
 import glob
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
+from spurline.data.file_digest import digest_of_file
+from spurline.data.rows import describe
 from spurline.errors import DataError, listing
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
@@ -110,3 +125,180 @@ def _contents(folder: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES)
     shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
     return f" {folder.absolute()} contains: {shown or '(no data files)'}."
+
+
+class RowFile(Protocol):
+    """Random access to the rows of one file or table."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of the content as it is now, so that a change while rows are read can be told."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]: ...
+
+    def location(self, row: int) -> str:
+        """Where a row is: `train.jsonl:12`, or `train.parquet row 11` (counted from 0)."""
+        ...
+
+
+class LocalRows(Protocol):
+    """Rows of an opened local file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]: ...
+
+    def location(self, row: int) -> str: ...
+
+
+class LocalFile:
+    """The rows of a local file, opened when first asked for: telling whether it changed must not cost reading it.
+
+    Can be pickled; the copy opens the file again.
+    """
+
+    def __init__(self, path: Path, open_rows: Callable[[Path], LocalRows]) -> None:
+        self._path = path
+        self._open_rows = open_rows
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path}: cannot be read: {os.strerror(errno.EACCES)}.")
+
+    @functools.cached_property
+    def rows(self) -> LocalRows:
+        """The opened file. Raises DataError when it cannot be read."""
+        with self._readable():
+            return self._open_rows(self._path)
+
+    @property
+    def digest(self) -> str:
+        with self._readable():
+            return digest_of_file(self._path)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return self.rows[row]
+
+    def location(self, row: int) -> str:
+        return self.rows.location(row)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalFile, (self._path, self._open_rows)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror or error}.") from error
+
+
+class JsonLines:
+    """One JSON object per line; blank lines are passed over. Holds only where lines begin."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    self._starts.append(offset)
+                    self._sizes.append(len(line))
+                    self._lines.append(number)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        with self._path.open("rb") as file:
+            file.seek(self._starts[row])
+            line = file.read(self._sizes[row])
+        return self._parse(line, row)
+
+    def location(self, row: int) -> str:
+        return f"{self._path}:{self._lines[row]}"
+
+    def check(self, rows: range) -> None:
+        """Raise DataError for the first of these rows that is not a JSON object."""
+        with self._path.open("rb") as file:
+            for row in rows:
+                file.seek(self._starts[row])
+                self._parse(file.read(self._sizes[row]), row)
+
+    def _parse(self, line: bytes, row: int) -> Mapping[str, Any]:
+        try:
+            values = json.loads(line.rstrip(b"\r\n"))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.location(row)}: not valid UTF-8: {error.reason} at byte {error.start + 1}."
+            ) from error
+        except json.JSONDecodeError as error:
+            hint = " A file with one JSON list should end in .json." if line.lstrip().startswith(b"[") else ""
+            raise DataError(
+                f"{self.location(row)}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}"
+            ) from error
+        except RecursionError as error:
+            raise DataError(f"{self.location(row)}: not valid JSON: nested too deeply.") from error
+        if not isinstance(values, dict):
+            raise DataError(f"{self.location(row)}: is {describe(values)}, expected a JSON object with named fields.")
+        return values
+
+
+class JsonArray:
+    """One JSON list of objects, held in memory."""
+
+    def __init__(self, path: Path, rows: list[Any]) -> None:
+        self._path = path
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        values = self._rows[row]
+        if not isinstance(values, dict):
+            raise DataError(f"{self.location(row)}: is {describe(values)}, expected a JSON object with named fields.")
+        return values
+
+    def location(self, row: int) -> str:
+        return f"{self._path} row {row}"
+
+    def check(self, rows: range) -> None:
+        """Raise DataError for the first of these rows that is not a JSON object."""
+        for row in rows:
+            self[row]
+
+
+def open_json(path: Path) -> JsonLines | JsonArray:
+    """Rows of a .json file: a list of objects, or JSON lines under that name."""
+    content = path.read_bytes()
+    start = content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start != b"[":
+        lines = JsonLines(path)
+        if start == b"{" and len(lines) > 1 and not _is_json(content.splitlines()[0]) and _is_json(content):
+            raise DataError(
+                f"{path}: holds one JSON object. Expected a list of objects, or one object per line, each a row."
+            )
+        return lines
+    try:
+        rows = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno}).") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not valid UTF-8: {error.reason}.") from error
+    return JsonArray(path, rows)
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    return True

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pyarrow
     from transformers import PreTrainedTokenizerBase
 
-    from spurline.registry import Registry
+    from spurline.plugins.registry import Registry
 
 
 class FirstRows:

@@ -1,4 +1,8 @@
-"""Tokenized samples as flat arrays: the form in which data waits to be batched.
+"""Turn what callers hand over (lists, numpy arrays, tensors) into plain numpy arrays, once, at the border.
+
+Imports no torch: a tensor is recognised by its methods, so that plain-data modules may use this.
+
+Tokenized samples as flat arrays: the form in which data waits to be batched.
 
 Place on the way: tokenization -> TokenStore -> (indices of a step) TokenView -> collator. In memory here; a plugin may
 back the same arrays by memory-mapped files, since nothing but numpy indexing is used.
@@ -15,7 +19,18 @@ import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
-from spurline.arrays import as_array
+
+def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
+    """`values` as a numpy array of `dtype`; an array that already is one is returned as it is.
+
+    Tensors are detached and moved to the CPU first; bfloat16, which numpy does not know, goes through float32.
+    """
+    if isinstance(values, np.ndarray):
+        return np.asarray(values, dtype=dtype)
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.float() if values.is_floating_point() else values).numpy()
+    return np.asarray(values, dtype=dtype)
 
 
 @dataclass(frozen=True)

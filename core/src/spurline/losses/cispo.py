@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from spurline.builtin.rl_configs import CispoConfig
+from spurline.losses.configs import CispoConfig
 from spurline.losses.policy_loss import PolicyLoss, ratio_to_old
 from spurline.protocols.loss import TokenLossInputs
 

@@ -1,6 +1,7 @@
 """Negative log-likelihood, the loss of supervised fine-tuning.
 
-In: logprobs of the target tokens. Out: their negatives. Weights and reduction belong to `spurline.reduction`, not here.
+In: logprobs of the target tokens. Out: their negatives. Weights and reduction belong to
+`spurline.update.reduction`, not here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from spurline.builtin.configs import CrossEntropyConfig
+from spurline.losses.configs import CrossEntropyConfig
 from spurline.protocols.loss import TokenLossInputs
 
 

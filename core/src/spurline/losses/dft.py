@@ -2,7 +2,7 @@
 
 In: logprobs of the target tokens. Out: -sg(p) * log p, where sg stops the gradient. The gradient of plain
 cross-entropy is an importance-weighted policy gradient with weight 1/p; the factor p takes that weight away, so that
-unlikely tokens no longer dominate. Weights and reduction belong to `spurline.reduction`, not here.
+unlikely tokens no longer dominate. Weights and reduction belong to `spurline.update.reduction`, not here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from spurline.builtin.configs import DynamicFineTuningConfig
+from spurline.losses.configs import DynamicFineTuningConfig
 from spurline.protocols.loss import TokenLossInputs
 
 

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spurline.builtin.rl_configs import GspoConfig
-from spurline.losses.policy_loss import PolicyLoss, clip_fractions
-from spurline.losses.ratio import bounded_exp
+from spurline.losses.configs import GspoConfig
+from spurline.losses.policy_loss import PolicyLoss, bounded_exp, clip_fractions
 from spurline.protocols.loss import TokenLossInputs
 
 

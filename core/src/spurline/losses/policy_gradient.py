@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spurline.builtin.rl_configs import PolicyGradientConfig
+from spurline.losses.configs import PolicyGradientConfig
 from spurline.losses.policy_loss import PolicyLoss, ratio_to_old
 from spurline.protocols.loss import TokenLossInputs
 

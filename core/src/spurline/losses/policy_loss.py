@@ -1,4 +1,20 @@
-"""What policy losses share: a surrogate, plus a KL penalty, minus an entropy bonus.
+"""The probability ratio of two models on the same tokens, from their logprobs.
+
+    r = exp(log p - log q)
+
+Place on the way: logprobs of two models -> ratio -> policy losses, KL, corrections.
+
+KL divergence from the reference model, estimated per token (Schulman 2020, "Approximating KL Divergence").
+
+With d = log p_ref - log p, and tokens drawn from p:
+
+    k1: -d                    unbiased, may be negative; its gradient is 0 on average
+    k2: d^2 / 2               biased; its gradient is that of the KL divergence
+    k3: exp(d) - 1 - d        unbiased, never negative; what GRPO uses (arXiv:2402.03300)
+
+Differentiable, for the penalty in a loss. In a reward, where nothing is differentiated: `spurline.rl.returns`.
+
+What policy losses share: a surrogate, plus a KL penalty, minus an entropy bonus.
 
     l = surrogate + kl.coefficient * KL(p || p_ref) - entropy_coefficient * H(p)
 
@@ -9,14 +25,31 @@ A new policy loss is a subclass with `surrogate` and `describe_surrogate`, and a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from spurline.builtin.rl_configs import PolicyLossConfig
-from spurline.losses.kl import kl_estimate
-from spurline.losses.ratio import bounded_exp
+from spurline.losses.configs import PolicyLossConfig
 from spurline.protocols.loss import TokenLossInputs
+
+LARGEST_LOG_RATIO = 20.0
+"""Ratios beyond exp(20), about 5e8, are taken for exp(20), and likewise downwards: no infinity, no 0 * infinity."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, without overflow; its gradient is 0 beyond the bound."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Nats per token, the shape of the arguments."""
+    distance = reference - logprobs
+    if estimator == "k1":
+        return -distance
+    if estimator == "k2":
+        return distance.square() / 2
+    return bounded_exp(distance) - 1 - distance
 
 
 class PolicyLoss:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spurline.builtin.rl_configs import PpoConfig
+from spurline.losses.configs import PpoConfig
 from spurline.losses.policy_loss import PolicyLoss, clip_fractions, ratio_to_old
 from spurline.protocols.loss import TokenLossInputs
 

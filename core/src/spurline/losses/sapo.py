@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spurline.builtin.rl_configs import SapoConfig
+from spurline.losses.configs import SapoConfig
 from spurline.losses.policy_loss import PolicyLoss, ratio_to_old
 from spurline.protocols.loss import TokenLossInputs
 

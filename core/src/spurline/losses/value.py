@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spurline.builtin.rl_configs import ValueLossConfig
+from spurline.losses.configs import ValueLossConfig
 from spurline.protocols.loss import TokenLossInputs
 
 

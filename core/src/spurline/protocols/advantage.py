@@ -1,9 +1,14 @@
-"""Kind `advantage`: rewards of a group become per-token advantages."""
+"""Kind `advantage`: rewards of a group become per-token advantages.
+
+Base of every advantage's config: it says what the algorithm needs of a run. Light: no numpy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from spurline.rl.trajectory import Group
@@ -12,7 +17,7 @@ if TYPE_CHECKING:
 class Advantage(Protocol):
     """Set `advantages` on every turn of scored groups.
 
-    Factory: `Class(config)`; its config class derives from `spurline.protocols.advantage_config.AdvantageConfig`.
+    Factory: `Class(config)`; its config class derives from `spurline.protocols.advantage.AdvantageConfig`.
     Pure; numpy only.
     """
 
@@ -32,3 +37,25 @@ class Advantage(Protocol):
     def describe(self) -> str:
         """The advantage in words, one sentence, for `spurline plan`."""
         ...
+
+
+class AdvantageConfig(ComponentConfig):
+    """Settings of an advantage."""
+
+    kind: ClassVar[str] = "advantage"
+
+    @property
+    def smallest_group(self) -> int:
+        """Samples of a prompt below which the algorithm has nothing to learn from."""
+        return 1
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the algorithm reads a critic's values, so that the run needs the section `critic`."""
+        return False
+
+    @property
+    def divides_by_spread(self) -> bool:
+        """Whether a group's returns are compared in units of their own spread or mean, so that differences that are
+        small in every group weigh as much as large ones."""
+        return False

@@ -1,17 +1,29 @@
-"""Kind `backend`: where forward, backward and the optimizer run."""
+"""Kind `backend`: where forward, backward and the optimizer run.
+
+A causal language model that is ready to generate, and the backends that lend theirs.
+
+Base of every backend's config: it must say its parallel layout before anything is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+
+from spurline.config.section import ComponentConfig
+from spurline.protocols.collator import ParallelLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
+    from spurline.config.run_config import RunConfig
     from spurline.data.batch import TrainingBatch
     from spurline.protocols.loss import Objective
+
 
 Role = Literal["policy", "reference", "critic"]
 """policy: the model that acts and is trained. reference: that model as it was when the run began, never trained.
@@ -38,7 +50,7 @@ class Backend(Protocol):
 
     Factory: `Class(config, run=RunConfig, total_updates=int)`: `run` gives the sections model, optimizer, schedule,
     critic and seed; `total_updates` the policy's optimizer steps of the whole run. Its config class derives from
-    `spurline.protocols.backend_config.BackendConfig`, which gives the parallel layout without loading anything.
+    `spurline.protocols.backend.BackendConfig`, which gives the parallel layout without loading anything.
     Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
     """
 
@@ -98,3 +110,49 @@ class Backend(Protocol):
     def close(self) -> None:
         """End all processes and free device memory."""
         ...
+
+
+@dataclass(frozen=True)
+class GenerationModel:
+    """A model and what its owner knows about it.
+
+    causal: its logits are its output embeddings of the decoder's last hidden states, nothing more; its decoder hands
+    keyword arguments on to an attention that can be replaced.
+    computing: makes the context of a forward pass, such as autocast.
+    max_tokens: prompt and response together; None without a limit.
+    """
+
+    causal: PreTrainedModel
+    computing: Callable[[], AbstractContextManager[object]]
+    max_tokens: int | None
+
+
+@runtime_checkable
+class LendsModel(Protocol):
+    """A backend whose whole model is in this process."""
+
+    def generation_model(self) -> GenerationModel:
+        """The very model that is trained, not a copy.
+
+        Its mode and attention are the borrower's while it generates, and as they were afterwards; the backend must not
+        be called meanwhile.
+        """
+        ...
+
+
+class BackendConfig(ComponentConfig):
+    """Settings of a backend."""
+
+    kind: ClassVar[str] = "backend"
+
+    def layout(self) -> ParallelLayout:
+        """What the parallelism asks of a batch; one process by default."""
+        return ParallelLayout()
+
+    def missing_here(self) -> str | None:
+        """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
+        return None
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
+        return {}

@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
     from spurline.data.token_store import TokenView
     from spurline.rl.trajectory import Trajectory
+
+
+class CollatorConfig(ComponentConfig):
+    """Settings of a collator."""
+
+    kind: ClassVar[str] = "collator"
 
 
 @dataclass(frozen=True)

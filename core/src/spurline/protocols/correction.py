@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from spurline.data.batch import TrainingBatch
+
+
+class CorrectionConfig(ComponentConfig):
+    """Settings of a correction."""
+
+    kind: ClassVar[str] = "correction"
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,9 @@ class Correction(Protocol):
     Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
     Called by the source, once for a whole batch, when it has looked back with the models: after `old_logprobs` are in
     the batch, before it is cut and before any update. The factors travel in the column `correction_factors`, and
-    `spurline.reduction.reduce_corrected` applies them to each mini-batch of the policy: rejected tokens leave before
-    the reduction counts them, all other factors weigh after it, so that they do not cancel out of the normaliser.
+    `spurline.update.reduction.reduce_corrected` applies them to each mini-batch of the policy: rejected tokens leave
+    before the reduction counts them, all other factors weigh after it, so that they do not cancel out of the
+    normaliser.
     """
 
     def correct(self, batch: TrainingBatch) -> Corrected:

@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from pydantic import Field
+
+from spurline.config.section import ComponentConfig
+
+
+class DatasetConfig(ComponentConfig):
+    """What every dataset entry has, whatever component loads the rows."""
+
+    kind: ClassVar[str] = "dataset"
+
+    format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized"] = "auto"
+    """How a row is read; `auto` decides from the column names of the first row."""
+    columns: dict[str, str] = {}
+    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Stop at the first malformed row, or leave it out and count it."""
+    label: str | None = None
+    """Short name in reports and row uids; default is the file or hub name."""
 
 
 class Dataset(Protocol):

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from spurline.config.section import ComponentConfig
 from spurline.errors import SpurlineError
 
 if TYPE_CHECKING:
     from spurline.config.run_config import DatasetConfig
     from spurline.protocols.rollout_engine import GenerationResult, Sampling
     from spurline.rl.trajectory import Trajectory, Turn
+
+
+class EnvironmentConfig(ComponentConfig):
+    """Settings of an environment."""
+
+    kind: ClassVar[str] = "environment"
 
 
 class AttemptFailedError(SpurlineError):
@@ -73,7 +80,7 @@ class Environment(Protocol):
 
     Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance serves
     all attempts, many at the same time on one event loop: `run` keeps its state in local variables. Code that takes
-    long without awaiting belongs in `spurline.rl.thread_calls.in_thread` or in a process; time limits cannot reach it
+    long without awaiting belongs in `spurline.rl.concurrency.in_thread` or in a process; time limits cannot reach it
     elsewhere. An environment that holds processes or files also has `close()`, plain or async.
 
         class Terse:

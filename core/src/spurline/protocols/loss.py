@@ -1,10 +1,18 @@
-"""Kind `loss`: a token loss as a pure function of logprobs."""
+"""Kind `loss`: a token loss as a pure function of logprobs.
+
+What a loss learns from, said by its config, so that a source can refuse one that does not fit its batches.
+
+Light: the loss itself is built later, with torch. A loss whose config does not derive from `LossConfig` trains on
+tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,3 +77,28 @@ class Objective:
     loss: Loss
     normalizer: float
     temperature: float = 1.0
+
+
+TrainsOn = Literal["tokens", "advantages", "returns", "pairs"]
+"""The tokens as they are; advantages of rollouts; returns, which a critic predicts; or pairs of answers."""
+
+
+class LossConfig(ComponentConfig):
+    """Settings of a loss that says what it trains on."""
+
+    kind: ClassVar[str] = "loss"
+
+    trains_on: ClassVar[TrainsOn] = "tokens"
+    uses_rollout_logprobs: ClassVar[bool] = False
+    """Whether the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
+    where they come from older weights."""
+
+
+def trains_on(loss: ComponentConfig) -> TrainsOn:
+    """What the loss with these settings trains on."""
+    return loss.trains_on if isinstance(loss, LossConfig) else "tokens"
+
+
+def uses_rollout_logprobs(loss: ComponentConfig) -> bool:
+    """Whether the loss with these settings weighs tokens by the logprobs they were sampled with."""
+    return isinstance(loss, LossConfig) and loss.uses_rollout_logprobs

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
+
+
+class MiniBatchesConfig(ComponentConfig):
+    """Settings of the mini-batches."""
+
+    kind: ClassVar[str] = "minibatches"
 
 
 class MiniBatches(Protocol):

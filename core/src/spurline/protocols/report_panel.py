@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
+
+
+class ReportPanelConfig(ComponentConfig):
+    """A section of the report without settings."""
+
+    kind: ClassVar[str] = "report_panel"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,30 @@
-"""Kind `reward`: score a response."""
+"""Kind `reward`: score a response.
+
+The type of a setting that names rewards: a mapping of term names to reward components, with short ways to write it.
+
+rewards: exact_match                               one reward; the term is called like it
+rewards: my_module:my_function                     the reward `function`; the term is called `my_function`
+rewards: {name: exact_match, ignore_case: true}    one reward with settings
+rewards: {right: exact_match, short: my_module:f}  terms by name, each written in any of these ways
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, cast
+
+from pydantic import BeforeValidator, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from spurline.config.section import Component, ComponentConfig, expand_shorthand
+
+
+class RewardConfig(ComponentConfig):
+    """Settings of a reward."""
+
+    kind: ClassVar[str] = "reward"
 
 
 @dataclass(frozen=True)
@@ -43,3 +63,49 @@ class ScoresOnLoop(Protocol):
     async def score_async(self, answer: Answer) -> float:
         """The same number as `score`."""
         ...
+
+
+def _expand(value: Any) -> Any:
+    """A table of rewards, whatever was written."""
+    one = expand_shorthand(value, "name")
+    if not isinstance(one, Mapping):
+        return value
+    rewards = cast("Mapping[str, Any]", one)
+    # A term may be called `name` too: then it holds a reward, which here has to be a mapping.
+    if isinstance(rewards.get("name"), str):
+        reward = _expand_function(value)
+        return {_term(reward): reward}
+    return {term: _expand_function(reward) for term, reward in rewards.items()}
+
+
+def _expand_function(reward: Any) -> Any:
+    """`module:function` as the settings of the reward `function`; anything else unchanged."""
+    settings = expand_shorthand(reward, "path")
+    if settings is reward or ":" not in str(settings["path"]):
+        return reward
+    return {"name": "function", **settings}
+
+
+def _term(reward: Any) -> str:
+    """What a single reward is called: the function, or else the component."""
+    settings = expand_shorthand(reward, "name")
+    return str(settings.get("path" if settings["name"] == "function" else "name", "function")).rpartition(":")[2]
+
+
+class _SchemaOfRewards:
+    """Mark of the mapping: text is valid too, for all rewards or for one, and one reward in place of the mapping."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        table = handler(core_schema)
+        text = {"type": "string"}
+        if "additionalProperties" not in table:
+            return {"anyOf": [text, table]}
+        reward = table["additionalProperties"]
+        table["additionalProperties"] = {"anyOf": [text, reward]}
+        return {"anyOf": [text, reward, table]}
+
+
+RewardTable = Annotated[
+    dict[str, Annotated[ComponentConfig, Component("reward")]], BeforeValidator(_expand), _SchemaOfRewards()
+]
+"""Named reward terms, each a reward component."""

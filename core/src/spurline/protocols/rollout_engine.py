@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from spurline.protocols.backend import Backend
     from spurline.rl.trajectory import FinishReason
+
+
+class RolloutEngineConfig(ComponentConfig):
+    """Settings of a rollout engine."""
+
+    kind: ClassVar[str] = "rollout_engine"
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import DatasetConfig
     from spurline.data.token_store import TokenStore
     from spurline.protocols.dataset import Dataset
+
+
+class TokenizationConfig(ComponentConfig):
+    """Settings of a tokenization."""
+
+    kind: ClassVar[str] = "tokenization"
 
 
 @dataclass(frozen=True)

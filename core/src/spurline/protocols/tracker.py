@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
+
+
+class TrackerConfig(ComponentConfig):
+    """Settings of a tracker."""
+
+    kind: ClassVar[str] = "tracker"
 
 
 @dataclass(frozen=True)

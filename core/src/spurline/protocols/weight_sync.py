@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from spurline.protocols.backend import Backend
     from spurline.protocols.rollout_engine import TakesWeights
+
+
+class WeightSyncConfig(ComponentConfig):
+    """Settings of a weight sync."""
+
+    kind: ClassVar[str] = "weight_sync"
 
 
 @dataclass(frozen=True)

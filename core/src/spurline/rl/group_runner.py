@@ -17,9 +17,8 @@ from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, PluginError, SpurlineError
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
-from spurline.rl.error_text import located
-from spurline.rl.quarantine import Quarantine, QuarantinedGroup, SkippedRow
-from spurline.rl.task_ends import all_or_none, end_tasks
+from spurline.rl.concurrency import all_or_none, end_tasks, located
+from spurline.rl.given_up import Quarantine, QuarantinedGroup, SkippedRow
 from spurline.rl.trajectory import Group, Trajectory
 
 T = TypeVar("T")

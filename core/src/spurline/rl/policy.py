@@ -1,4 +1,6 @@
-"""The policy as an environment sees it: one handle per attempt that asks the engine and remembers every turn.
+"""Seeds of sampled text: a pure function of who asks, so that a resumed run samples what the first would have.
+
+The policy as an environment sees it: one handle per attempt that asks the engine and remembers every turn.
 
 Place on the way: environment -> token ids -> this -> request with seed and name -> rollout engine -> Turn.
 """
@@ -10,12 +12,23 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from spurline.errors import DataError, PluginError
 from spurline.protocols.environment import AttemptFailedError, Task
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
-from spurline.rl.seeds import derive_seed
 from spurline.rl.trajectory import Trajectory, Turn
+
+
+def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 0) -> int:
+    """A seed in [0, 2**63) for one model call.
+
+    uid: names the draw of the prompt, and with it the epoch. attempt: counts retries of a failed attempt, so that a
+    retry does not repeat what failed.
+    """
+    name = "\0".join(map(str, (run_seed, uid, sample, turn, attempt)))
+    return xxhash.xxh3_64_intdigest(name.encode()) >> 1
+
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Parts of a sampling that say which distribution tokens are drawn from, not when a response ends."""

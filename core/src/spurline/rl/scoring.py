@@ -1,4 +1,17 @@
-"""Put the reward of an attempt on its tokens: named terms times weights, on the last token the model wrote.
+"""Soft punishment of answers that come close to the length limit, as DAPO does (Yu et al. 2025, arXiv:2503.14476).
+
+    0                                   for |y| <= L - B
+    ((L - B) - |y|) / B                 for L - B < |y| <= L
+    -1                                  beyond
+
+|y|: tokens of the answer, L: `longest`, B: `buffer`. Added to the reward as a term of its own, usually with weight 1.
+Pure; what it is added to is not decided here.
+
+Call reward components on an answer, and see to it that what they return is a number.
+
+Place on the way: Answer -> rewards by name -> named terms of a trajectory, or scores of an evaluation.
+
+Put the reward of an attempt on its tokens: named terms times weights, on the last token the model wrote.
 
 Place on the way: trajectory with named terms -> this -> trajectory whose turns all have `rewards` [A] -> advantages.
 Rewards per turn that the environment set stay and are added to.
@@ -9,12 +22,81 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
-from spurline.errors import ConfigError, Problem, listing, suggestion
+from spurline.errors import ConfigError, Problem, SpurlineError, listing, suggestion
 from spurline.protocols.environment import AttemptFailedError
+from spurline.protocols.reward import Answer, Reward, ScoresOnLoop
+from spurline.rl.concurrency import in_thread, located
 from spurline.rl.trajectory import Trajectory, Turn
+
+
+def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
+    """A reward term between -1 and 0. Needs 0 < buffer <= longest."""
+    assert 0 < buffer <= longest, (buffer, longest)
+    return -min(1.0, max(0.0, (num_tokens - (longest - buffer)) / buffer))
+
+
+_SHOWN_CHARACTERS = 200
+
+
+async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
+    """The score of each reward. Raises AttemptFailedError naming the reward and the response it failed on."""
+    return {name: await _call(name, reward, answer) for name, reward in rewards.items()}
+
+
+def checked_score(name: str, value: Any, answer: Answer) -> float:
+    """The value as a finite float. Raises AttemptFailedError for anything else."""
+    number = _number(value)
+    if number is None:
+        hint = " Does it lack a return statement?" if value is None else ""
+        raise AttemptFailedError(
+            f"Reward '{name}' returned {_shown(value)} for {_place(answer)}; it must return a number.{hint}"
+        )
+    if not math.isfinite(number):
+        raise AttemptFailedError(f"Reward '{name}' returned {number} for {_place(answer)}; it must be finite.")
+    return number
+
+
+def close_all(components: Mapping[str, Any]) -> None:
+    """Close those components that hold something."""
+    for component in components.values():
+        if hasattr(component, "close"):
+            component.close()
+
+
+async def _call(name: str, reward: Reward, answer: Answer) -> float:
+    try:
+        # Not isinstance, which takes longer with a Protocol than most rewards do.
+        if hasattr(reward, "score_async"):
+            value = await cast(ScoresOnLoop, reward).score_async(answer)
+        else:
+            value = await in_thread(reward.score, answer)
+    except AttemptFailedError as error:
+        raise AttemptFailedError(f"Reward '{name}' on {_place(answer)}: {error}") from error
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise AttemptFailedError(f"Reward '{name}' failed on {_place(answer)}: {located(error)}") from error
+    return checked_score(name, value, answer)
+
+
+def _number(value: Any) -> float | None:
+    """A Python or numpy number, or an array or tensor of no dimension."""
+    if not isinstance(value, (int, float, np.number, np.bool_)) and getattr(value, "shape", None) == ():
+        value = value.item()
+    return float(value) if isinstance(value, (int, float, np.number, np.bool_)) else None
+
+
+def _place(answer: Answer) -> str:
+    return f"the response {_shown(answer.response)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:

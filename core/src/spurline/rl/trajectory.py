@@ -2,18 +2,27 @@
 
 Place on the way: environment -> Trajectory -> Group (with rewards) -> advantages -> rollouts collator -> TrainingBatch.
 Plain data; no torch, no I/O.
+
+All turns of some groups as one list, in training order, and back.
+
+Join the turns of a trajectory into one, where each turn's prompt goes on from the last turn's tokens.
+
+Place on the way: trajectory -> this -> rollouts collator. One row instead of one per turn, so that shared context is
+computed once. Tokens that came between the model's turns (a user's or a tool's message) become response tokens without
+loss; advantages that walk along the response tokens are therefore computed before turns are merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.arrays import as_array
+from spurline.data.token_store import as_array
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -89,3 +98,75 @@ class Group:
     uid: str
     draw: int
     trajectories: tuple[Trajectory, ...]
+
+
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+    """Every trajectory, group after group."""
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def turns_of(groups: Iterable[Group]) -> list[Turn]:
+    """Every turn of every trajectory, group after group."""
+    return [turn for trajectory in trajectories_of(groups) for turn in trajectory.turns]
+
+
+def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
+    """The same groups with their turns replaced, given in the order of `turns_of`."""
+    remaining = iter(turns)
+    replaced = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(trajectory, turns=tuple(next(remaining) for _ in trajectory.turns))
+                for trajectory in group.trajectories
+            ),
+        )
+        for group in groups
+    ]
+    assert next(remaining, None) is None, "more turns than the groups have"
+    return replaced
+
+
+_PER_RESPONSE_TOKEN = ("logprobs", "versions", "rewards", "advantages", "values", "returns")
+
+
+def merge_turns(trajectory: Trajectory) -> Trajectory:
+    """The same trajectory with a single turn, or as it is when some turn does not go on from the one before.
+
+    Per-token values of the tokens in between are 0; what some turn lacks, the merged one lacks. Routed experts and the
+    finish reason are those of the last turn, which saw all tokens.
+    """
+    turns = trajectory.turns
+    if len(turns) < 2 or not all(_goes_on(before, after) for before, after in pairwise(turns)):
+        return trajectory
+    last = turns[-1]
+    context = np.concatenate([last.prompt_ids, last.response_ids])
+    first_prompt = len(turns[0].prompt_ids)
+    merged = replace(
+        last,
+        prompt_ids=context[:first_prompt],
+        response_ids=context[first_prompt:],
+        loss_mask=_joined(turns, [turn.loss_mask for turn in turns]),
+        **{name: _joined_column(turns, name) for name in _PER_RESPONSE_TOKEN},
+    )
+    return replace(trajectory, turns=(merged,))
+
+
+def _goes_on(before: Turn, after: Turn) -> bool:
+    """Whether the later turn's prompt begins with everything the model had seen and written."""
+    seen = np.concatenate([before.prompt_ids, before.response_ids])
+    return np.array_equal(after.prompt_ids[: len(seen)], seen)
+
+
+def _joined_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
+    columns = [getattr(turn, name) for turn in turns]
+    return None if any(column is None for column in columns) else _joined(turns, columns)
+
+
+def _joined(turns: Sequence[Turn], columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The values of all turns, with zeros for the tokens between a turn's response and the next one."""
+    parts = [columns[0]]
+    for (before, after), column in zip(pairwise(turns), columns[1:], strict=True):
+        between = len(after.prompt_ids) - len(before.prompt_ids) - len(before.response_ids)
+        parts += [np.zeros(between, column.dtype), column]
+    return np.concatenate(parts)

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from spurline.testing.backend_contract import BackendContract as BackendContract
     from spurline.testing.collator_contract import CollatorContract as CollatorContract
     from spurline.testing.collator_contract import RolloutCollatorContract as RolloutCollatorContract
-    from spurline.testing.correction_contract import CorrectionContract as CorrectionContract
-    from spurline.testing.data import make_store as make_store
-    from spurline.testing.data import make_trajectories as make_trajectories
     from spurline.testing.engine_update_contract import EngineUpdateContract as EngineUpdateContract
     from spurline.testing.environment_contract import EnvironmentContract as EnvironmentContract
+    from spurline.testing.inputs import make_store as make_store
+    from spurline.testing.inputs import make_trajectories as make_trajectories
+    from spurline.testing.inputs import write_tiny_model as write_tiny_model
+    from spurline.testing.loss_contract import CorrectionContract as CorrectionContract
     from spurline.testing.loss_contract import LossContract as LossContract
-    from spurline.testing.minibatches_contract import MiniBatchesContract as MiniBatchesContract
-    from spurline.testing.models import write_tiny_model as write_tiny_model
-    from spurline.testing.observer_contracts import ReportPanelContract as ReportPanelContract
-    from spurline.testing.observer_contracts import TrackerContract as TrackerContract
+    from spurline.testing.loss_contract import MiniBatchesContract as MiniBatchesContract
     from spurline.testing.plugin_contract import PluginContract as PluginContract
+    from spurline.testing.plugin_contract import ReportPanelContract as ReportPanelContract
+    from spurline.testing.plugin_contract import TrackerContract as TrackerContract
     from spurline.testing.prefetch_contract import PrefetchContract as PrefetchContract
     from spurline.testing.rollout_engine_contract import RolloutEngineContract as RolloutEngineContract
     from spurline.testing.tokenization_contract import TokenizationContract as TokenizationContract
@@ -38,21 +38,21 @@ _HOMES = {
     "AdvantageContract": "advantage_contract",
     "BackendContract": "backend_contract",
     "CollatorContract": "collator_contract",
-    "CorrectionContract": "correction_contract",
+    "CorrectionContract": "loss_contract",
     "EngineUpdateContract": "engine_update_contract",
     "EnvironmentContract": "environment_contract",
     "LossContract": "loss_contract",
-    "MiniBatchesContract": "minibatches_contract",
+    "MiniBatchesContract": "loss_contract",
     "PluginContract": "plugin_contract",
     "PrefetchContract": "prefetch_contract",
-    "ReportPanelContract": "observer_contracts",
+    "ReportPanelContract": "plugin_contract",
     "RolloutCollatorContract": "collator_contract",
     "RolloutEngineContract": "rollout_engine_contract",
     "TokenizationContract": "tokenization_contract",
-    "TrackerContract": "observer_contracts",
-    "make_store": "data",
-    "make_trajectories": "data",
-    "write_tiny_model": "models",
+    "TrackerContract": "plugin_contract",
+    "make_store": "inputs",
+    "make_trajectories": "inputs",
+    "write_tiny_model": "inputs",
 }
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,24 +1,305 @@
-"""What every backend must satisfy: it computes what core's local backend computes."""
+"""What the contract suites of backends share: the backend under test beside the local one, and what they are given.
+
+What reinforcement learning asks of every backend: temperatures, and models in other roles than the policy's.
+
+What every backend must satisfy: it computes what core's local backend computes.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
+from spurline.config.loading import LoadedConfig, load_config
+from spurline.config.run_config import CriticConfig, OptimizerConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
+from spurline.errors import ModelError
+from spurline.losses.configs import CrossEntropyConfig, PpoConfig, ValueLossConfig
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.ppo import Ppo
+from spurline.losses.value import ValueLoss
+from spurline.protocols.backend import Backend, BackendConfig
+from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.backend_roles_contract import BackendRolesContract
-from spurline.testing.backend_suite import (
-    LENGTHS,
-    alternate_units,
-    assert_gradients_close,
-    assert_weights_equal,
-    minibatch,
-    weights_of,
-    with_dropout,
-    without_times,
-)
+from spurline.testing.inputs import PAD, make_view
+from spurline.update.configs import ByPromptConfig
+from spurline.update.reduction import token_mean
+
+LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
+
+
+class BackendSuite:
+    """Base of the suites; its attributes are what a subclass sets."""
+
+    backend_settings: Mapping[str, Any] = {"name": "local"}
+    plugins: tuple[str, ...] = ()
+    gradient_tolerance = 1e-5
+    step_tolerance = 1e-6
+    dropout = 0.2
+    """Of the attention, where random numbers must be drawn; 0 for a backend that has no dropout."""
+    has_critic = True
+    """Whether it trains a critic; False for a backend that refuses one."""
+
+    @contextmanager
+    def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
+        """The backend under test on this model, closed afterwards. critic: whether the run has one."""
+        loaded = backend_run(model, self.backend_settings, self.plugins, critic)
+        backend: Backend = loaded.host.registry.create(
+            "backend", loaded.config.backend, run=loaded.config, total_updates=8
+        )
+        try:
+            yield backend, cast("BackendConfig", loaded.config.backend).layout()
+        finally:
+            backend.close()
+
+    @contextmanager
+    def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
+        """Core's local backend on the same model."""
+        loaded = backend_run(model, {"name": "core/local", "device": "cpu"}, self.plugins, critic)
+        backend: Backend = loaded.host.registry.create(
+            "backend", loaded.config.backend, run=loaded.config, total_updates=8
+        )
+        try:
+            yield backend
+        finally:
+            backend.close()
+
+    @pytest.fixture
+    def tiny_model(self, spurline_tiny_model: Path) -> Path:
+        """Folder of the tiny model; override for another architecture."""
+        return spurline_tiny_model
+
+
+def assert_gradients_close(got: Any, wanted: Any, tolerance: float) -> None:
+    """Per parameter: norm of the difference over norm of the expected gradient. Takes (name, tensor) pairs."""
+    left, right = dict(got), dict(wanted)
+    assert left.keys() == right.keys()
+    for name, expected in right.items():
+        difference = float((left[name].double() - expected.double()).norm())
+        scale = float(expected.double().norm())
+        assert difference <= tolerance * max(scale, 1e-12), (
+            f"gradient of {name}: relative difference {difference / scale}"
+        )
+
+
+def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Same names, same bits."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), f"weight {name} differs"
+
+
+def weights_of(backend: Backend) -> dict[str, Tensor]:
+    """A copy of the policy's weights."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
+
+
+def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that two equal runs share."""
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def backend_run(
+    model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...] = (), critic: bool = False
+) -> LoadedConfig:
+    """A run with this backend and no data."""
+    loaded = load_config(
+        {
+            "plugins": list(plugins),
+            "model": {"path": str(model)},
+            "data": {"train": "unused.jsonl"},
+            "steps": 8,
+            "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1},
+            "schedule": {"name": "linear", "warmup_steps": 2},
+            "backend": dict(backend),
+        }
+    )
+    if not critic:
+        return loaded
+    # Past the check that a source reads its values: no source is needed here.
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
+    return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
+
+
+def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
+    """A copy of the model that drops attention weights in training."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
+    return folder
+
+
+def alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
+    """Two units per rank, each with every other row of the rank; padding rows keep units of their own."""
+    rows = torch.arange(batch.num_rows)
+    units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
+    return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
+
+
+def minibatch(
+    layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[TrainingBatch, Objective]:
+    """Random samples of these lengths, `packed` or `padded`, and the mean of their cross-entropy."""
+    samples = make_view(lengths, seed)
+    collator = (
+        PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
+        if layout_name == "packed"
+        else PaddedCollator(PaddedCollatorConfig(), PAD, layout)
+    )
+    batch = collator.collate(samples, training=True)
+    batch, normalizer = token_mean(batch)
+    return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
+
+
+TEMPERATURE = 0.7
+
+
+class BackendRolesContract(BackendSuite):
+    """Part of `BackendContract`, which is what to subclass."""
+
+    def test_a_temperature_divides_the_logits_before_their_softmax(self, tiny_model: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        with self.backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("padded", layout)
+            objective = Objective(objective.loss, objective.normalizer, TEMPERATURE)
+            policy = backend.logprobs(batch, temperature=TEMPERATURE)
+            reference = backend.logprobs(batch, "reference", temperature=TEMPERATURE)
+            gradients = list(backend.gradients(batch, objective))
+            updated = backend.update(batch, objective)
+        real = batch.without_padding_rows()
+        total = torch.zeros(())
+        for row in range(real.num_rows):
+            count = int(real.segments["length"][row][0])
+            tokens = real.tokens["input_ids"][row : row + 1, :count]
+            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / TEMPERATURE
+            # log softmax by its definition.
+            expected = (logits - logits.exp().sum(-1, keepdim=True).log()).gather(-1, tokens[0, 1:, None])[:, 0]
+            weights = real.tokens["loss_weights"][row, 1:count]
+            for got in (policy, reference):
+                torch.testing.assert_close(
+                    got[row, 1:count][weights != 0], expected[weights != 0].detach(), atol=2e-5, rtol=1e-5
+                )
+            total = total - (weights * expected).sum()
+        (total / objective.normalizer).backward()
+        assert updated["loss"] == pytest.approx(total.item() / objective.normalizer, rel=1e-4)
+        wanted = [(name, value.grad) for name, value in model.named_parameters() if value.grad is not None]
+        assert_gradients_close(gradients, wanted, max(self.gradient_tolerance, 1e-5))
+
+    def test_entropy_is_that_of_the_sampled_distribution(self, tiny_model: Path) -> None:
+        loss = Ppo(PpoConfig(entropy_coefficient=0.1))
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch = _with_noisy_columns(minibatch("packed", layout)[0])
+            objective = Objective(loss, 40.0, TEMPERATURE)
+            assert_gradients_close(
+                backend.gradients(batch, objective), local.gradients(batch, objective), self.gradient_tolerance
+            )
+            tempered, plain = backend.update(batch, objective), local.update(batch, Objective(loss, 40.0))
+            assert tempered["policy/entropy"] < plain["policy/entropy"]
+
+    def test_the_reference_is_the_model_before_training(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("packed", layout)
+            before = backend.logprobs(batch)
+            for step in range(2):
+                backend.update(*minibatch("packed", layout, step))
+            trained = backend.logprobs(batch)
+            torch.testing.assert_close(backend.logprobs(batch, "reference"), before, atol=1e-6, rtol=0)
+            assert torch.equal(backend.logprobs(batch), trained), "asking the reference changed the policy"
+            assert not torch.equal(trained, before)
+            with pytest.raises(ModelError):
+                backend.update(batch, objective, role="reference")
+
+    def test_a_run_without_a_critic_has_none(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("packed", layout)
+            before = weights_of(backend)
+            with pytest.raises(ModelError, match="critic"):
+                backend.logprobs(batch, "critic")
+            with pytest.raises(ModelError, match="critic"):
+                backend.update(batch, objective, role="critic")
+            assert_weights_equal(weights_of(backend), before)
+
+    def test_a_critic_learns_as_that_of_the_local_backend_and_leaves_the_policy_alone(self, tiny_model: Path) -> None:
+        if not self.has_critic:
+            pytest.skip("trains no critic")
+        with self.backend(tiny_model, critic=True) as (backend, layout), self.local(tiny_model, critic=True) as local:
+            policy = weights_of(backend)
+            assert bool((backend.logprobs(_values_batch(layout)[0], "critic") == 0).all()), "values start at 0"
+            for step in range(4):
+                batch, objective = _values_batch(layout, step)
+                # The head starts at 0, so in the first step the decoder's gradients are 0 in both.
+                wanted = dict(local.gradients(batch, objective, role="critic"))
+                got = dict(backend.gradients(batch, objective, role="critic"))
+                assert_gradients_close(got, wanted, max(self.gradient_tolerance, 1e-4 if step else 0))
+                _assert_close_metrics(
+                    backend.update(batch, objective, role="critic"), local.update(batch, objective, role="critic")
+                )
+            batch, _ = _values_batch(layout)
+            values = backend.logprobs(batch, "critic")
+            torch.testing.assert_close(values, local.logprobs(batch, "critic"), atol=1e-4, rtol=1e-3)
+            assert bool((values[batch.without_padding_rows().tokens["loss_weights"] != 0] != 0).any())
+            assert_weights_equal(weights_of(backend), policy)
+
+    def test_saving_and_loading_continues_policy_and_critic_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
+        if not self.has_critic:
+            pytest.skip("trains no critic")
+
+        def train(backend: Backend, layout: ParallelLayout, step: int) -> list[dict[str, float]]:
+            return [
+                without_times(backend.update(*_values_batch(layout, step), role="critic")),
+                without_times(backend.update(*minibatch("packed", layout, step))),
+            ]
+
+        with self.backend(tiny_model, critic=True) as (backend, layout):
+            train(backend, layout, 0)
+            (tmp_path / "saved").mkdir()
+            backend.save(tmp_path / "saved")
+            expected = [train(backend, layout, step) for step in (1, 2)]
+            values = backend.logprobs(_values_batch(layout)[0], "critic")
+        with self.backend(tiny_model, critic=True) as (backend, layout):
+            backend.load(tmp_path / "saved")
+            assert [train(backend, layout, step) for step in (1, 2)] == expected
+            assert torch.equal(backend.logprobs(_values_batch(layout)[0], "critic"), values)
+
+
+def _with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:
+    generator = torch.Generator().manual_seed(5)
+    shape = (batch.num_rows, batch.length)
+    return batch.with_tokens(
+        advantages=torch.randn(shape, generator=generator), old_logprobs=-5 * torch.rand(shape, generator=generator)
+    )
+
+
+def _values_batch(layout: ParallelLayout, seed: int = 0) -> tuple[TrainingBatch, Objective]:
+    """Random returns, and what a critic does with them."""
+    batch, objective = minibatch("packed", layout, seed)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch.num_rows, batch.length)
+    columns = {"values": torch.zeros(shape), "returns": torch.randn(shape, generator=generator)}
+    loss = ValueLoss(ValueLossConfig(clip=None))
+    return batch.with_tokens(**columns), Objective(loss, objective.normalizer)
+
+
+def _assert_close_metrics(got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
+    assert got.keys() == wanted.keys()
+    assert got["lr"] == wanted["lr"]
+    for name in ("loss", "grad_norm", "value/predicted"):
+        assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
 
 
 class BackendContract(BackendRolesContract):

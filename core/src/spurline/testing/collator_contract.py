@@ -17,8 +17,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import Collator, ParallelLayout, RolloutCollator
 from spurline.rl.trajectory import Trajectory
-from spurline.testing.data import make_store, make_trajectories, make_view
-from spurline.testing.fuzzing import fuzzing
+from spurline.testing.inputs import fuzzing, make_store, make_trajectories, make_view
 
 PAD = 999
 """Not 0 and not a token of the samples, so that a column that is zeroed instead of filled shows."""

@@ -14,7 +14,7 @@ import pytest
 
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
-from spurline.testing.models import write_tiny_model
+from spurline.testing.inputs import write_tiny_model
 from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""What every plugin must satisfy: light to import, well declared, its components resolvable."""
+"""What every plugin must satisfy: light to import, well declared, its components resolvable.
+
+What every tracker and every report panel must satisfy.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from spurline.config.loading import config_model
 from spurline.config.section import ComponentConfig
-from spurline.plugins import API_VERSION, InstalledPlugin, Plugin, PluginHost
-from spurline.registry import resolve
+from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin, PluginHost
+from spurline.plugins.registry import resolve
+from spurline.protocols.report_panel import ReportPanel, RunRecord
+from spurline.protocols.tracker import RunInfo, Tracker
 
 HEAVY = ("torch", "transformers", "ray", "vllm", "megatron")
 
@@ -27,7 +33,7 @@ class PluginContract:
 
     def load(self) -> PluginHost:
         """A host with this plugin enabled, found by module name whether or not its distribution is installed."""
-        from spurline.plugins import installed_plugins
+        from spurline.plugins.host import installed_plugins
 
         name = self.declaration().name
         known = installed_plugins()
@@ -61,3 +67,51 @@ class PluginContract:
 
     def test_the_config_model_can_be_built(self) -> None:
         assert config_model(self.load()).model_json_schema()["properties"]
+
+
+class TrackerContract:
+    """Subclass with `make_tracker()`."""
+
+    def make_tracker(self) -> Tracker:
+        """Your tracker."""
+        raise NotImplementedError("subclass TrackerContract with make_tracker(self)")
+
+    def test_a_run_can_be_tracked_resumed_and_closed_twice(self, tmp_path: Path) -> None:
+        for resume_step in (0, 3):
+            tracker = self.make_tracker()
+            tracker.start(RunInfo(tmp_path, resume_step, 5, {"seed": 0}, ("a note",)))
+            for step in range(resume_step + 1, 6):
+                tracker.log(step, {"loss": 1.0 / step, "tokens": 10.0, "time/step": 0.1, "lr": 1e-4})
+            tracker.flush()
+            tracker.close()
+            tracker.close()
+        assert tmp_path.exists()
+
+    def test_closing_without_starting_does_nothing(self) -> None:
+        assert self.make_tracker().close() is None
+
+
+class ReportPanelContract:
+    """Subclass with `make_panel()`."""
+
+    def make_panel(self) -> ReportPanel:
+        """Your panel."""
+        raise NotImplementedError("subclass ReportPanelContract with make_panel(self)")
+
+    def test_panel_survives_an_empty_run(self, tmp_path: Path) -> None:
+        rendered = self.make_panel().render(RunRecord(tmp_path, [], {}))
+        assert rendered is None or isinstance(rendered, str)
+
+    def test_panel_survives_a_run_of_one_step(self, tmp_path: Path) -> None:
+        line = {"step": 1, "epoch": 0.1, "loss": 2.0, "lr": 1e-4, "grad_norm": 1.0, "tokens": 99, "time/step": 0.5}
+        rendered = self.make_panel().render(RunRecord(tmp_path, [line], {"seed": 0}))
+        assert rendered is None or isinstance(rendered, str)
+
+    def test_panel_loads_nothing_from_the_network(self, tmp_path: Path) -> None:
+        lines = [{"step": step, "loss": 1.0 / step, "tokens": 9.0, "time/step": 0.1} for step in range(1, 9)]
+        rendered = self.make_panel().render(RunRecord(tmp_path, lines, {})) or ""
+        assert 'src="http' not in rendered
+        assert "url(http" not in rendered
+
+    def test_panel_has_a_title(self) -> None:
+        assert self.make_panel().title.strip()

@@ -172,7 +172,7 @@ def numbered_batch(step: int) -> TrainingBatch:
     """One row of three tokens, each the number of the step."""
     import numpy as np
 
-    from spurline.data.layout import Segment, lay_out
+    from spurline.data.collators.layout import Segment, lay_out
 
     segment = Segment(np.full(3, step, np.int32), np.ones(3, np.uint8), 0, f"sample-{step}")
     return lay_out([[segment]], 3, 0)

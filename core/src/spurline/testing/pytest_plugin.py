@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def spurline_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a two-layer Qwen3 with random weights and a byte-level chat tokenizer."""
-    from spurline.testing.models import write_tiny_model
+    from spurline.testing.inputs import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("spurline-tiny-model"))
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from spurline.errors import DataError, RunFailedError
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine, Sampling
-from spurline.testing.models import tiny_tokenizer
+from spurline.testing.inputs import tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

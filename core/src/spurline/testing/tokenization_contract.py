@@ -11,7 +11,7 @@ import pytest
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization
-from spurline.testing.models import tiny_tokenizer
+from spurline.testing.inputs import tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,8 +58,8 @@ class TokenizationContract:
         )
 
     def test_samples_keep_row_order_and_equal_the_reference(self) -> None:
-        from spurline.builtin.configs import SequentialTokenizationConfig
-        from spurline.builtin.sequential_tokenization import SequentialTokenization
+        from spurline.data.configs import SequentialTokenizationConfig
+        from spurline.data.tokenization import SequentialTokenization
 
         config = DatasetConfig(name="rows", format="chat")
         data = DataConfig(train=(config,))

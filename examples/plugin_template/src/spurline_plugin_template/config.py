@@ -11,8 +11,10 @@ from typing import Annotated
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
-from spurline.config.section import ComponentConfig, OnResume, Section
+from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
+from spurline.protocols.loss import LossConfig
+from spurline.protocols.report_panel import ReportPanelConfig
 
 
 class TemplateConfig(Section):
@@ -35,7 +37,7 @@ class TemplateConfig(Section):
             )
 
 
-class FocalConfig(ComponentConfig):
+class FocalConfig(LossConfig):
     """Cross-entropy that fades out for tokens the model already predicts well (Lin et al. 2017, arXiv:1708.02002)."""
 
     name: str = "focal"
@@ -43,7 +45,7 @@ class FocalConfig(ComponentConfig):
     """How fast confident tokens fade; 0 is plain cross-entropy."""
 
 
-class StepTimesPanelConfig(ComponentConfig):
+class StepTimesPanelConfig(ReportPanelConfig):
     """Histogram of step times in the report."""
 
     name: str = "step_times"

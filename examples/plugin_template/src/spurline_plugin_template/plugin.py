@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spurline.hookspecs import hookimpl
-from spurline.plugins import Plugin
-from spurline.registry import ComponentRegistrar
+from spurline.plugins import ComponentRegistrar, Plugin, hookimpl
 from spurline_plugin_template.config import FocalConfig, StepTimesPanelConfig, TemplateConfig
 from spurline_plugin_template.step_times import StepTimes
 
 if TYPE_CHECKING:
-    from spurline.run import Run
+    from spurline.run.run import Run
 
 # `api` is the plugin interface this was written for: a literal, so that a Spurline with another one can refuse it.
 PLUGIN = Plugin("plugin_template", api=1, config=TemplateConfig)
@@ -22,13 +20,8 @@ PLUGIN = Plugin("plugin_template", api=1, config=TemplateConfig)
 
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
-    registry.add("loss", "focal", config=FocalConfig, factory="spurline_plugin_template.focal_loss:FocalLoss")
-    registry.add(
-        "report_panel",
-        "step_times",
-        config=StepTimesPanelConfig,
-        factory="spurline_plugin_template.panel:StepTimesPanel",
-    )
+    registry.add(FocalConfig, "spurline_plugin_template.focal_loss:FocalLoss")
+    registry.add(StepTimesPanelConfig, "spurline_plugin_template.panel:StepTimesPanel")
 
 
 @hookimpl

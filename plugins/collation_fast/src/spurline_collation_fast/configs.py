@@ -7,13 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spurline.builtin.configs import (
-    PackedCollatorConfig,
-    PaddedCollatorConfig,
-    ReportPanelConfig,
-    RolloutsCollatorConfig,
-)
-from spurline.config.section import ComponentConfig, OnResume
+from spurline.config.section import OnResume
+from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
+from spurline.protocols.prefetch import PrefetchConfig
+from spurline.protocols.report_panel import ReportPanelConfig
+from spurline.protocols.tokenization import TokenizationConfig
 
 DAY_S = 86_400
 """The longest that anything is waited for: a hanging run has to end, and the system's waits have a limit too."""
@@ -31,7 +29,7 @@ class FastRolloutsCollatorConfig(RolloutsCollatorConfig):
     """One turn of a trajectory per row; the same batches as `core/rollouts`."""
 
 
-class ParallelTokenizationConfig(ComponentConfig):
+class ParallelTokenizationConfig(TokenizationConfig):
     """Encode on all cores and keep the tokens in a memory-mapped cache."""
 
     name: str = "parallel"
@@ -49,7 +47,7 @@ class ParallelTokenizationConfig(ComponentConfig):
     """Seconds without a finished row on any worker after which tokenization is given up."""
 
 
-class AsyncPrefetchConfig(ComponentConfig):
+class AsyncPrefetchConfig(PrefetchConfig):
     """Build the batches of the next steps on a background thread."""
 
     name: str = "async"

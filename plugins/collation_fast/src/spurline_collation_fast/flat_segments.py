@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from spurline.data.collators.layout import turn_name
 from spurline.data.token_store import TokenView
-from spurline.data.turn_segments import turn_name
 from spurline.rl.trajectory import Trajectory
 from spurline_collation_fast.kernels import Table
 

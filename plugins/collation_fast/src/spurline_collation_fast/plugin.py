@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from spurline.hookspecs import hookimpl
-from spurline.plugins import API_VERSION, Plugin
-from spurline.registry import ComponentRegistrar
+from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_collation_fast import configs
 
 PLUGIN = Plugin("collation_fast", api=API_VERSION)
@@ -12,46 +10,12 @@ PLUGIN = Plugin("collation_fast", api=API_VERSION)
 
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
-    package = "spurline_collation_fast"
-    registry.add(
-        "collator",
-        "padded",
-        config=configs.FastPaddedCollatorConfig,
-        factory=f"{package}.padded_collator:FastPaddedCollator",
-        replaces_builtin=True,
+    add, package = registry.add, "spurline_collation_fast"
+    add(configs.FastPaddedCollatorConfig, f"{package}.collators:FastPaddedCollator", replaces_builtin=True)
+    add(
+        configs.FastPackedCollatorConfig, f"{package}.collators:FastPackedCollator", replaces_builtin=True, default=True
     )
-    registry.add(
-        "collator",
-        "packed",
-        config=configs.FastPackedCollatorConfig,
-        factory=f"{package}.packed_collator:FastPackedCollator",
-        replaces_builtin=True,
-        default=True,
-    )
-    registry.add(
-        "collator",
-        "rollouts",
-        config=configs.FastRolloutsCollatorConfig,
-        factory=f"{package}.rollouts_collator:FastRolloutsCollator",
-        replaces_builtin=True,
-    )
-    registry.add(
-        "tokenization",
-        "parallel",
-        config=configs.ParallelTokenizationConfig,
-        factory=f"{package}.parallel_tokenization:ParallelTokenization",
-        default=True,
-    )
-    registry.add(
-        "prefetch",
-        "async",
-        config=configs.AsyncPrefetchConfig,
-        factory=f"{package}.async_prefetch:AsyncPrefetch",
-        default=True,
-    )
-    registry.add(
-        "report_panel",
-        "collation",
-        config=configs.CollationPanelConfig,
-        factory=f"{package}.collation_panel:CollationPanel",
-    )
+    add(configs.FastRolloutsCollatorConfig, f"{package}.collators:FastRolloutsCollator", replaces_builtin=True)
+    add(configs.ParallelTokenizationConfig, f"{package}.tokenization.parallel:ParallelTokenization", default=True)
+    add(configs.AsyncPrefetchConfig, f"{package}.prefetch:AsyncPrefetch", default=True)
+    add(configs.CollationPanelConfig, f"{package}.panel:CollationPanel")

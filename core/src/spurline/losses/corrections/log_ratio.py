@@ -14,10 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch
-from spurline.data.segment_sums import segment_numbers, sums_by_number
+from spurline.data.batch import TrainingBatch, segment_numbers, sums_by_number
 from spurline.errors import DataError, listing
-from spurline.losses.ratio import LARGEST_LOG_RATIO
+from spurline.losses.policy_loss import LARGEST_LOG_RATIO
 from spurline.protocols.correction import Corrected
 
 _COLUMNS = ("old_logprobs", "rollout_logprobs")

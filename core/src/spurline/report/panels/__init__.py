@@ -1,14 +1,12 @@
-"""Core's report panels, one file per subject. Registered in `spurline.builtin.plugin`."""
+"""Core's report panels, one file per subject."""
 
 from spurline.report.panels.data import PackingPanel, SampleLengthsPanel
-from spurline.report.panels.health import HealthPanel
 from spurline.report.panels.learning import EvaluationPanel, GradientPanel, LearningRatePanel, LossPanel
 from spurline.report.panels.policy import MismatchPanel, PolicyPanel
 from spurline.report.panels.rollouts import GroupsPanel, ResponsesPanel, RewardPanel
 from spurline.report.panels.samples import SamplesPanel
-from spurline.report.panels.settings import ConfigPanel
 from spurline.report.panels.speed import ThroughputPanel, TimeSplitPanel
-from spurline.report.panels.summary import SummaryPanel
+from spurline.report.panels.summary import ConfigPanel, HealthPanel, SummaryPanel
 
 __all__ = [
     "ConfigPanel",

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.builtin.trackers.readout import quantity
-from spurline.protocols.report_panel import RunRecord
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report.figure import figure, raw_and_smoothed, step_figure
 from spurline.report.markup import block, caption, table, text
+from spurline.trackers.readout import quantity
 
 
 class SampleLengthsPanel:

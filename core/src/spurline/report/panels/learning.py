@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.builtin.trackers.readout import score
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.evaluations import GIVEN_UP, evaluation_losses, evaluation_scores, label_of
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report.figure import level, line, raw_and_smoothed, step_figure
 from spurline.report.markup import block, caption, columns
+from spurline.report.record import GIVEN_UP, evaluation_losses, evaluation_scores, label_of
+from spurline.trackers.readout import score
 
 _SERIES = [f"--series-{number}" for number in range(1, 9)]
 

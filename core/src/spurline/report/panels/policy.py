@@ -6,10 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.builtin.trackers.readout import score
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.evaluations import recorded_names
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report.figure import (
     Trace,
     band,
@@ -21,7 +18,9 @@ from spurline.report.figure import (
     step_figure,
 )
 from spurline.report.markup import block, caption, columns
+from spurline.report.record import recorded_names
 from spurline.rl.health_words import LARGEST_MISMATCH
+from spurline.trackers.readout import score
 
 _CLIPPED = "policy/clip_fraction_"
 _KL = {"policy/kl_old": "before the update", "policy/kl_reference": "reference model"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.evaluations import HELD_OUT_REWARD, HELD_OUT_TERM, recorded_names
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report.figure import (
     Trace,
     band,
@@ -20,6 +18,7 @@ from spurline.report.figure import (
     thinned,
 )
 from spurline.report.markup import block, caption, columns, table, text
+from spurline.report.record import HELD_OUT_REWARD, HELD_OUT_TERM, recorded_names
 
 REWARD = "reward/mean"
 """Steps of reinforcement learning have this metric, and no others do."""

@@ -10,10 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.builtin.trackers.jsonl import read_json_lines
-from spurline.protocols.report_panel import RunRecord
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report.markup import block, caption, table, text
+from spurline.trackers.jsonl import read_json_lines
 
 SAMPLES_FILE = "eval_samples.jsonl"
 """Answers written by the evaluation, inside the run directory."""

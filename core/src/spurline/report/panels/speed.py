@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.builtin.trackers.readout import clock, quantity, seconds_of_generation, training_seconds
-from spurline.protocols.report_panel import RunRecord
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
 from spurline.report.figure import Trace, one_of_several, raw_and_smoothed, step_figure
 from spurline.report.markup import block, caption, shares
+from spurline.trackers.readout import clock, quantity, seconds_of_generation, training_seconds
 
 _PARTS = (
     "time/batch",

@@ -1,14 +1,22 @@
-"""The headline numbers of a run."""
+"""The headline numbers of a run.
+
+What was off in an RL run, in words, with the steps at which it was. The same sentences as on the terminal.
+
+The resolved configuration as a tree that can be folded, and the versions of what ran.
+"""
 
 from __future__ import annotations
 
-from spurline.builtin.configs import ReportPanelConfig
-from spurline.builtin.trackers.readout import clock, quantity, score, training_seconds
-from spurline.protocols.report_panel import RunRecord
-from spurline.report.evaluations import evaluation_losses, evaluation_scores, label_of
-from spurline.report.markup import Card, cards
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
+from spurline.report.markup import Card, block, cards, text
 from spurline.report.panels.rollouts import REWARD
 from spurline.report.panels.speed import generation_rates
+from spurline.report.record import evaluation_losses, evaluation_scores, label_of
+from spurline.rl.health_words import health_words
+from spurline.trackers.readout import clock, quantity, score, training_seconds
 
 _MAX_SCORES = 3
 
@@ -87,3 +95,110 @@ def _size_cards(record: RunRecord) -> list[Card]:
     if parameters is not None:
         found.append(Card("Parameters", quantity(parameters), f"{parameters:,}" if parameters >= 1000 else ""))
     return found
+
+
+_MAX_STRETCHES = 8
+
+
+class HealthPanel:
+    """One entry for each kind of trouble, the most frequent first, in the words of the last step that had it."""
+
+    title = "Health"
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when nothing was off."""
+        places: dict[str, list[int]] = {}
+        latest: dict[str, str] = {}
+        for place, metrics in enumerate(record.metrics):
+            for kind, words in health_words(metrics).items():
+                places.setdefault(kind, []).append(place)
+                latest[kind] = words
+        if not places:
+            return None
+        steps = [int(metrics["step"]) for metrics in record.metrics]
+        entries = "".join(
+            f"<li><span>{text(latest[kind])}</span> <small>{text(_when(places[kind], steps))}</small></li>"
+            for kind in sorted(places, key=lambda kind: -len(places[kind]))
+        )
+        return block(f'<ul class="warnings">{entries}</ul>', wide=True)
+
+
+def _when(places: Sequence[int], steps: Sequence[int]) -> str:
+    """`Steps 3 to 7, 12 (6 of 60)`; places: indices into `steps`, ascending."""
+    if len(places) == len(steps):
+        return "Every step" if len(steps) > 1 else f"Step {steps[0]:,}"
+    stretches: list[list[int]] = []
+    for place in places:
+        if stretches and place == stretches[-1][1] + 1:
+            stretches[-1][1] = place
+        else:
+            stretches.append([place, place])
+    shown = [_stretch(steps[first], steps[last]) for first, last in stretches[:_MAX_STRETCHES]]
+    more = f" and later, last {steps[places[-1]]:,}" if len(stretches) > _MAX_STRETCHES else ""
+    noun = "Step" if len(places) == 1 else "Steps"
+    return f"{noun} {', '.join(shown)}{more} ({len(places):,} of {len(steps):,})"
+
+
+def _stretch(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+class ConfigPanel:
+    """Every setting of the run, defaults included."""
+
+    title = "Configuration"
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None when the run recorded neither settings nor versions."""
+        versions = record.summary.get("versions") or {}
+        fragments: list[str] = []
+        if record.config:
+            scalars = {key: value for key, value in record.config.items() if not _is_nested(value)}
+            nested = [_section(key, value) for key, value in record.config.items() if _is_nested(value)]
+            top = _section("run", scalars) if scalars else ""
+            fragments.append(f'<div class="settings">{top}{"".join(nested)}</div>')
+        if versions:
+            fragments.append(f'<h3>Versions</h3><div class="settings versions">{_entries(versions)}</div>')
+        return block(*fragments, wide=True) if fragments else None
+
+
+def _section(name: str, value: Any) -> str:
+    return f"<details open><summary>{text(name)}</summary>{_entries(value)}</details>"
+
+
+def _entries(value: Any) -> str:
+    """A mapping or a list of mappings as nested definition lists."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
+    lines = [_section(str(key), item) if _is_nested(item) else _entry(str(key), item) for key, item in pairs]
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def _entry(key: str, value: Any) -> str:
+    css = ' class="unset"' if value is None else ""
+    return f"<div><dt>{text(key)}:</dt><dd{css}>{text(_scalar(value))}</dd></div>"
+
+
+def _is_nested(value: Any) -> bool:
+    """Mappings and lists that hold some; a list of plain values is shown on one line."""
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value)
+
+
+def _scalar(value: Any) -> str:
+    """As it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(_scalar(item) for item in value)}]"
+    return str(value) if value != "" else '""'

@@ -16,7 +16,7 @@ from spurline.rl.advantages.per_trajectory import relative_to_group, spread_over
 from spurline.rl.trajectory import Group
 
 if TYPE_CHECKING:
-    from spurline.builtin.rl_configs import DrGrpoConfig
+    from spurline.rl.advantages.configs import DrGrpoConfig
 
 
 class DrGrpo:

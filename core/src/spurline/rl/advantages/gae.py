@@ -20,7 +20,7 @@ from spurline.rl.advantages.per_token import discounted_sums, normalized, read_t
 from spurline.rl.trajectory import Group
 
 if TYPE_CHECKING:
-    from spurline.builtin.rl_configs import GaeConfig
+    from spurline.rl.advantages.configs import GaeConfig
 
 
 class Gae:

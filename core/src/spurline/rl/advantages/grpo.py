@@ -16,7 +16,7 @@ from spurline.rl.advantages.per_trajectory import Returns, relative_to_group, sp
 from spurline.rl.trajectory import Group
 
 if TYPE_CHECKING:
-    from spurline.builtin.rl_configs import GrpoConfig
+    from spurline.rl.advantages.configs import GrpoConfig
 
 
 class Grpo:

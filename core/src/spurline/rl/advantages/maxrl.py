@@ -17,7 +17,7 @@ from spurline.rl.advantages.per_trajectory import Returns, relative_to_group, sp
 from spurline.rl.trajectory import Group
 
 if TYPE_CHECKING:
-    from spurline.builtin.rl_configs import MaxRlConfig
+    from spurline.rl.advantages.configs import MaxRlConfig
 
 
 class MaxRl:

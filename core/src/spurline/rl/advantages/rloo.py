@@ -15,7 +15,7 @@ from spurline.rl.advantages.per_trajectory import Returns, relative_to_group, sp
 from spurline.rl.trajectory import Group
 
 if TYPE_CHECKING:
-    from spurline.builtin.rl_configs import RlooConfig
+    from spurline.rl.advantages.configs import RlooConfig
 
 
 class Rloo:

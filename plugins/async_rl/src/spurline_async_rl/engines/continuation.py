@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from spurline.builtin.in_process.stop_texts import StopTexts
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
-from spurline.rl.seeds import derive_seed
+from spurline.rl.engines.in_process.response import StopTexts
+from spurline.rl.policy import derive_seed
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.member import Progress
 

@@ -2,17 +2,24 @@
 
 Place on the way: pool -> member (a child process, a vLLM engine, an actor, a server) -> tokens. A member knows nothing
 of other members, of routing or of retries.
+
+One engine from its start to its death, with the time limits that a member itself does not have.
+
+Place on the way: pool -> this -> member. Whatever goes wrong with the member ends this object for good; the pool makes
+another one. A failure of an engine is thus never an error of a publish or pause that the other engines survive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-from spurline.errors import RunFailedError
+from spurline.errors import RunFailedError, UserError
 from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.configs import PoolConfig
 
 
 class EngineDiedError(RunFailedError):
@@ -75,3 +82,205 @@ class EngineMember(Protocol):
     async def close(self) -> None:
         """End its processes; killed when they do not end by themselves. May be called at any time, and again."""
         ...
+
+
+State = Literal["starting", "awaiting", "ready", "dead"]
+"""awaiting: started, with weights of unknown version, so that it must not generate before an update."""
+
+_GIVEN_UP_CLOSE_S = 5.0
+"""Seconds an engine that counts as dead may take to end before it is killed."""
+
+
+@dataclass
+class _UnderWay:
+    """A request: tokens seen, and when the last of them was."""
+
+    progress: Progress
+    seen: int
+    since: float
+
+
+class PooledEngine:
+    """Also a `TakesWeights`: that of an engine which was started anew.
+
+    on_change: is called after every change of `state`.
+    """
+
+    def __init__(self, member: EngineMember, config: PoolConfig, on_change: Callable[[], None]) -> None:
+        self.state: State = "starting"
+        self.load = 0
+        self.has_started = False
+        self.has_refused = False
+        """Whether it is dead because it did not do what it was asked to, or not in time."""
+        self.transports = member.transports
+        self._member = member
+        self._config = config
+        self._on_change = on_change
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._user_error: UserError | None = None
+        self._asked: set[asyncio.Future[None]] = set()
+        self._works: set[asyncio.Future[FinishReason]] = set()
+        self._holds: set[str] = set()
+        self._moved_at = 0.0
+
+    @property
+    def name(self) -> str:
+        return self._member.name
+
+    @property
+    def is_updating(self) -> bool:
+        return "update" in self._holds
+
+    @property
+    def reason(self) -> str:
+        """Why it is dead; empty while it lives."""
+        return self._end.result() if self._end.done() else ""
+
+    async def live(self) -> str:
+        """Start it, and return when it is dead, with the reason. Raises what a user can mend, such as ModelError."""
+        if await self._ask("start", self._member.start(), self._config.start_timeout_s, "start_timeout_s"):
+            self.has_started = True
+            self._become("awaiting")
+            death = asyncio.ensure_future(self._member.wait_dead())
+            try:
+                await asyncio.wait({death, self._end}, return_when=asyncio.FIRST_COMPLETED)
+                if not self._end.done():
+                    self.kill(f"{self.name} ended: {death.result()}")
+            finally:
+                death.cancel()
+        if self._user_error is not None:
+            raise self._user_error
+        return self.reason
+
+    def kill(self, reason: str) -> None:
+        """It counts as dead from now on; its requests fail with EngineDiedError. `close` ends its processes."""
+        if not self._end.done():
+            self._end.set_result(reason)
+            for work in self._works:
+                work.cancel()
+            self._become("dead")
+
+    async def close(self) -> None:
+        """End its processes: in order when it lives, else soon."""
+        limit = _GIVEN_UP_CLOSE_S if self._end.done() else self._config.close_timeout_s
+        self.kill(f"{self.name} was closed")
+        if self._asked:
+            # A start that was cancelled may still be about to make processes.
+            await asyncio.wait(self._asked, timeout=_GIVEN_UP_CLOSE_S)
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                await self._member.close()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            # Being cancelled, the member has killed them.
+
+    async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
+        """As of `EngineMember`; EngineDiedError also when no token comes for too long."""
+        if self._end.done():
+            raise EngineDiedError(self.reason)
+        work = asyncio.ensure_future(self._member.generate(request, progress))
+        work.add_done_callback(_retrieve)
+        work.add_done_callback(self._works.discard)
+        # Told one by one by `kill`: waiting for `_end` would make thousands of requests wait for one future, and each
+        # that ends look through all the others.
+        self._works.add(work)
+        self.load += 1
+        under_way = _UnderWay(progress, 0, asyncio.get_running_loop().time())
+        try:
+            while True:
+                # Often enough to find out in not much more than the limit.
+                tick = self._config.generate_timeout_s / 4
+                await asyncio.wait({work}, timeout=tick)
+                if self._end.done() and (work.cancelled() or not work.done()):
+                    raise EngineDiedError(self.reason)
+                if work.done():
+                    return work.result()
+                self._check_progress(under_way, request.name)
+        except EngineDiedError as error:
+            self.kill(str(error))
+            raise
+        finally:
+            self.load -= 1
+            work.cancel()
+
+    async def pause(self) -> None:
+        self._holds.add("pause")
+        await self._ask("pause", self._member.pause(), self._config.pause_timeout_s, "pause_timeout_s")
+
+    async def resume(self) -> None:
+        if "pause" in self._holds:
+            await self._ask("go on", self._member.resume(), self._config.pause_timeout_s, "pause_timeout_s")
+            self._release("pause")
+
+    async def begin_update(self, version: int) -> None:
+        self._holds.add("update")
+        await self._update(f"begin the update to version {version}", self._member.begin_update(version))
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await self._update("load weights", self._member.load_bucket(bucket))
+
+    async def finish_update(self, version: int) -> None:
+        if await self._update(f"finish the update to version {version}", self._member.finish_update(version)):
+            self._release("update")
+            self._become("ready")
+
+    async def _update(self, what: str, work: Coroutine[Any, Any, None]) -> bool:
+        return await self._ask(what, work, self._config.update_timeout_s, "update_timeout_s")
+
+    async def _ask(self, what: str, work: Coroutine[Any, Any, None], limit_s: float, setting: str) -> bool:
+        """Whether it did it, and in time; otherwise it is dead."""
+        if self._end.done():
+            work.close()
+            return False
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(_retrieve)
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        try:
+            await asyncio.wait({task, self._end}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                return False
+            if not task.done():
+                self.has_refused = True
+                self.kill(f"{self.name} did not {what} within {limit_s:g} s (source.engine.{setting})")
+            elif task.cancelled():
+                self.kill(f"{self.name} could not {what}: it was cancelled from within")
+            elif (error := task.exception()) is not None:
+                self._user_error = error if isinstance(error, UserError) else None
+                self.has_refused = not isinstance(error, EngineDiedError)
+                kind = "" if isinstance(error, EngineDiedError) else f"{type(error).__name__}: "
+                self.kill(f"{self.name} could not {what}: {kind}{error}")
+            return not self._end.done()
+        finally:
+            task.cancel()
+
+    def _check_progress(self, under_way: _UnderWay, name: str) -> None:
+        """Kill it when this request has waited too long. One without a token may be queued behind others, so it counts
+        from when any of them moved."""
+        now = asyncio.get_running_loop().time()
+        count = len(under_way.progress.token_ids)
+        if self._holds or count > under_way.seen:
+            under_way.seen, under_way.since = count, now
+            self._moved_at = now if count else self._moved_at
+        since = under_way.since if count else max(under_way.since, self._moved_at)
+        limit = self._config.generate_timeout_s
+        if now - since >= limit:
+            self.kill(
+                f"{self.name} gave no further token to {name} for {limit:g} s, after {count} "
+                "(source.engine.generate_timeout_s)"
+            )
+
+    def _release(self, why: str) -> None:
+        self._holds.discard(why)
+        self._moved_at = asyncio.get_running_loop().time()
+
+    def _become(self, state: State) -> None:
+        if self.state != "dead":
+            self.state = state
+            self._on_change()
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """What fails after nobody waits for it any more is not worth a warning of asyncio's."""
+    _ = task.cancelled() or task.exception()

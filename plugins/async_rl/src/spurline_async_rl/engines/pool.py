@@ -1,4 +1,8 @@
-"""Several engines behind one object, which stays when they come and go.
+"""Which engine gets a request: the one with least to do, or the one that knows the prompt already.
+
+Place on the way: request's name and load of the ready engines -> engine. No waiting here: that is `pool.py`.
+
+Several engines behind one object, which stays when they come and go.
 
 Place on the way: environments -> request -> the engine that suits it -> result; weights -> every engine. A dead engine
 is started anew, waits for the current weights, and meanwhile others go on with its requests from their tokens so far.
@@ -9,19 +13,55 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.builtin.in_process.row import check_request
 from spurline.errors import DataError, RunFailedError, SpurlineError
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights, WeightBucket
-from spurline_async_rl.engine_configs import PoolConfig
+from spurline.rl.engines.in_process.response import check_request
+from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.continuation import Continuation
-from spurline_async_rl.engines.member import EngineDiedError, EngineMember, Progress
-from spurline_async_rl.engines.pooled_engine import PooledEngine
-from spurline_async_rl.engines.routing import Router
+from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine, Progress
+
+_SLACK = 16
+"""Requests that an engine may have more than the least busy one, and still be preferred for its prefix cache."""
+_REMEMBERED = 8192
+"""Prompts; older ones are forgotten, so that memory has a bound."""
+
+
+class Loaded(Protocol):
+    """load: requests that it has."""
+
+    @property
+    def load(self) -> int: ...
+
+
+E = TypeVar("E", bound=Loaded)
+
+
+class Router:
+    """Remembers which engine each prompt was last sent to."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[str, Loaded] = OrderedDict()
+
+    def choose(self, name: str, engines: Sequence[E]) -> E:
+        """name: of the request; what stands before ` sample ` names the prompt. engines: at least one."""
+        prompt = name.partition(" sample ")[0]
+        chosen = min(engines, key=lambda engine: engine.load)
+        home = self._homes.get(prompt)
+        for engine in engines:
+            if engine is home and engine.load <= chosen.load + _SLACK:
+                chosen = engine
+        self._homes[prompt] = chosen
+        self._homes.move_to_end(prompt)
+        if len(self._homes) > _REMEMBERED:
+            self._homes.popitem(last=False)
+        return chosen
+
 
 _LONGEST_BREAK_S = 60.0
 """Seconds between two tries to start an engine, which double from 1."""

@@ -1,4 +1,8 @@
-"""Run the agent of an attempt: a Python function, or a program in a process group of its own.
+"""What an agent gets: where the model is, and what it is asked to do.
+
+What an agent returns as reward terms: a number, or several by name.
+
+Run the agent of an attempt: a Python function, or a program in a process group of its own.
 
 Place on the way: Session -> this -> what the agent returns. It is not told when its attempt runs out of time: an async
 function is cancelled, a plain one is left behind on its thread, where its requests are refused, a program is ended.
@@ -9,20 +13,73 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from tempfile import TemporaryFile
 from typing import IO, Any, Protocol
 
-from spurline.builtin.user_functions import load_function
+import numpy as np
+
 from spurline.errors import PluginError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
-from spurline.rl.thread_calls import in_thread, is_async
-from spurline_async_rl.harness.session import Session
+from spurline.rl.concurrency import in_thread, is_async
+from spurline.rl.rewards.function import load_function
+
+CANCEL_TIMEOUT_S = 20.0
+"""Seconds that a cancelled part of an attempt may take to end; less than the attempt itself has to."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One attempt at one prompt, as its agent sees it.
+
+    base_url, api_key, model: for any OpenAI client. The address is this attempt's own: all that is asked there becomes
+    its trajectory, and nothing can be asked there when the attempt has ended.
+    row: the dataset row. messages: its conversation up to the answer; empty where the row is no chat. prompt: the text
+    to go on from where the row is plain text. reference: the expected answer where the row has one.
+    uid, sample: the prompt, and which of its attempts this is, from 0. location: where the row is, for messages.
+    """
+
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+    row: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]
+    prompt: str | None
+    reference: str | None
+    uid: str
+    sample: int
+    location: str
+
+
+REWARD = "reward"
+"""The term that a single number is."""
+
+
+def terms_of(value: Any, who: str) -> dict[str, float]:
+    """Named finite terms. Raises AttemptFailedError naming `who` for anything else."""
+    terms = value if isinstance(value, Mapping) else {REWARD: value}
+    if not terms:
+        raise AttemptFailedError(f"{who} has returned no reward. Give at least one term.")
+    return {str(name): _number(number, str(name), who) for name, number in terms.items()}
+
+
+def _number(value: Any, name: str, who: str) -> float:
+    if not isinstance(value, (int, float, np.number, np.bool_)):
+        hint = " Does it lack a return statement?" if value is None else ""
+        raise AttemptFailedError(
+            f"{who} has returned {value!r:.200} as '{name}'; return a number, or numbers by name.{hint}"
+        )
+    if not math.isfinite(value):
+        raise AttemptFailedError(f"{who} has returned {value} as '{name}'; it must be finite.")
+    return float(value)
+
 
 TERM_TIMEOUT_S = 5.0
 """Seconds a program may take to end by itself when it is told to."""

@@ -13,18 +13,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.builtin.environments.tool_calls import ToolCall, parse_calls
-from spurline.data.bad_row import BadRowError
 from spurline.data.encoding import encode_batch
 from spurline.data.messages import read_messages, read_tools
+from spurline.data.rows import BadRowError
 from spurline.errors import DataError, PluginError
 from spurline.protocols.rollout_engine import GenerationResult, Sampling
 from spurline.rl.chat_front import PrefixError, Reply
-from spurline.rl.task_ends import all_or_none
-from spurline_async_rl.harness.api_errors import ApiError
-from spurline_async_rl.harness.bodies import Body, ChatBody, CompletionBody, sampling_error, sampling_of
-from spurline_async_rl.harness.live_session import LiveSession
-from spurline_async_rl.harness.session import CANCEL_TIMEOUT_S
+from spurline.rl.concurrency import all_or_none
+from spurline.rl.environments.tools import ToolCall, parse_calls
+from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S
+from spurline_async_rl.harness.bodies import ApiError, Body, ChatBody, CompletionBody, sampling_error, sampling_of
+from spurline_async_rl.harness.sessions import LiveSession
 
 _CALL_BEGIN = "<tool_call>"
 _DISTRIBUTION = ("temperature", "top_p", "top_k")

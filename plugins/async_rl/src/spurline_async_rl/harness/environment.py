@@ -15,21 +15,19 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.bad_row import BadRowError
-from spurline.data.prompt_rows import ChatQuestion, TextQuestion, read_question
+from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
+from spurline.data.rows import BadRowError
 from spurline.errors import ConfigError, DataError, PluginError, Problem
+from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline.protocols.reward import Answer, Reward
-from spurline.registry import Registry
-from spurline.rl.reward_calls import close_all, reward_terms
-from spurline.rl.task_ends import end_tasks
+from spurline.rl.concurrency import end_tasks
+from spurline.rl.scoring import close_all, reward_terms
 from spurline.rl.trajectory import Trajectory
-from spurline_async_rl.harness.agents import Agent, CommandAgent, FunctionAgent
-from spurline_async_rl.harness.live_session import LiveSession
-from spurline_async_rl.harness.returned import terms_of
+from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S, Agent, CommandAgent, FunctionAgent, Session, terms_of
+from spurline_async_rl.harness.configs import HarnessConfig
 from spurline_async_rl.harness.server import HarnessServer
-from spurline_async_rl.harness.session import CANCEL_TIMEOUT_S, Session
-from spurline_async_rl.harness_config import HarnessConfig
+from spurline_async_rl.harness.sessions import LiveSession
 
 
 class HarnessEnvironment:

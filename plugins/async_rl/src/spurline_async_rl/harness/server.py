@@ -1,4 +1,6 @@
-"""The HTTP server of a run: who may ask what, how much and how long; what goes wrong as OpenAI's API says it.
+"""Errors as OpenAI's API says them: a status and a JSON object with message, type, param and code.
+
+The HTTP server of a run: who may ask what, how much and how long; what goes wrong as OpenAI's API says it.
 
 Place on the way: HTTP request -> session, body -> `Answering` -> JSON or a stream. One server serves all attempts, on
 the event loop that the environment runs on; each has an address of its own: `/sessions/ID/v1`.
@@ -18,14 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, Problem
 from spurline.rl.chat_front import PrefixError
-from spurline.rl.task_ends import end_tasks
-from spurline_async_rl.harness.api_errors import ApiError
-from spurline_async_rl.harness.bodies import BodyT, ChatBody, CompletionBody, read_body
+from spurline.rl.concurrency import end_tasks
+from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S
+from spurline_async_rl.harness.bodies import ApiError, BodyT, ChatBody, CompletionBody, read_body
 from spurline_async_rl.harness.choices import Answering, Choice
-from spurline_async_rl.harness.live_session import LiveSession
+from spurline_async_rl.harness.configs import HarnessConfig
 from spurline_async_rl.harness.responses import ResponseWriter
-from spurline_async_rl.harness.session import CANCEL_TIMEOUT_S
-from spurline_async_rl.harness_config import HarnessConfig
+from spurline_async_rl.harness.sessions import LiveSession
 
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

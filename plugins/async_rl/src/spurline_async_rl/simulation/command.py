@@ -92,7 +92,7 @@ def knobs_of(loaded: LoadedConfig) -> Knobs:
     """What the config chooses. Raises UserError for a run of another source."""
     from spurline.errors import UserError
     from spurline_async_rl.simulation.prediction import Knobs
-    from spurline_async_rl.source_config import AsyncRolloutsConfig
+    from spurline_async_rl.source.configs import AsyncRolloutsConfig
 
     source = loaded.config.source
     if not isinstance(source, AsyncRolloutsConfig):

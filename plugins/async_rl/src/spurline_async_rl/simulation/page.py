@@ -10,14 +10,13 @@ from spurline.protocols.report_panel import ReportPanel, RunRecord
 from spurline.report.figure import Trace, figure, series_color
 from spurline.report.markup import block, caption, columns
 from spurline.report.page import write_report
-from spurline_async_rl.panel_configs import StalenessPanelConfig
-from spurline_async_rl.panels import StalenessPanel
 from spurline_async_rl.simulation.as_timeline import metrics_of, timeline_of
 from spurline_async_rl.simulation.comparison import Comparison
 from spurline_async_rl.simulation.prediction import Prediction, steady_run
 from spurline_async_rl.simulation.records import SimulatedRun
-from spurline_async_rl.timeline.figure import timeline_figure
-from spurline_async_rl.timeline.lanes import window_ending_at
+from spurline_async_rl.timeline.configs import StalenessPanelConfig
+from spurline_async_rl.timeline.figure import timeline_figure, window_ending_at
+from spurline_async_rl.timeline.panels import StalenessPanel
 
 _STEPS_DRAWN = 8
 

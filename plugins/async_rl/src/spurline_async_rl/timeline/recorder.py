@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from spurline.builtin.trackers.disk import write_failure
-from spurline.durable import write_text
+from spurline.files import write_failure, write_text
 from spurline_async_rl.timeline.records import (
     GroupSpan,
     GroupState,

@@ -12,8 +12,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from spurline.builtin.trackers.jsonl import read_json_lines
 from spurline.errors import RunDirectoryError
+from spurline.trackers.jsonl import read_json_lines
 
 TIMELINE_FILE = "timeline.jsonl"
 """Name of the file inside the run directory."""

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spurline.durable import sync_file
 from spurline.errors import DataError
+from spurline.files import sync_file
 from spurline.protocols.tokenization import Tokenized
 from spurline_collation_fast.cache.layout import MANIFEST, MISSING, CacheKey, DamagedEntry
 from spurline_collation_fast.cache.leftovers import may_retire, retire, sweep, temporary_folder

@@ -22,7 +22,7 @@ import xxhash
 from spurline.config.run_config import DataConfig
 from spurline.config.section import OnResume
 from spurline.data.encoding import require_offsets
-from spurline.data.sample_collector import store_labels
+from spurline.data.tokenization import store_labels
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache.layout import FORMAT_VERSION, CacheKey, canonical_json
 
@@ -30,33 +30,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKEN_MODULES = (
-    "spurline.builtin.hf_dataset",
+    "spurline.data.hf_dataset",
     "spurline.data.arrow_rows",
-    "spurline.data.bad_row",
+    "spurline.data.rows",
     "spurline.data.chat",
     "spurline.data.encoding",
     "spurline.data.file_digest",
     "spurline.data.formats",
     "spurline.data.local_files",
     "spurline.data.messages",
-    "spurline.data.pretokenized",
+    "spurline.data.formats",
     "spurline.data.reading",
-    "spurline.data.row_files",
-    "spurline.data.row_view",
-    "spurline.data.sample_collector",
-    "spurline.data.spans",
-    "spurline.data.splits",
+    "spurline.data.local_files",
+    "spurline.data.rows",
+    "spurline.data.tokenization",
+    "spurline.data.encoding",
+    "spurline.data.hf_dataset",
     "spurline.data.summary",
     "spurline.data.token_store",
-    "spurline_collation_fast.block_encoder",
-    "spurline_collation_fast.block_source",
-    "spurline_collation_fast.parallel_tokenization",
-    "spurline_collation_fast.row_ranges",
-    "spurline_collation_fast.sample_block",
-    "spurline_collation_fast.slice_task",
-    "spurline_collation_fast.slice_worker",
-    "spurline_collation_fast.slice_workers",
-    "spurline_collation_fast.token_columns",
+    "spurline_collation_fast.tokenization.blocks",
+    "spurline_collation_fast.tokenization.blocks",
+    "spurline_collation_fast.tokenization.parallel",
+    "spurline_collation_fast.tokenization.blocks",
+    "spurline_collation_fast.tokenization.blocks",
+    "spurline_collation_fast.tokenization.slice_task",
+    "spurline_collation_fast.tokenization.slice_worker",
+    "spurline_collation_fast.tokenization.slice_workers",
+    "spurline_collation_fast.tokenization.token_columns",
 )
 """The modules whose code decides what an entry holds: tokens, counts, summary. A test compares them with imports."""
 

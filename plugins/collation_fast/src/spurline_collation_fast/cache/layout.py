@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from spurline.durable import write_json
+from spurline.files import write_json
 
 FORMAT_VERSION = 1
 """Part of every key: entries in an older layout are simply not found."""

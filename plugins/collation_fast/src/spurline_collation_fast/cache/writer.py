@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from spurline.data.summary import summarize
 from spurline.data.token_store import TokenStore, check_extension, fingerprint_of
-from spurline.durable import sync_file
 from spurline.errors import DataError
+from spurline.files import sync_file
 from spurline.protocols.tokenization import Tokenized
 from spurline_collation_fast.cache.layout import (
     ARRAYS,
@@ -36,7 +36,7 @@ from spurline_collation_fast.cache.layout import (
 )
 
 if TYPE_CHECKING:
-    from spurline.data.sample_collector import Findings
+    from spurline.data.tokenization import Findings
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

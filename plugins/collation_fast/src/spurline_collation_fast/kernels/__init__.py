@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.packing import PackingAlgorithm
+from spurline.data.collators.packing import PackingAlgorithm
 
 Table = NDArray[np.int64]
 PackRows = Callable[[Table, int, int, int, int], tuple[Table, Table, Table, int, float]]

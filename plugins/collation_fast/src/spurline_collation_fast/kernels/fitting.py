@@ -10,7 +10,7 @@ import numpy as np
 
 
 def pack_rows(lengths, align_to, capacity, num_ranks, algorithm):
-    """Which samples share a row, and where in it; equal to `spurline.data.packing.pack` of the aligned lengths.
+    """Which samples share a row, and where in it; equal to core's `packing.pack` of the aligned lengths.
 
     lengths: int64 [n], none above `capacity` when rounded up to `align_to`. algorithm: place in `ALGORITHMS`.
     Returns sample positions int64 [S] row by row; row offsets into them, int64 [R + 1], R a multiple of `num_ranks`,
@@ -147,7 +147,7 @@ def arrange_rows(order, row_of, num_rows, num_ranks, positions, row_offsets):
     """Fill up missing rows, and list the samples rank by rank, row by row, in the order they were placed.
 
     positions [S], row_offsets [R + 1]: receive the result; R is a multiple of `num_ranks`. Rows beyond `num_rows` get
-    the last sample of the rows with the most samples, as `spurline.data.packing.spread_over_ranks` says.
+    the last sample of the rows with the most samples, as `spurline.data.collators.packing.spread_over_ranks` says.
     """
     target = row_offsets.shape[0] - 1
     counts = np.zeros(target, np.int64)

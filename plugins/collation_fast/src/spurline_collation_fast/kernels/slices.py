@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.packing import pack, straggler_factor
+from spurline.data.collators.packing import pack, straggler_factor
 from spurline_collation_fast.kernels import ALGORITHMS, Kernels, Table
 
 

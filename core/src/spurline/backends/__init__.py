@@ -1,0 +1,1 @@
+"""Core's backends, one folder each."""

@@ -1,0 +1,245 @@
+"""The local backend: one process trains the whole model, on CPU or one GPU.
+
+Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> AdamW. It is
+the oracle that other backends are compared with. It knows no algorithm: the loss comes with each call.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.backends.local.trained_model import TrainedModel, load_reference
+from spurline.config.run_config import OptimizerConfig, RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.tokenizer import load_tokenizer
+from spurline.errors import ModelError, NonFiniteLossError
+from spurline.model.device_profile import device_profile
+from spurline.model.generation import generate_greedily, generation_model, model_stop_tokens
+from spurline.model.loading import check_config, load_model
+from spurline.model.optimizer import critic_rate, policy_rate
+from spurline.model.probe import check_exactness
+from spurline.model.rng import seed_generators
+from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, evaluation_mode
+from spurline.model.sums import StepSums, describe_failure
+from spurline.model.token_stream import Rows, TokenStream, check_columns, cut_rows, token_stream
+from spurline.model.weights import named_weights
+from spurline.protocols.backend import GenerationModel, LossSums, Role
+from spurline.protocols.loss import Objective
+
+_CRITIC_FOLDER = "critic"
+"""Where in the backend's part of a checkpoint the critic lies; the policy lies at its top."""
+
+
+class LocalBackend:
+    """A `Backend` in this process; see the protocol for what each method promises."""
+
+    def __init__(self, config: LocalBackendConfig, run: RunConfig, total_updates: int):
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._config = config
+        self._run = run
+        self._profile = device_profile(config)
+        causal = self._load_trainable()
+        self._length_limit = check_config(causal, run.model.path, run.data.max_length)
+        self._model = StreamModel(causal, config.logits_chunk_tokens)
+        self._reference: StreamModel | None = None
+        self._stop_tokens: list[int] | None = None
+        if config.probe:
+            check_exactness(self._model, self._profile, run.model.path)
+        self._policy = self._trained(self._model, run.optimizer, policy_rate(run, total_updates))
+        self._critic: TrainedModel | None = None
+        if run.critic is not None:
+            critic = ValueModel(self._load_trainable(), config.logits_chunk_tokens)
+            self._critic = self._trained(critic, run.critic.optimizer, critic_rate(run.critic))
+        # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
+        seed_generators(run.seed)
+
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
+        trained = self._model_to_train(role)
+        started = time.perf_counter()
+        sums = StepSums()
+        try:
+            self._accumulate_gradients(trained.model, batch, objective, sums)
+            norm = trained.gradient_norm()
+            # The only wait for the device in a step: loss, norm and all metrics come over together.
+            (grad_norm,) = sums.fetch(norm)
+            loss = sums.total("loss") / objective.normalizer
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise NonFiniteLossError(
+                    describe_failure(role, trained.updates + 1, batch, sums.losses_by_rows, loss, grad_norm)
+                )
+            differentiated = time.perf_counter()
+            rate = trained.step(norm, grad_norm)
+            self._profile.synchronize()
+        finally:
+            trained.drop_gradients()
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": rate,
+            "tokens": float(batch.num_tokens),
+            "loss_tokens": float(sums.tokens),
+            **sums.metrics(),
+            "time/forward_backward": differentiated - started,
+            "time/optimizer": time.perf_counter() - differentiated,
+        }
+
+    def gradients(
+        self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
+    ) -> Iterator[tuple[str, Tensor]]:
+        trained = self._model_to_train(role)
+        try:
+            # Dropout as in the next update, without using it up.
+            with self._profile.keeping_generators():
+                self._accumulate_gradients(trained.model, batch, objective, StepSums())
+            result = trained.gradients()
+        finally:
+            trained.drop_gradients()
+        return iter(result)
+
+    def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
+        sums = StepSums()
+        needs = objective.loss.needs
+        with evaluation_mode(self._model.causal), self._profile.computing():
+            for rows, stream in self._streams(batch, needs):
+                inputs = self._model.loss_inputs(stream, needs, objective.temperature)
+                sums.add(rows, stream, objective.loss.token_loss(inputs), objective.loss.metrics(inputs))
+        sums.fetch()
+        return LossSums(sums.total("loss"), sums.total("weight"), sums.tokens, sums.metric_sums())
+
+    def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
+        result = torch.zeros(batch.num_rows * batch.length)
+        positions: list[Tensor] = []
+        values: list[Tensor] = []
+        with self._playing(role) as model, evaluation_mode(model.causal), self._profile.computing():
+            for _, stream in self._streams(batch, ()):
+                positions.append(stream.batch_index)
+                values.append(model.loss_inputs(stream, (), temperature).logprobs)
+        if values:
+            result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
+        return batch.drop_padding_rows(result.view(batch.num_rows, batch.length))
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        if self._stop_tokens is None:
+            self._stop_tokens = self._find_stop_tokens()
+        with self._profile.computing():
+            return generate_greedily(self._model.causal, prompts, max_new_tokens, self._stop_tokens)
+
+    def generation_model(self) -> GenerationModel:
+        """See `LendsModel`."""
+        return generation_model(self._model.causal, self._profile, self._length_limit)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self._model.causal, adapted=self._config.lora is not None)
+
+    def facts(self) -> Mapping[str, int | str]:
+        return {
+            "parameters": sum(value.numel() for value in self._model.causal.parameters()),
+            "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
+            "device": str(self._profile.device),
+        }
+
+    def save(self, path: Path) -> None:
+        self._policy.save(path)
+        if self._critic is not None:
+            self._critic.save(path / _CRITIC_FOLDER)
+
+    def load(self, path: Path) -> None:
+        policy = self._policy.read(path)
+        if self._critic is not None:
+            # Before anything is changed: all of it fits, or nothing is.
+            self._critic.restore(self._critic.read(path / _CRITIC_FOLDER))
+        self._policy.restore(policy)
+
+    def close(self) -> None:
+        for name in ("_model", "_reference", "_policy", "_critic"):
+            self.__dict__.pop(name, None)
+        self._profile.release_cached_memory()
+
+    def _load_trainable(self) -> PreTrainedModel:
+        """The model of the config, with adapters if it asks for them."""
+        causal = load_model(self._run.model, self._profile, self._run.seed)
+        if self._config.lora is not None:
+            from spurline.model.lora import add_adapters
+
+            add_adapters(causal, self._config.lora, self._run.seed)
+        return causal
+
+    def _trained(self, model: StreamModel, config: OptimizerConfig, rate: Callable[[int], float]) -> TrainedModel:
+        if self._config.activation_checkpointing:
+            model.checkpoint_activations(self._profile.checkpoint_options())
+        if self._config.compile:
+            model.compile()
+        return TrainedModel(model, config, rate)
+
+    def _accumulate_gradients(
+        self, model: StreamModel, batch: TrainingBatch, objective: Objective, sums: StepSums
+    ) -> None:
+        """Add the gradient of sum(weight * loss) / normalizer over all micro-batches to the parameters."""
+        loss = objective.loss
+        for rows, stream in self._streams(batch, loss.needs):
+            with self._profile.computing():
+                inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
+                token_loss = loss.token_loss(inputs)
+                with torch.no_grad():
+                    metrics = loss.metrics(inputs)
+                total = sums.add(rows, stream, token_loss, metrics)
+            (total / objective.normalizer).backward()
+
+    def _streams(self, batch: TrainingBatch, needs: frozenset[str] | tuple[()]) -> Iterator[tuple[Rows, TokenStream]]:
+        columns = [name for name in needs if name != ENTROPY]
+        check_columns(batch, columns)
+        for rows in cut_rows(batch, self._config):
+            stream = token_stream(batch, rows, columns, self._profile)
+            if stream is not None:
+                if self._length_limit is not None:
+                    self._length_limit.check(stream.plan.max_length)
+                yield rows, stream
+
+    def _find_stop_tokens(self) -> list[int]:
+        """The model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
+        found = model_stop_tokens(self._model.causal)
+        try:
+            eos = load_tokenizer(self._run.model).eos_token_id
+        except ModelError:
+            # Runs on pretokenized data need no tokenizer; the model's own ids are all there is then.
+            return found
+        return [*found, eos] if isinstance(eos, int) and eos not in found else found
+
+    def _model_to_train(self, role: Role) -> TrainedModel:
+        if role == "reference":
+            raise ModelError("The reference model is the model before training: it is never trained itself.")
+        if role == "policy":
+            return self._policy
+        if self._critic is None:
+            raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
+        return self._critic
+
+    @contextmanager
+    def _playing(self, role: Role) -> Iterator[StreamModel]:
+        """The model of this role, while it is used for forwards."""
+        if role != "reference":
+            yield self._model_to_train(role).model
+        elif self._config.lora is not None:
+            from spurline.model.lora import adapters_off
+
+            with adapters_off(self._model.causal):
+                yield self._model
+        else:
+            yield self._frozen_copy()
+
+    def _frozen_copy(self) -> StreamModel:
+        """The weights that the run started from, loaded when somebody first asks for them."""
+        if self._reference is None:
+            digest = self._policy.initial_weights
+            self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
+        return self._reference

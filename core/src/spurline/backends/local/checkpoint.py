@@ -1,0 +1,187 @@
+"""Write and read everything the local backend needs to continue bit for bit.
+
+model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
+and are recognised by a digest) and the model's persistent buffers. optimizer.safetensors: moments and step per
+parameter. rng.safetensors and state.json: the random generators, the update count, that digest and the one of the
+weights the run started from. No pickle. Naming, renaming into place and pruning are the caller's work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.model import rng as rng_state
+from spurline.model.optimizer import STATE_NAMES, expected_shape, optimizer_tensors, restore_optimizer
+from spurline.model.weights import frozen_digest
+
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint covers. parameters: the trainable ones, by name."""
+
+    causal: nn.Module
+    parameters: Mapping[str, Parameter]
+    optimizer: torch.optim.AdamW
+
+    @cached_property
+    def frozen(self) -> str:
+        """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
+        return frozen_digest(self.causal)
+
+
+def save_training_state(path: Path, state: TrainingState, updates: int, initial_weights: str) -> None:
+    """Write into this folder. initial_weights: digest of the weights before training. Raises CheckpointWriteError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / "model.safetensors", _model_tensors(state))
+        _write(path / "optimizer.safetensors", optimizer_tensors(state.optimizer, state.parameters))
+        _write(path / "rng.safetensors", rng_state.generator_tensors())
+        content = {
+            "format": _FORMAT,
+            "updates": updates,
+            "frozen_weights": state.frozen,
+            "initial_weights": initial_weights,
+            "generators": rng_state.generator_values(),
+        }
+        (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointWriteError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a folder holds, read and found to fit; nothing has been changed by it yet.
+
+    initial_weights: None in checkpoints that were written without it.
+    """
+
+    updates: int
+    initial_weights: str | None
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    generator_tensors: dict[str, Tensor]
+    generator_values: dict[str, Any]
+
+    def put_into(self, state: TrainingState) -> None:
+        """Make the model, its optimizer and the random generators what they were."""
+        with torch.no_grad():
+            for name, target in _model_tensors(state).items():
+                target.copy_(self.model[name])
+        restore_optimizer(state.optimizer, state.parameters, self.optimizer)
+        rng_state.restore_generator_tensors(self.generator_tensors)
+        rng_state.restore_generator_values(self.generator_values)
+
+
+def read_training_state(path: Path, state: TrainingState) -> SavedState:
+    """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer."""
+    model = _read(path / "model.safetensors")
+    optimizer = _read(path / "optimizer.safetensors")
+    generators = _read(path / "rng.safetensors")
+    content = _read_json(path / "state.json")
+    _check_model(path, model, _model_tensors(state))
+    _check_frozen(path, content["frozen_weights"], state)
+    _check_optimizer(path, optimizer, state.parameters)
+    return SavedState(
+        int(content["updates"]),
+        content.get("initial_weights"),
+        model,
+        optimizer,
+        generators,
+        content["generators"],
+    )
+
+
+def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """Trainable weights, tied ones once, and persistent buffers: the very tensors of the model."""
+    persistent = state.causal.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in state.causal.named_buffers() if name in persistent}
+    return {name: parameter.detach() for name, parameter in state.parameters.items()} | buffers
+
+
+def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    missing, foreign = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
+    if missing or foreign:
+        raise CheckpointError(
+            f"{path}: the checkpoint holds other weights than this run trains: {_some('missing', missing)}"
+            f"{_some('not in the model', foreign)}Resume with the model and backend.lora the checkpoint was made with."
+        )
+    for name, target in targets.items():
+        if saved[name].shape != target.shape or saved[name].dtype != target.dtype:
+            raise CheckpointError(
+                f"{path}: {name} is {_describe(saved[name])} in the checkpoint, but {_describe(target)} in this run. "
+                "Resume with the model, backend.lora and backend.precision the checkpoint was made with."
+            )
+
+
+def _check_frozen(path: Path, saved: str, state: TrainingState) -> None:
+    if saved != state.frozen:
+        raise CheckpointError(
+            f"{path}: the checkpoint's adapters were trained on other frozen weights than this run's model has. Resume "
+            "with the model.path, model.revision, model.init and seed the checkpoint was made with."
+        )
+
+
+def _check_optimizer(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
+    for key, tensor in saved.items():
+        expected = expected_shape(key, parameters)
+        if expected is None or tuple(tensor.shape) != expected:
+            raise CheckpointError(
+                f"{path}: optimizer state {key} {list(tensor.shape)} does not fit this run's parameters. "
+                "Resume with the model and backend.lora the checkpoint was made with."
+            )
+    incomplete = sorted(
+        name for name in parameters if len({f"{name}/{key}" for key in STATE_NAMES} & saved.keys()) not in (0, 3)
+    )
+    if incomplete:
+        raise CheckpointError(
+            f"{path}: the optimizer state of {incomplete[0]} is incomplete. Resume from another checkpoint."
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _some(label: str, names: list[str]) -> str:
+    return f"{len(names)} {label} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). " if names else ""
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path}: not a state of this Spurline version (format {_FORMAT}). Use the one that wrote it."
+        )
+    return content
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path}: missing or damaged ({error}). Resume from another checkpoint."

@@ -1,0 +1,71 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume, Section
+from spurline.errors import Problem
+from spurline.plugins.registry import resolve
+from spurline.protocols.backend import BackendConfig
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline[lora]`."""
+
+    rank: int = Field(default=16, gt=0)
+    """Rank of the update matrices."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the update is alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the adapters."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Module names to adapt."""
+
+
+class LocalBackendConfig(BackendConfig):
+    """One process, on CPU or one GPU."""
+
+    name: str = "local"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU when there is one."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """`bf16` keeps fp32 weights and computes under autocast; `fp64` is for numerical tests."""
+    rows_per_microbatch: int | None = Field(default=None, gt=0)
+    """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
+    max_tokens_per_microbatch: int | None = Field(default=None, gt=0)
+    """Or fill each micro-batch with whole rows up to this many tokens, padding not counted."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Run the decoder through torch.compile."""
+    logits_chunk_tokens: int = Field(default=4096, gt=0)
+    """Positions whose logits exist at the same time."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights."""
+    num_threads: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
+    """CPU threads; null leaves torch's choice."""
+    probe: bool = True
+    """Check at start-up that packed rows and chunked logits are exact for this model."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
+            yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+
+    def missing_here(self) -> str | None:
+        # By name, as factories are: only torch knows about GPUs, and a config must not import it.
+        has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
+        if self.device == "cuda" and not has_gpu:
+            return "backend.device is cuda, but torch sees no GPU here: this config trains elsewhere only"
+        return None
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        if self.rows_per_microbatch is not None:
+            tokens = min(tokens, self.rows_per_microbatch * row_length)
+        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
+        return estimate(run, self, min(tokens, self.max_tokens_per_microbatch or tokens))

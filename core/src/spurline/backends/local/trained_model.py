@@ -1,0 +1,106 @@
+"""A model with its optimizer: what the local backend has one of for the policy, and one for the critic.
+
+Place on the way: gradients -> clipping -> AdamW -> weights; and all of it to disk and back. Who computes gradients, of
+which loss, is the backend's work.
+
+The reference model of full fine-tuning: the weights that the run started from, loaded a second time.
+
+Place on the way: `model` section -> this -> logprobs of role `reference`. Checkpoints hold a digest of these weights,
+not the weights themselves: files that changed since are refused instead of measured against. Runs with adapters need
+no second model: they turn the adapters off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spurline.backends.local.checkpoint import SavedState, TrainingState, read_training_state, save_training_state
+from spurline.config.run_config import OptimizerConfig, RunConfig
+from spurline.errors import CheckpointError
+from spurline.model.device_profile import DeviceProfile
+from spurline.model.loading import load_model
+from spurline.model.optimizer import make_optimizer, set_learning_rate
+from spurline.model.stream_model import StreamModel
+from spurline.model.weights import weights_digest
+
+
+class TrainedModel:
+    """`model`, of which the parameters that ask for gradients are trained.
+
+    rate: learning rate of each optimizer step, counted from 1.
+    """
+
+    def __init__(self, model: StreamModel, config: OptimizerConfig, rate: Callable[[int], float]) -> None:
+        self.model = model
+        self.parameters = {name: value for name, value in model.causal.named_parameters() if value.requires_grad}
+        self.initial_weights = weights_digest(model.causal)
+        """Recognises the weights that the whole run started from, also after a resume."""
+        self.updates = 0
+        self._config = config
+        self._rate = rate
+        self._optimizer = make_optimizer(self.parameters, config)
+        self._state = TrainingState(model.causal, self.parameters, self._optimizer)
+
+    def gradients(self) -> list[tuple[str, Tensor]]:
+        """(name, gradient) of each parameter, on CPU."""
+        return [
+            (name, torch.zeros_like(value, device="cpu") if value.grad is None else value.grad.cpu())
+            for name, value in self.parameters.items()
+        ]
+
+    def gradient_norm(self) -> Tensor:
+        """Over all parameters."""
+        gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).to(self.model.causal.device)
+
+    def step(self, norm: Tensor, grad_norm: float) -> float:
+        """Clip, and update the weights; returns the learning rate that was used.
+
+        norm, grad_norm: the gradient norm, on the device and on the host.
+        """
+        limit = self._config.max_grad_norm
+        if limit is not None and grad_norm > limit:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
+        rate = self._rate(self.updates + 1)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self.updates += 1
+        return rate
+
+    def drop_gradients(self) -> None:
+        for value in self.parameters.values():
+            value.grad = None
+
+    def save(self, path: Path) -> None:
+        """Write into this folder. Raises CheckpointWriteError."""
+        save_training_state(path, self._state, self.updates, self.initial_weights)
+
+    def read(self, path: Path) -> SavedState:
+        """What `save` wrote, checked against this model and not yet put into it. Raises CheckpointError."""
+        return read_training_state(path, self._state)
+
+    def restore(self, saved: SavedState) -> None:
+        """Continue where `saved` was, random generators included."""
+        saved.put_into(self._state)
+        self.updates = saved.updates
+        if saved.initial_weights is not None:
+            self.initial_weights = saved.initial_weights
+
+
+def load_reference(
+    run: RunConfig, profile: DeviceProfile, initial_weights: str, logits_chunk_tokens: int
+) -> StreamModel:
+    """The frozen model. Raises CheckpointError when it is not the one with the digest `initial_weights`."""
+    with profile.keeping_generators():
+        causal = load_model(run.model, profile, run.seed)
+    if weights_digest(causal) != initial_weights:
+        raise CheckpointError(
+            f"model.path: the weights of {run.model.path} are not those this run started from, and its reference model "
+            "is loaded from there. Restore them (and model.revision, where it names a branch), or start anew with "
+            "another run_dir."
+        )
+    return StreamModel(causal.requires_grad_(False).eval(), logits_chunk_tokens)

@@ -1,0 +1,98 @@
+"""The table of core's own components. This is an ordinary plugin module, loaded first in every run.
+
+Kind and name of each component are those of its config class.
+"""
+
+from __future__ import annotations
+
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.data import configs as data
+from spurline.losses import configs as losses
+from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
+from spurline.plugins.registry import CORE
+from spurline.protocols.report_panel import ReportPanelConfig
+from spurline.rl.advantages import configs as advantages
+from spurline.rl.configs import RolloutSourceConfig
+from spurline.rl.engines.configs import InProcessEngineConfig
+from spurline.rl.environments.configs import SingleTurnConfig, ToolsConfig
+from spurline.rl.rewards import configs as rewards
+from spurline.trackers import configs as trackers
+from spurline.update.configs import ByPromptConfig, WholeBatchConfig
+
+PLUGIN = Plugin(CORE, api=API_VERSION)
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    add = registry.add
+    add(data.HfDatasetConfig, "spurline.data.hf_dataset:HfDataset", default=True)
+    add(data.SequentialTokenizationConfig, "spurline.data.tokenization:SequentialTokenization", default=True)
+    add(data.PaddedCollatorConfig, "spurline.data.collators.padded:PaddedCollator")
+    add(data.PackedCollatorConfig, "spurline.data.collators.packed:PackedCollator", default=True)
+    add(data.RolloutsCollatorConfig, "spurline.data.collators.padded:RolloutsCollator")
+    add(data.SerialPrefetchConfig, "spurline.data.serial_prefetch:SerialPrefetch", default=True)
+    add(data.SftSourceConfig, "spurline.data.sft:SftSource", default=True)
+    add(data.PreferenceSourceConfig, "spurline.data.preference:PreferenceSource")
+    add(RolloutSourceConfig, "spurline.rl.source:RolloutSource")
+
+    add(WholeBatchConfig, "spurline.update.minibatches:WholeBatch", default=True)
+    add(ByPromptConfig, "spurline.update.minibatches:ByPrompt")
+    add(LocalBackendConfig, "spurline.backends.local.backend:LocalBackend", default=True)
+
+    add(losses.CrossEntropyConfig, "spurline.losses.cross_entropy:CrossEntropy", default=True)
+    add(losses.DynamicFineTuningConfig, "spurline.losses.dft:DynamicFineTuning")
+    add(losses.DpoConfig, "spurline.losses.dpo:Dpo")
+    add(losses.PolicyGradientConfig, "spurline.losses.policy_gradient:PolicyGradient")
+    add(losses.PpoConfig, "spurline.losses.ppo:Ppo")
+    add(losses.GspoConfig, "spurline.losses.gspo:Gspo")
+    add(losses.CispoConfig, "spurline.losses.cispo:Cispo")
+    add(losses.SapoConfig, "spurline.losses.sapo:Sapo")
+    add(losses.ValueLossConfig, "spurline.losses.value:ValueLoss")
+    importance_sampling = "spurline.losses.corrections.importance_sampling"
+    add(losses.TruncatedImportanceSamplingConfig, f"{importance_sampling}:TruncatedImportanceSampling")
+    add(losses.MaskedImportanceSamplingConfig, f"{importance_sampling}:MaskedImportanceSampling")
+    add(losses.GeometricRejectionConfig, "spurline.losses.corrections.rejection:GeometricRejection")
+    add(losses.SequenceRejectionConfig, "spurline.losses.corrections.rejection:SequenceRejection")
+
+    add(advantages.GrpoConfig, "spurline.rl.advantages.grpo:Grpo", default=True)
+    add(advantages.DrGrpoConfig, "spurline.rl.advantages.dr_grpo:DrGrpo")
+    add(advantages.RlooConfig, "spurline.rl.advantages.rloo:Rloo")
+    add(advantages.MaxRlConfig, "spurline.rl.advantages.maxrl:MaxRl")
+    add(advantages.ReinforcePlusPlusConfig, "spurline.rl.advantages.reinforce_pp:ReinforcePlusPlus")
+    add(advantages.GaeConfig, "spurline.rl.advantages.gae:Gae")
+    add(SingleTurnConfig, "spurline.rl.environments.single_turn:SingleTurn", default=True)
+    add(ToolsConfig, "spurline.rl.environments.tools:Tools")
+    add(InProcessEngineConfig, "spurline.rl.engines.in_process.engine:InProcessEngine", default=True)
+    add(rewards.ExactMatchConfig, "spurline.rl.rewards.matching:ExactMatch")
+    add(rewards.PrefixMatchConfig, "spurline.rl.rewards.matching:PrefixMatch")
+    add(rewards.FunctionRewardConfig, "spurline.rl.rewards.function:FunctionReward")
+    add(rewards.MathVerifyConfig, "spurline.rl.rewards.math_verify:MathVerify")
+
+    add(trackers.JsonlTrackerConfig, "spurline.trackers.jsonl:JsonlTracker")
+    add(trackers.ConsoleTrackerConfig, "spurline.trackers.console:ConsoleTracker")
+    add(trackers.TensorboardTrackerConfig, "spurline.trackers.tensorboard:TensorboardTracker")
+    add(trackers.WandbTrackerConfig, "spurline.trackers.wandb:WandbTracker")
+    for name, panel in _REPORT_PANELS.items():
+        add(ReportPanelConfig, f"spurline.report.panels:{panel}", name=name)
+
+
+# In page order; panels without settings share one config class.
+_REPORT_PANELS = {
+    "summary": "SummaryPanel",
+    "health": "HealthPanel",
+    "reward": "RewardPanel",
+    "loss": "LossPanel",
+    "evaluation": "EvaluationPanel",
+    "groups": "GroupsPanel",
+    "responses": "ResponsesPanel",
+    "policy": "PolicyPanel",
+    "mismatch": "MismatchPanel",
+    "learning_rate": "LearningRatePanel",
+    "gradient": "GradientPanel",
+    "throughput": "ThroughputPanel",
+    "time_split": "TimeSplitPanel",
+    "sample_lengths": "SampleLengthsPanel",
+    "packing": "PackingPanel",
+    "samples": "SamplesPanel",
+    "config": "ConfigPanel",
+}

@@ -1,1 +1,0 @@
-"""Core's own components, registered through the same hook that third parties use."""

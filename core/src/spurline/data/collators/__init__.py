@@ -1,0 +1,1 @@
+"""Samples or turns to one `TrainingBatch`: the readable reference that fast collators are compared with."""

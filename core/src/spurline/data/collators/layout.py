@@ -1,0 +1,174 @@
+"""Write segments into the columns of a TrainingBatch, one token at a time: what every reference collator shares.
+
+Readable before fast: these loops say what a batch must contain; vectorized collators are tested against them.
+
+Turn trajectories into segments, one per turn: what the reference collators of rollouts share.
+
+Place on the way: Trajectory -> Segment -> `lay_out` -> TrainingBatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, TrainingBatch
+from spurline.data.ragged import Ragged
+
+if TYPE_CHECKING:
+    from spurline.rl.trajectory import Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sub-sequence to lay out.
+
+    tokens: [length]. loss_weights: [length]; the first is ignored, since nothing predicts a first token.
+    start: column of its first token. uid, sample, turn: metadata.
+    extra: further token columns, each [length, ...].
+    """
+
+    tokens: NDArray[np.int32]
+    loss_weights: NDArray[Any]
+    start: int
+    uid: str
+    sample: int = 0
+    turn: int = 0
+    extra: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
+
+
+def lay_out(
+    rows: Sequence[Sequence[Segment]], length: int, pad_token_id: int, info: Mapping[str, float] | None = None
+) -> TrainingBatch:
+    """A batch of these rows, `length` tokens wide. A row without segments becomes a padding row.
+
+    info: more numbers for metrics, beside those of `layout_info`.
+    """
+    extra = _shared_extra_columns(rows)
+    written = [_write_row(segments, length, pad_token_id, extra) for segments in rows]
+    dtypes = TOKEN_COLUMNS | {name: OPTIONAL_TOKEN_COLUMNS[name] for name in extra}
+    columns = {name: _to_tensor([row[name] for row in written], dtype, length) for name, dtype in dtypes.items()}
+    num_tokens = sum(len(segment.tokens) for segments in rows for segment in segments)
+    return TrainingBatch(
+        tokens=columns,
+        segments=_metadata(rows),
+        unit_ids=torch.arange(len(rows), dtype=torch.int64),
+        is_padding_row=torch.tensor([not segments for segments in rows], dtype=torch.bool),
+        info={**layout_info(num_tokens, len(rows), length), **(info or {})},
+    )
+
+
+def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]:
+    """What every layout reports. num_tokens: padding not counted. length: tokens in a row, padding included."""
+    return {
+        "packing/fill": num_tokens / (num_rows * length) if num_rows and length else 0.0,
+        "packing/rows": float(num_rows),
+        "packing/row_tokens": float(length),
+    }
+
+
+def _write_row(
+    segments: Sequence[Segment], length: int, pad_token_id: int, extra: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+    """The columns of one row as lists, token by token. extra: name -> what padding holds in that column."""
+    input_ids, segment_ids, position_ids = [pad_token_id] * length, [0] * length, [0] * length
+    loss_weights = [0.0] * length
+    extra_columns = {name: [padding] * length for name, padding in extra.items()}
+    for number, segment in enumerate(segments, start=1):
+        tokens, weights = segment.tokens.tolist(), segment.loss_weights.tolist()
+        for offset in range(len(tokens)):
+            column = segment.start + offset
+            input_ids[column] = tokens[offset]
+            segment_ids[column] = number
+            position_ids[column] = offset
+            loss_weights[column] = weights[offset] if offset > 0 else 0.0
+            for name, values in extra_columns.items():
+                values[column] = segment.extra[name][offset]
+    return {
+        "input_ids": input_ids,
+        "segment_ids": segment_ids,
+        "position_ids": position_ids,
+        "loss_weights": loss_weights,
+        **extra_columns,
+    }
+
+
+def _shared_extra_columns(rows: Sequence[Sequence[Segment]]) -> dict[str, Any]:
+    """Optional columns that every segment has, with their padding value.
+
+    A column that only some segments have is left out: its zeros would pass for data.
+    """
+    segments = [segment for row in rows for segment in row]
+    return {
+        name: np.zeros(segments[0].extra[name].shape[1:], segments[0].extra[name].dtype)
+        for name in OPTIONAL_TOKEN_COLUMNS
+        if segments and all(name in segment.extra for segment in segments)
+    }
+
+
+def _to_tensor(rows: list[list[Any]], dtype: torch.dtype, length: int) -> Tensor:
+    if not rows:
+        return torch.zeros((0, length), dtype=dtype)
+    return torch.from_numpy(np.array(rows, dtype=torch.empty(0, dtype=dtype).numpy().dtype))
+
+
+def _metadata(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:
+    read = {
+        "uid": lambda segment: segment.uid,
+        "sample": lambda segment: segment.sample,
+        "turn": lambda segment: segment.turn,
+        "length": lambda segment: len(segment.tokens),
+    }
+    return {
+        name: Ragged.from_rows([[read[name](segment) for segment in segments] for segments in rows], dtype)
+        for name, dtype in SEGMENT_COLUMNS.items()
+    }
+
+
+def turn_segments(trajectories: Sequence[Trajectory]) -> list[Segment]:
+    """One segment per turn, in order, all at column 0; collators move them with `dataclasses.replace`."""
+    return [
+        _segment(turn, trajectory.uid, trajectory.sample, number)
+        for trajectory in trajectories
+        for number, turn in enumerate(trajectory.turns)
+    ]
+
+
+def turn_name(uid: str, sample: int, turn: int) -> str:
+    """What messages call a turn."""
+    return f"Turn {turn} of sample {sample} of prompt {uid}"
+
+
+def _segment(turn: Turn, uid: str, sample: int, number: int) -> Segment:
+    tokens = np.concatenate([turn.prompt_ids, turn.response_ids]).astype(np.int32)
+    weights = _after_prompt(turn, turn.loss_mask.astype(np.float32))
+    return Segment(tokens, weights, 0, uid, sample, number, _extra(turn))
+
+
+def _extra(turn: Turn) -> dict[str, NDArray[Any]]:
+    per_response = {
+        "rollout_logprobs": turn.logprobs,
+        "token_versions": turn.versions,
+        "rewards": turn.rewards,
+        "advantages": turn.advantages,
+        "values": turn.values,
+        "returns": turn.returns,
+    }
+    extra = {name: _after_prompt(turn, values) for name, values in per_response.items() if values is not None}
+    if turn.routed_experts is not None:
+        num_tokens = len(turn.prompt_ids) + len(turn.response_ids)
+        assert len(turn.routed_experts) == num_tokens, (len(turn.routed_experts), num_tokens)
+        extra["routed_experts"] = turn.routed_experts
+    return extra
+
+
+def _after_prompt(turn: Turn, values: NDArray[Any]) -> NDArray[Any]:
+    """Response values with zeros for the prompt in front."""
+    assert len(values) == len(turn.response_ids), (len(values), len(turn.response_ids))
+    return np.concatenate([np.zeros(len(turn.prompt_ids), values.dtype), values])

@@ -1,0 +1,71 @@
+"""Collator `packed`: several samples, or several turns of trajectories, per row. The readable reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.collators.layout import Segment, lay_out, turn_name, turn_segments
+from spurline.data.collators.packing import pack, refuse_what_cannot_fit, round_up, straggler_factor
+from spurline.data.configs import PackedCollatorConfig
+from spurline.data.token_store import TokenView
+from spurline.protocols.collator import ParallelLayout
+
+if TYPE_CHECKING:
+    from spurline.rl.trajectory import Trajectory
+
+
+class PackedCollator:
+    """Each sample's length is rounded up to the alignment before packing, so a row can never overflow."""
+
+    def __init__(self, config: PackedCollatorConfig, pad_token_id: int, layout: ParallelLayout) -> None:
+        self._config = config
+        self._pad_token_id = pad_token_id
+        self._layout = layout
+        self._align_to = math.lcm(config.align_to, layout.align_to)
+
+    def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
+        segments = [
+            Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
+            for position in range(len(samples))
+        ]
+        names = [f"Sample {segment.uid}" for segment in segments]
+        return self._pack(segments, names, "lower data.max_length")
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        segments = turn_segments(trajectories)
+        names = [turn_name(segment.uid, segment.sample, segment.turn) for segment in segments]
+        return self._pack(segments, names, "limit prompts and responses")
+
+    def _pack(self, segments: Sequence[Segment], names: Sequence[str], shorter: str) -> TrainingBatch:
+        lengths = [len(segment.tokens) for segment in segments]
+        aligned = [round_up(length, self._align_to) for length in lengths]
+        refuse_what_cannot_fit(lengths, aligned, self._config.max_tokens, lambda position: names[position], shorter)
+        rows = pack(aligned, self._config.max_tokens, self._layout.data, self._config.algorithm)
+        used = [sum(aligned[position] for position in row) for row in rows]
+        length = max([self._align_to, *used])
+        if self._config.pad_to_max or self._layout.pipeline > 1:
+            # Pipeline stages exchange activations of one fixed shape.
+            length = self._config.max_tokens
+        return lay_out(
+            [
+                _end_to_end([segments[position] for position in row], [aligned[position] for position in row])
+                for row in rows
+            ],
+            length,
+            self._pad_token_id,
+            {"packing/straggler": straggler_factor(used, self._layout.data)},
+        )
+
+
+def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
+    """The segments of one row, each starting where the aligned one before it ends."""
+    placed: list[Segment] = []
+    start = 0
+    for segment, length in zip(segments, aligned, strict=True):
+        placed.append(replace(segment, start=start))
+        start += length
+    return placed

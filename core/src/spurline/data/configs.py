@@ -1,0 +1,127 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import DatasetConfig, RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.protocols.collator import CollatorConfig
+from spurline.protocols.prefetch import PrefetchConfig
+from spurline.protocols.source import SourceConfig, dropout_problems
+from spurline.protocols.tokenization import TokenizationConfig
+
+
+class HfDatasetConfig(DatasetConfig):
+    """Rows that Hugging Face `datasets` can load: local files and folders, or a hub name."""
+
+    name: str = "hf"
+    path: Annotated[str, OnResume.FREE] = Field(min_length=1)
+    """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    split: str = "train"
+    """Split string, such as `train`, `train[:1000]` or `train[10%:20%]`."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit)."""
+
+
+class SequentialTokenizationConfig(TokenizationConfig):
+    """One sample after another, in this process, into memory."""
+
+    name: str = "sequential"
+
+
+class PaddedCollatorConfig(CollatorConfig):
+    """One sample per row, padded to the longest."""
+
+    name: str = "padded"
+    pad_side: Literal["right", "left"] = "right"
+    """Side on which shorter rows are filled."""
+    pad_to_multiple_of: int = Field(default=1, gt=0)
+    """Round the row length up to a multiple of this."""
+
+
+class PackedCollatorConfig(CollatorConfig):
+    """Several samples per row; no sample sees its neighbour."""
+
+    name: str = "packed"
+    max_tokens: int = Field(default=8192, gt=0)
+    """Tokens in one packed row, padding and alignment included."""
+    align_to: int = Field(default=1, gt=0)
+    """Round each sample's length up to a multiple of this; the backend's own alignment is applied on top."""
+    pad_to_max: bool = False
+    """Make every row exactly `max_tokens` long; otherwise rows are as long as the fullest one."""
+    algorithm: Literal["ffd", "bfd", "multifit"] = "ffd"
+    """First-fit-decreasing; best-fit-decreasing; or first-fit-decreasing with rows evened out over all ranks."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if run.collator is self and run.data.max_length > self.max_tokens:
+            yield Problem(
+                "max_tokens",
+                f"is {self.max_tokens}, but data.max_length allows samples of {run.data.max_length} tokens. "
+                f"Set data.max_length: {self.max_tokens}, or raise collator.max_tokens.",
+            )
+
+
+class RolloutsCollatorConfig(PaddedCollatorConfig):
+    """One turn of a trajectory per row."""
+
+    name: str = "rollouts"
+
+
+class SerialPrefetchConfig(PrefetchConfig):
+    """Build each batch when its step begins, on the loop's thread."""
+
+    name: str = "serial"
+
+
+class SftSourceConfig(SourceConfig):
+    """Tokenized samples in an order that depends only on seed and epoch."""
+
+    name: str = "sft"
+
+
+_LOSSES_OF_ONE_ANSWER = ("cross_entropy", "dft")
+
+
+class PreferenceSourceConfig(SourceConfig):
+    """Pairs of a chosen and a rejected answer to a prompt; `batch_size` counts pairs. Its loss is `dpo`."""
+
+    run_defaults: ClassVar[Mapping[str, str]] = {"loss": "dpo"}
+
+    supplies = "pairs"
+    name: str = "preference"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from dropout_problems(run)
+        if run.loss.name.removeprefix("core/") in _LOSSES_OF_ONE_ANSWER:
+            yield Problem(
+                "name",
+                f"is {self.name}, but loss: {run.loss.name} would train on rejected answers as on chosen ones. Set "
+                "loss: dpo, or remove the line.",
+            )
+        if run.reduction.name == "fixed_norm":
+            yield Problem(
+                "name",
+                f"is {self.name}, whose pairs all count the same, but reduction: fixed_norm counts tokens. Remove it.",
+            )
+        for entry in (*run.data.train, *run.data.eval):
+            if entry.format != "auto":
+                yield Problem(
+                    "name",
+                    f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "
+                    f"{entry.format}. Remove it; `columns` renames columns.",
+                )
+        capacity = getattr(run.collator, "max_tokens", None)
+        if capacity is not None and run.data.max_length <= capacity < 2 * run.data.max_length:
+            yield Problem(
+                "name",
+                f"is {self.name}, and a pair may have twice data.max_length: {2 * run.data.max_length} tokens, but "
+                f"collator.max_tokens is {capacity}. Set data.max_length: {capacity // 2}, or raise "
+                "collator.max_tokens.",
+            )

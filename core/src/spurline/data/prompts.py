@@ -1,0 +1,159 @@
+"""The question of a row that a model is to answer, and the reference answer where the row has one.
+
+Place on the way: Dataset row -> question -> prompt tokens. The formats are those of training rows; here the answer may
+be missing, and a column `reference` may hold what the answer is compared with.
+
+From a row to the prompt a model answers and the reference answer, for rollouts and held-out generation.
+
+In: a chat, alpaca or prompt/completion row, with or without an answer. Out: prompt tokens as the model sees them at
+inference, and the reference as plain text where there is one. Nothing here is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig, DatasetConfig
+from spurline.data.chat import ChatRenderer
+from spurline.data.encoding import encode_batch, require_chat_template, require_offsets
+from spurline.data.formats import ANSWER_COLUMNS, TextPair, TokenRow, detect_format, read_row
+from spurline.data.messages import Message, assistant_turns
+from spurline.data.rows import BadRowError, RowView, describe
+from spurline.errors import DataError
+from spurline.protocols.tokenization import DatasetToTokenize
+
+
+@dataclass(frozen=True)
+class ChatQuestion:
+    """messages: the whole conversation of the row. answer_at: the message that is the answer, or their number when the
+    row ends with the question. reference: the expected answer, or None. tools: schemas that the row brings."""
+
+    messages: list[Message]
+    answer_at: int
+    reference: str | None
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class TextQuestion:
+    """Plain text to go on from. reference: the expected answer, or None."""
+
+    text: str
+    reference: str | None
+
+
+def read_question(
+    row: Mapping[str, Any], config: DatasetConfig, *, has_chat_template: bool
+) -> ChatQuestion | TextQuestion:
+    """The question of a row in any format but `pretokenized`.
+
+    A conversation that ends with an assistant turn is asked up to there; any other is the question as it stands.
+    Raises BadRowError naming the field, and DataError when the columns fit no format.
+    """
+    name = detect_format(config, row, needs_answer=False)
+    item = read_row(row, config, name, has_chat_template=has_chat_template, needs_answer=False)
+    view = RowView(row, config.columns)
+    reference = _reference(view)
+    if isinstance(item, TokenRow):
+        raise BadRowError(
+            item.field,
+            "holds token ids; answers cannot be generated and scored as text for pretokenized rows. Use chat, alpaca "
+            "or prompt_completion rows.",
+        )
+    if isinstance(item, TextPair):
+        has_answer = any(view.get(column) is not None for column in ANSWER_COLUMNS)
+        return TextQuestion(item.prompt, item.completion if reference is None and has_answer else reference)
+    messages = item.messages
+    if messages[-1]["role"] != "assistant":
+        return ChatQuestion(messages, len(messages), reference, item.tools)
+    answer_at = assistant_turns(messages)[-1]
+    answer = str(messages[answer_at].get("content", ""))
+    return ChatQuestion(messages, answer_at, answer if reference is None else reference, item.tools)
+
+
+def _reference(view: RowView) -> str | None:
+    """The `reference` column as text; numbers are written out."""
+    value = view.get("reference")
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise BadRowError(view.label("reference"), f"is {describe(value)}, expected text or a number.")
+
+
+@dataclass(frozen=True)
+class GenerationExample:
+    """One prompt with its reference answer. prompt_ids encode prompt_text, plus a BOS if the tokenizer adds one."""
+
+    prompt_ids: list[int]
+    prompt_text: str
+    reference_text: str | None
+
+
+def prompt_and_reference(
+    row: Mapping[str, Any],
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    *,
+    location: str = "row",
+) -> GenerationExample:
+    """The question of the row with the generation prompt, and its reference; see `data.prompt_rows`.
+
+    Raises DataError with `location` in front for malformed and for pretokenized rows, and for a prompt over
+    `data.max_length` when `data.too_long` is `error`; otherwise prompts are used whole.
+    """
+    require_offsets(tokenizer)
+    try:
+        example = _split(row, config, tokenizer, location)
+    except BadRowError as error:
+        raise error.at(location) from error
+    if data.too_long == "error" and len(example.prompt_ids) > data.max_length:
+        raise DataError(
+            f"{location}: the prompt has {len(example.prompt_ids)} tokens, over data.max_length: {data.max_length}. "
+            "Raise data.max_length, leave the row out, or remove data.too_long: error to use prompts whole."
+        )
+    return example
+
+
+def read_examples(
+    source: DatasetToTokenize, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
+    """Rows of a dataset with their examples, in order; malformed rows are passed over when `on_bad_row: skip`."""
+    dataset = source.dataset
+    for number in range(len(dataset)):
+        try:
+            row = dataset[number]
+            example = prompt_and_reference(row, source.config, tokenizer, data, location=dataset.location(number))
+        except DataError:
+            if source.config.on_bad_row == "skip":
+                continue
+            raise
+        yield row, example
+
+
+def _split(
+    row: Mapping[str, Any], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, location: str
+) -> GenerationExample:
+    try:
+        question = read_question(row, config, has_chat_template=tokenizer.chat_template is not None)
+    except BadRowError:
+        raise
+    except DataError as error:
+        raise DataError(f"{location}: {error}") from error
+    if isinstance(question, TextQuestion):
+        [encoding] = encode_batch(tokenizer, [question.text], is_chat=False)
+        ids = list(encoding.ids)
+        # A tokenizer that ends every text would ask the model to answer after the end.
+        if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+            ids.pop()
+        return GenerationExample(ids, question.text, question.reference)
+    require_chat_template(tokenizer, location)
+    asked = question.messages[: question.answer_at]
+    text = ChatRenderer(tokenizer).render(asked, question.tools, add_generation_prompt=True)
+    [encoding] = encode_batch(tokenizer, [text], is_chat=True)
+    return GenerationExample(list(encoding.ids), text, question.reference)

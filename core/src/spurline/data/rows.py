@@ -1,0 +1,119 @@
+"""The error for one malformed row, before it is known where the row is.
+
+Raised by the readers of rows; the encoder adds the location, or counts the row when `on_bad_row: skip`.
+
+One row under the column names Spurline expects, whatever they are called in the file.
+
+In: a row and the `columns` setting. Out: values by expected name; every error names the column as the file does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spurline.errors import DataError, listing, suggestion
+
+
+class BadRowError(DataError):
+    """A row that cannot be read.
+
+    field: path in the row, such as `messages[2].role`. problem: what is wrong and the fix.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        self.problem = problem
+        super().__init__(f"{field} {problem}".strip())
+
+    def at(self, location: str) -> DataError:
+        """The same error with the place in front: `train.jsonl:12: messages[2].role is ...`."""
+        return DataError(f"{location}: {self}")
+
+
+def describe(value: Any) -> str:
+    """What a value is, for `... is a number (42), expected text`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"a boolean ({str(value).lower()})"
+    if isinstance(value, (int, float)):
+        return f"a number ({value})"
+    if isinstance(value, str):
+        return f"text ({value[:40]!r}{'...' if len(value) > 40 else ''})"
+    if isinstance(value, (list, tuple)):
+        return "a list" if len(value) else "an empty list"
+    if isinstance(value, dict):
+        return f"an object with {', '.join(map(str, value)) or 'no fields'}"
+    return f"a {type(value).__name__}"
+
+
+EXPECTED_COLUMNS = (
+    "messages",
+    "conversations",
+    "system",
+    "tools",
+    "instruction",
+    "input",
+    "output",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "reference",
+    "input_ids",
+    "loss_mask",
+    "labels",
+    "prompt_length",
+    "num_actions",
+)
+"""Every column name that some format reads."""
+
+
+class RowView:
+    """Read access to one row. names: expected name -> name in the file (the `columns` setting)."""
+
+    def __init__(self, row: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        self._row = row
+        self._names = names
+
+    def __contains__(self, column: str) -> bool:
+        return self.label(column) in self._row
+
+    def label(self, column: str) -> str:
+        """What the column is called in the file."""
+        return self._names.get(column, column)
+
+    def get(self, column: str) -> Any:
+        """The value, or None when the row has no such column."""
+        return self._row.get(self.label(column))
+
+    def require(self, column: str) -> Any:
+        """The value; BadRowError when it is missing or null."""
+        label = self.label(column)
+        if label not in self._row:
+            raise BadRowError(
+                label,
+                f"is missing.{suggestion(label, self._row)} The row has: {listing(self._row)}. "
+                f"Add it, or name the column that holds it with `columns: {{{column}: NAME}}`.",
+            )
+        value = self._row[label]
+        if value is None:
+            raise BadRowError(label, "is null. Give it a value, leave the row out, or set `on_bad_row: skip`.")
+        return value
+
+    def text(self, column: str) -> str:
+        """The value, which must be text."""
+        value = self.require(column)
+        if not isinstance(value, str):
+            raise BadRowError(self.label(column), f"is {describe(value)}, expected text.")
+        return value
+
+
+def unknown_column_problem(names: Mapping[str, str]) -> str | None:
+    """What is wrong with the keys of a `columns` setting, or None."""
+    for name in names:
+        if name not in EXPECTED_COLUMNS:
+            hint = suggestion(name, EXPECTED_COLUMNS)
+            return f"columns.{name} is not a column Spurline reads.{hint} Columns: {', '.join(EXPECTED_COLUMNS)}."
+    return None

@@ -1,0 +1,127 @@
+"""The tokenized samples of some datasets and the batches they make: one row, one sample.
+
+Place on the way: dataset configs -> tokenization -> SampleSet -> collator -> TrainingBatch. Sources draw training
+batches from it, evaluation its own; in which order is theirs to say.
+
+Source `sft`: tokenized samples, in an order that depends only on seed and epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.config.run_config import DatasetConfig
+from spurline.config.section import ComponentConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.order import DataOrder
+from spurline.data.reading import open_datasets, share_read, tokenize
+from spurline.data.summary import summarize
+from spurline.data.tokenizer import pad_token_id
+from spurline.errors import CheckpointError
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import Collator
+from spurline.protocols.source import SourceContext
+from spurline.protocols.tokenization import DatasetToTokenize
+
+
+class SampleSet:
+    """See `Samples`. Raises DataError for data that cannot be found, read or used.
+
+    shares: for each dataset the share of its rows that was read. labels: name of each dataset.
+    """
+
+    def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
+        run, registry = context.config, context.host.registry
+        opened = open_datasets(configs, registry, context.row_limit)
+        self.shares = share_read(opened)
+        self._sources = self._to_tokenize(opened)
+        self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
+        self._collator: Collator = registry.create(
+            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
+        )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self._tokenized.store.labels
+
+    def sizes(self) -> tuple[int, ...]:
+        return self._tokenized.store.sizes()
+
+    def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:
+        return self._collator.collate(self._tokenized.store.view(numbers), training=training)
+
+    def fingerprint(self) -> str:
+        return self._tokenized.store.fingerprint
+
+    def summary(self) -> dict[str, Any]:
+        return summarize(self._tokenized)
+
+    def answered(self) -> Sequence[DatasetToTokenize]:
+        return self._sources
+
+    def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
+        """What is handed to the tokenization; rows that hold several texts become several datasets."""
+        return opened
+
+
+class SftSource:
+    """The batch of a step is a pure function of (config, step), so nothing is carried from step to step."""
+
+    pure = True
+
+    def __init__(self, config: ComponentConfig, context: SourceContext, samples: SampleSet | None = None) -> None:
+        """samples: what to train on, when it is not one sample per row."""
+        run = context.config
+        self._batch_size = run.batch_size
+        self._samples = SampleSet(run.data.train, context) if samples is None else samples
+        weights = [dataset.weight for dataset in run.data.train]
+        self._order = DataOrder(self._samples.sizes(), weights, run.seed, shuffle=run.data.shuffle)
+        shares = self._samples.shares
+        # Of data that was read in part, the rest is taken to be as usable as what was read.
+        sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
+        whole_order = DataOrder(sizes, weights, run.seed)
+        self._samples_per_epoch = whole_order.samples_per_epoch
+        self._rounded = [
+            f"{label}: weight {weight:g} of {size} samples is rounded to {share} per epoch"
+            for label, weight, size, share in zip(self._samples.labels, weights, sizes, whole_order.shares, strict=True)
+            if abs(share - weight * size) > 0.05 * weight * size
+        ]
+        self._read_in_part = min(shares) < 1
+        self.total_steps = run.total_steps(self._samples_per_epoch)
+
+    def summary(self) -> Mapping[str, object]:
+        facts = {
+            "samples_per_epoch": self._samples_per_epoch,
+            "read_in_part": self._read_in_part,
+            "rounded": self._rounded,
+        }
+        return {**self._samples.summary(), **facts}
+
+    def start(self, step: int, backend: Backend) -> None:
+        """Nothing to start."""
+
+    def build(self, step: int) -> TrainingBatch:
+        return self._samples.batch(self._order.batch(step, self._batch_size), training=True)
+
+    def epoch(self, step: int) -> float:
+        return step * self._batch_size / self._samples_per_epoch
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, object]:
+        return {"data": self._samples.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        if state.get("data") != self._samples.fingerprint():
+            raise CheckpointError(
+                "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed "
+                "file, tokenizer or chat template). Restore them, or start anew with another run_dir."
+            )
+
+    def close(self) -> None:
+        """Nothing to stop."""

@@ -1,0 +1,164 @@
+"""Gather encoded samples into a TokenStore, counting what was left out or cut.
+
+The last station of every tokenization: fed in the order of datasets and rows, whoever encoded them.
+
+Built-in tokenization `sequential`: row after row, in this process, into memory.
+
+Rows are encoded in chunks, so the tokenizer's own threads are used. No worker processes, no cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.data.configs import SequentialTokenizationConfig
+from spurline.data.encoding import Dropped, RowEncoder, Sample
+from spurline.data.reading import check_rows
+from spurline.data.token_store import SampleSink, TokenStoreBuilder
+from spurline.errors import DataError
+from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
+
+TRUNCATED = "truncated"
+"""Key in `Tokenized.examples` for the first sample that was cut."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was left out or cut, as in `Tokenized`."""
+
+    dropped: Mapping[str, int]
+    truncated: int
+    examples: Mapping[str, str]
+
+
+class SampleCollector:
+    """Collects the samples of several datasets, one dataset after another.
+
+    sink: where the samples go; None keeps them in memory.
+    """
+
+    def __init__(self, sources: Sequence[DatasetToTokenize], sink: SampleSink | None = None) -> None:
+        self._datasets = [source.dataset for source in sources]
+        self._sink = sink if sink is not None else TokenStoreBuilder(store_labels(sources))
+        self._kept = [0] * len(sources)
+        self._dropped: list[Counter[str]] = [Counter() for _ in sources]
+        self._examples: list[dict[str, str]] = [{} for _ in sources]
+        self._truncated = 0
+
+    def add(self, source: int, outcomes: Iterable[Sample | Dropped]) -> None:
+        """Outcomes of the next rows of dataset number `source`."""
+        samples: list[Sample] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Dropped):
+                self.count_dropped(source, outcome.reason, 1, outcome.row)
+                continue
+            if outcome.truncated:
+                self.count_truncated(source, 1, outcome.row)
+            samples.append(outcome)
+        if samples:
+            self.extend(
+                source,
+                np.concatenate([np.asarray(sample.tokens, dtype=np.int32) for sample in samples]),
+                np.concatenate([sample.loss_mask for sample in samples]),
+                np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
+                np.array([sample.row for sample in samples], dtype=np.int64),
+            )
+
+    def extend(
+        self,
+        source: int,
+        tokens: NDArray[np.int32],
+        loss_mask: NDArray[np.uint8],
+        lengths: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """The next usable samples of dataset number `source`, end to end as in `SampleSink.extend`."""
+        self._kept[source] += len(rows)
+        self._sink.extend(tokens, loss_mask, lengths, source, rows)
+
+    def count_dropped(self, source: int, reason: str, count: int, first_row: int) -> None:
+        """Count rows that give no sample; `first_row` is the first of them."""
+        self._dropped[source][reason] += count
+        self._examples[source].setdefault(reason, self._datasets[source].location(first_row))
+
+    def count_truncated(self, source: int, count: int, first_row: int) -> None:
+        """Count samples that were cut to `max_length`; `first_row` is the first of them."""
+        self._truncated += count
+        self._examples[source].setdefault(TRUNCATED, self._datasets[source].location(first_row))
+
+    def findings(self) -> Findings:
+        """The counts. Raises DataError when a dataset has no usable sample."""
+        for source, kept in enumerate(self._kept):
+            if kept == 0:
+                raise DataError(self._nothing_left(source))
+        dropped: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        for counts, first in zip(self._dropped, self._examples, strict=True):
+            dropped.update(counts)
+            examples = first | examples
+        return Findings(dict(dropped), self._truncated, examples)
+
+    def finish(self) -> Tokenized:
+        """The store and the counts. Raises DataError when a dataset has no usable sample."""
+        findings = self.findings()
+        return Tokenized(self._sink.build(), findings.dropped, findings.truncated, findings.examples)
+
+    def _nothing_left(self, source: int) -> str:
+        dataset, examples = self._datasets[source], self._examples[source]
+        counts = ", ".join(
+            f"{reason}: {count} (first at {examples[reason]})" for reason, count in self._dropped[source].most_common()
+        )
+        return (
+            f"{dataset.label}: no usable sample in {len(dataset)} rows. Left out: {counts or 'nothing, it is empty'}."
+        )
+
+
+def store_labels(sources: Sequence[DatasetToTokenize]) -> list[str]:
+    """Names of the datasets in a store, distinct."""
+    return distinct_labels([source.dataset.label for source in sources])
+
+
+def distinct_labels(labels: Sequence[str]) -> list[str]:
+    """Labels of which no two are equal: a repeated one gets `#2`, `#3`, ..."""
+    result: list[str] = []
+    for label in labels:
+        number, candidate = 2, label
+        while candidate in result:
+            number, candidate = number + 1, f"{label}#{number}"
+        result.append(candidate)
+    return result
+
+
+ROWS_PER_CALL = 256
+"""Rows encoded by one call of the tokenizer."""
+
+
+class SequentialTokenization:
+    """Tokenizes datasets one after another."""
+
+    def __init__(
+        self, config: SequentialTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+
+    def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
+        """All samples of all datasets, in order."""
+        for dataset in datasets:
+            check_rows(dataset.dataset)
+        # All before the first row: a format that does not fit the last dataset should not cost the work on the others.
+        encoders = [RowEncoder(dataset, self._tokenizer, self._data) for dataset in datasets]
+        collector = SampleCollector(datasets)
+        for source, encoder in enumerate(encoders):
+            num_rows = len(datasets[source].dataset)
+            for start in range(0, num_rows, ROWS_PER_CALL):
+                rows = range(start, min(start + ROWS_PER_CALL, num_rows))
+                collector.add(source, encoder.encode(rows))
+        return collector.finish()

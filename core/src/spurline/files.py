@@ -1,0 +1,69 @@
+"""Write files so that a kill or a power cut leaves either the old content or the new, never a mixture.
+
+Replacing files for trackers and the report, with errors that tell a user what to do about them. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spurline.errors import RunFailedError
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically and durably, encoded as UTF-8."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_file(path.parent)
+
+
+def share(path: Path) -> None:
+    """Give a file the permissions that the umask leaves; some libraries create theirs readable by the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a JSON file atomically and durably."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically and durably. Raises RunFailedError; the old file is then untouched."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    except OSError as error:
+        raise write_failure(path, error) from error
+
+
+def write_failure(path: Path, error: OSError) -> RunFailedError:
+    """The error for a file that cannot be written: which file, why, how much space is left, what to do."""
+    folder = next((parent for parent in path.parents if parent.is_dir()), Path("/"))
+    free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free on that disk"
+    return RunFailedError(
+        f"{path}: cannot be written: {error.strerror or error} ({free}). Free some space or make the folder writable, "
+        "then resume the run; everything up to the last checkpoint is intact."
+    )

@@ -1,0 +1,1 @@
+"""What any backend needs of a Hugging Face model, however many ranks share it."""

@@ -1,0 +1,110 @@
+"""Keep a float64 model in float64.
+
+Hugging Face models round to float32 inside norms, softmax and rotary tables, whatever dtype the weights have. A float64
+test would then rest on 1e-16 differences never crossing a float32 rounding boundary, which they do now and then. Active
+only with `precision: fp64`, which is for numerical tests.
+
+The one place of the local backend that branches on CPU versus CUDA and on fp32, bf16 and fp64.
+
+Everything else asks the profile: which dtype weights have, under which context the model runs, how a host tensor gets
+to the device. It holds no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.errors import ConfigError, Problem
+
+
+class KeepDouble(TorchFunctionMode):
+    """Turn every conversion to float32 into one to float64, in forward and in recomputation."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        elif func is torch.Tensor.to:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+# Padded slots that cost as much as one more attention call, measured: on a CPU core only segments of a few tokens are
+# worth padding; on a GPU (fp32, or half precision without the varlen kernel) a call is a dozen kernel launches.
+_SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """device: where weights live. weight_dtype: fp32 or fp64. autocast_dtype: bf16 or None."""
+
+    device: torch.device
+    weight_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
+
+    @property
+    def slots_per_attention_call(self) -> int:
+        return _SLOTS_PER_CALL.get(self.device.type, 0)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Context of every forward pass."""
+        if self.autocast_dtype is not None:
+            return torch.autocast(self.device.type, self.autocast_dtype)
+        return self.computing_exactly()
+
+    def computing_exactly(self) -> AbstractContextManager[object]:
+        """The same in the dtype of the weights, without autocast."""
+        return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
+
+    def checkpoint_options(self) -> dict[str, Any]:
+        """Keywords of `torch.utils.checkpoint.checkpoint`; it restores autocast by itself, but not KeepDouble."""
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.weight_dtype == torch.float64:
+            options["context_fn"] = lambda: (nullcontext(), KeepDouble())
+        return options
+
+    def keeping_generators(self) -> AbstractContextManager[object]:
+        """Context that gives torch's generators back the state they had."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """Host tensor to the device, without waiting for the device."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read next means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def release_cached_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def device_profile(config: LocalBackendConfig) -> DeviceProfile:
+    """The profile the config asks for. Raises ConfigError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError(
+            [Problem("backend.device", "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")]
+        )
+    name = "cuda" if available and config.device != "cpu" else "cpu"
+    return DeviceProfile(
+        device=torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name),
+        weight_dtype=torch.float64 if config.precision == "fp64" else torch.float32,
+        autocast_dtype=torch.bfloat16 if config.precision == "bf16" else None,
+    )

@@ -1,0 +1,120 @@
+"""Greedy continuations of prompts with the weights being trained, for evaluation during a run.
+
+Place on the way: prompt tokens -> this -> response tokens -> rewards. It uses Hugging Face generation with a KV
+cache; fast sampling for RL is a rollout engine's work, not this file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from spurline.model.device_profile import DeviceProfile
+from spurline.model.loading import LengthLimit
+from spurline.model.segment_attention import ATTENTION_NAME
+from spurline.model.stream_model import evaluation_mode
+from spurline.protocols.backend import GenerationModel
+
+_TOKENS_PER_BATCH = 65536
+"""Prompt and response tokens generated together, padding included; bounds the KV cache."""
+
+
+def generate_greedily(
+    causal: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int]
+) -> list[list[int]]:
+    """One continuation per prompt, in the prompts' order, up to and including the first stop token."""
+    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has no tokens"
+    responses: list[list[int]] = [[] for _ in prompts]
+    pad = stop_tokens[0] if stop_tokens else 0
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_tokens) or None,
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    generate: Any = causal.generate
+    with evaluation_mode(causal), _generation_setup(causal), _rotary_state_kept(causal):
+        for members in _batches([len(prompt) for prompt in prompts], max_new_tokens):
+            width = max(len(prompts[member]) for member in members)
+            input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
+            mask = torch.zeros_like(input_ids)
+            for row, member in enumerate(members):
+                input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
+                mask[row, width - len(prompts[member]) :] = 1
+            output = generate(
+                input_ids.to(causal.device), attention_mask=mask.to(causal.device), generation_config=config
+            )
+            assert isinstance(output, torch.Tensor)
+            for member, tokens in zip(members, output[:, width:].tolist(), strict=True):
+                responses[member] = _until_stop(tokens, stop_tokens)
+    return responses
+
+
+def _batches(lengths: Sequence[int], max_new_tokens: int) -> Iterator[list[int]]:
+    """Prompt numbers to generate together: prompts of similar length, so that little is padded."""
+    members: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if members and (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH:
+            yield members
+            members = []
+        members.append(index)
+    if members:
+        yield members
+
+
+def _until_stop(tokens: list[int], stop_tokens: Sequence[int]) -> list[int]:
+    for position, token in enumerate(tokens):
+        if token in stop_tokens:
+            return tokens[: position + 1]
+    return tokens
+
+
+@contextmanager
+def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
+    """Attention that knows left padding and a cache, and none of the sampling defaults that ship with a model."""
+    own_defaults = causal.generation_config
+    causal.generation_config = GenerationConfig()
+    causal.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        causal.set_attn_implementation(ATTENTION_NAME)
+        causal.generation_config = own_defaults
+
+
+@contextmanager
+def _rotary_state_kept(causal: PreTrainedModel) -> Iterator[None]:
+    """`dynamic` rotary embeddings keep the frequencies of the longest sequence seen; training must not meet them."""
+    rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]
+    before = [(dict(vars(module)), dict(module._buffers)) for module in rotary]
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(rotary, before, strict=True):
+            # Attributes that generation added go as well.
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def generation_model(causal: PreTrainedModel, profile: DeviceProfile, limit: LengthLimit | None) -> GenerationModel:
+    """The model for a rollout engine. limit: see `check_config`."""
+    context = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
+    return GenerationModel(causal, profile.computing, min(limits, default=None))
+
+
+def model_stop_tokens(causal: PreTrainedModel) -> list[int]:
+    """End-of-sequence ids of the model's generation config, else of its config."""
+    for config in (causal.generation_config, causal.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []

@@ -1,0 +1,190 @@
+"""Hidden states to the log-probabilities of the tokens that carry loss, and to nothing else.
+
+Place on the way: decoder -> this -> loss. The output layer runs only where there is loss, a chunk of positions at a
+time; with several chunks their logits are recomputed in the backward pass, so at no time do logits of all tokens exist.
+
+A causal language model that reads token streams: decoder, then logprobs where there is loss.
+
+Place on the way: `TokenStream` -> this -> `TokenLossInputs`. It owns no optimizer and no loop; the trained model and a
+frozen reference are two of these, a critic is a `ValueModel`.
+
+The critic: the run's model with a value head in the place of its output layer.
+
+Place on the way: `TokenStream` -> this -> `TokenLossInputs` whose `logprobs` are values: from the position before a
+token, the return that is expected from that token on. Trained as the policy is, by `TrainedModel`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from spurline.errors import ModelError
+from spurline.model.segment_attention import ATTENTION_NAME
+from spurline.model.token_stream import SegmentPlan, TokenStream
+from spurline.protocols.loss import TokenLossInputs
+
+
+class TokenLogprobs:
+    """The output layer of a model, applied in chunks of at most `chunk_tokens` positions."""
+
+    def __init__(self, head: nn.Module, chunk_tokens: int):
+        self._head = head
+        self._chunk_tokens = chunk_tokens
+        # Recomputing draws the same dropout only if the generator is rewound, which waits for the device; most heads
+        # draw nothing.
+        self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
+
+    def __call__(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for.
+
+        Both are of softmax(logits / temperature).
+        """
+        num_chunks = math.ceil(len(targets) / self._chunk_tokens)
+        if num_chunks <= 1:
+            return self._score(hidden, targets, want_entropy, temperature)
+        size = math.ceil(len(targets) / num_chunks)
+        parts = [
+            self._score_chunk(hidden_chunk, target_chunk, want_entropy, temperature)
+            for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        entropies = [entropy for _, entropy in parts if entropy is not None]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
+
+    def _score_chunk(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        if not torch.is_grad_enabled():
+            return self._score(hidden, targets, want_entropy, temperature)
+        result = checkpoint(
+            self._score, hidden, targets, want_entropy, temperature, use_reentrant=False, preserve_rng_state=self._draws
+        )
+        assert isinstance(result, tuple)
+        return result
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self._head(hidden)
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            # Half-precision logits are exact enough, a softmax over 1e5 of them is not.
+            logits = logits.float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        if not want_entropy:
+            return -F.cross_entropy(logits, targets, reduction="none"), None
+        all_logprobs = F.log_softmax(logits, dim=-1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+ENTROPY = "entropy"
+
+
+class StreamModel:
+    """`causal`, with the attention that keeps segments apart."""
+
+    def __init__(self, causal: PreTrainedModel, chunk_tokens: int):
+        self.causal = causal
+        use_segment_attention(causal)
+        head = causal.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"{type(causal).__name__} has no output embeddings. Choose a causal language model.")
+        self.decoder: nn.Module = causal.get_decoder()
+        self.head: nn.Module = head
+        self.score = TokenLogprobs(head, chunk_tokens)
+        self._run_decoder: Any = self.decoder
+
+    def checkpoint_activations(self, options: dict[str, Any]) -> None:
+        """Keep only the inputs of layers and recompute the rest in the backward pass.
+
+        options: keywords of `torch.utils.checkpoint.checkpoint`.
+        """
+        # transformers renamed the method in the course of version 5.
+        enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
+        (enable or self.causal.gradient_checkpointing_enable)(options)
+
+    def compile(self) -> None:
+        """Run the decoder through torch.compile from now on; attention stays outside its graphs."""
+        self._run_decoder = torch.compile(self.decoder, dynamic=True)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan) -> Tensor:
+        """Last hidden states [T, H] of a stream [1, T]."""
+        output = self._run_decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            segment_plan=plan,
+            # What packed models other than plain attention ask for, under the names of transformers.
+            cu_seq_lens_q=plan.cu_seqlens,
+            cu_seq_lens_k=plan.cu_seqlens,
+            max_length_q=plan.max_length,
+            max_length_k=plan.max_length,
+        )
+        return output.last_hidden_state.squeeze(0)
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """What a loss with these `needs` sees of the stream."""
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
+        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
+        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+
+
+def use_segment_attention(causal: PreTrainedModel) -> None:
+    """Route all attention of the model through `segment_attention`. Raises ModelError."""
+    causal.set_attn_implementation(ATTENTION_NAME)
+    if causal.config._attn_implementation != ATTENTION_NAME:
+        raise ModelError(
+            f"{type(causal).__name__} does not let its attention be replaced, so sequences cannot be kept apart. "
+            "Choose one whose transformers code uses AttentionInterface: Llama, Qwen, Mistral, Gemma 3, OLMo, Phi, ..."
+        )
+
+
+def vocabulary_size(causal: PreTrainedModel) -> int:
+    """Rows of the embedding; models may round the tokenizer's vocabulary up."""
+    weight = causal.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
+@contextmanager
+def evaluation_mode(causal: nn.Module) -> Iterator[None]:
+    """Without dropout and without gradients. Not torch's inference mode: tables that models cache meanwhile, such as
+    rotary frequencies, must stay usable in the next training step."""
+    was_training = causal.training
+    causal.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        causal.train(was_training)
+
+
+class ValueModel(StreamModel):
+    """A decoder, and one number per token where there is loss."""
+
+    def __init__(self, causal: PreTrainedModel, chunk_tokens: int):
+        # Starts at value 0 everywhere, so that the first advantages are plain sums of rewards, and draws nothing.
+        head = nn.Linear(causal.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(head.weight)
+        causal.set_output_embeddings(head.to(causal.device, causal.dtype))
+        super().__init__(causal, chunk_tokens)
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy."""
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
+        weight = self.head.weight
+        assert isinstance(weight, torch.Tensor)
+        # Not a matrix product, which autocast would round to half precision: values are subtracted from each other.
+        values = (hidden.to(weight.dtype) * weight).sum(-1)
+        return TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns)

@@ -1,0 +1,229 @@
+"""Say how the segments of one padding-free token stream are computed by attention.
+
+Place on the way: micro-batch -> SegmentPlan -> attention of every layer. Made once per micro-batch, on the host; the
+segments lie in the stream from short to long, so that those of one length are neighbours. Not the attention itself:
+that is `segment_attention.py`.
+
+Cut a mini-batch into micro-batches, and lay each out as one padding-free stream of tokens.
+
+Place on the way: TrainingBatch -> row groups -> `TokenStream` -> decoder. Padding of any kind (row ends, alignment
+between segments, filler rows) is dropped here, so padded and packed batches run the very same computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.data.batch import TrainingBatch
+from spurline.errors import DataError, listing
+from spurline.model.device_profile import DeviceProfile
+
+Send = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring segments that one attention call computes, as `count` rows of `length`.
+
+    tokens: stream tokens in it. slots: int64 [tokens], where each goes in the padded [count * length] layout; None
+    when all have the same length, so that a view of the stream is that layout already.
+    """
+
+    count: int
+    length: int
+    tokens: int
+    slots: Tensor | None
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """The segments of a stream of T tokens.
+
+    cu_seqlens: int32 [S + 1], where each segment starts, and T. max_length: tokens of the longest.
+    buckets: cover the stream in order. tokens_of_buckets: their sizes, for `Tensor.split`.
+    """
+
+    cu_seqlens: Tensor
+    max_length: int
+    buckets: tuple[Bucket, ...]
+    tokens_of_buckets: tuple[int, ...]
+
+    @property
+    def num_segments(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+
+def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
+    """The plan for segments of these lengths, which must not decrease.
+
+    slots_per_call: how many padded slots cost as much as one more attention call; 0 never pads.
+    send: moves a host tensor to the device.
+    """
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    buckets = tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call))
+    return SegmentPlan(
+        cu_seqlens=send(torch.from_numpy(cu_seqlens)),
+        max_length=int(lengths[-1]) if len(lengths) else 0,
+        buckets=buckets,
+        tokens_of_buckets=tuple(bucket.tokens for bucket in buckets),
+    )
+
+
+def _cut(lengths: NDArray[np.int64], slots_per_call: int) -> list[tuple[int, int]]:
+    """Half-open ranges of segments: runs of one length, joined with the next while padding is cheaper than a call."""
+    if len(lengths) == 0:
+        return []
+    runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    cuts = [0]
+    padded_slots = 0
+    for start, stop in pairwise(runs[1:]):
+        # Joining pads every segment of the bucket to the new length; one that is padded already pays the growth only.
+        slots = (stop - cuts[-1]) * int(lengths[start])
+        if slots - padded_slots <= slots_per_call:
+            padded_slots = slots
+        else:
+            cuts.append(start)
+            padded_slots = 0
+    return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True))
+
+
+def _bucket(lengths: NDArray[np.int64], send: Send) -> Bucket:
+    count, longest, tokens = len(lengths), int(lengths[-1]), int(lengths.sum())
+    if tokens == count * longest:
+        return Bucket(count, longest, tokens, None)
+    padding_before = np.arange(count) * longest - (np.cumsum(lengths) - lengths)
+    slots = np.arange(tokens) + np.repeat(padding_before, lengths)
+    return Bucket(count, longest, tokens, send(torch.from_numpy(slots)))
+
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """T tokens of S segments, N of them with loss. On the device, except `batch_index`.
+
+    input_ids, position_ids: [1, T]. plan: which tokens belong together.
+    source: [N], stream position whose hidden state predicts the token: the one before it in its segment.
+    targets: [N] token ids. weights: [N]. segment_index: [N], from 0.
+    columns: further token columns at the N positions.
+    batch_index: [N] on CPU, where the token stands in the flattened [rows, length] of the batch.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    plan: SegmentPlan
+    source: Tensor
+    targets: Tensor
+    weights: Tensor
+    segment_index: Tensor
+    columns: dict[str, Tensor]
+    batch_index: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return self.batch_index.shape[0]
+
+
+def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
+    """Raise DataError when the batch lacks a column that the loss needs."""
+    missing = [name for name in needed if name not in batch.tokens]
+    if missing:
+        raise DataError(
+            f"The loss needs {listing(missing)}, which this run's batches do not have. "
+            "Choose another `loss`, or a `source` that provides it."
+        )
+
+
+def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
+    """Row numbers of each micro-batch, in row order. Rows of one unit stay together, also when over the limit alone."""
+    tokens = tokens_per_row(batch)
+    rows = np.flatnonzero(tokens)
+    if config.rows_per_microbatch is not None:
+        cost, limit = np.ones_like(tokens), config.rows_per_microbatch
+    elif config.max_tokens_per_microbatch is not None:
+        cost, limit = tokens, config.max_tokens_per_microbatch
+    else:
+        return [rows] if len(rows) else []
+    units: dict[int, list[int]] = {}
+    for row, unit in zip(rows.tolist(), batch.unit_ids.numpy()[rows].tolist(), strict=True):
+        units.setdefault(unit, []).append(row)
+    groups: list[list[int]] = []
+    used = limit
+    for members in units.values():
+        size = int(cost[members].sum())
+        if used + size > limit or not groups:
+            groups.append([])
+            used = 0
+        groups[-1].extend(members)
+        used += size
+    # Units may interleave; within a micro-batch the rows keep the order of the batch.
+    return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]
+
+
+def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
+    """Tokens of each row, padding not counted, int64 [R]."""
+    lengths = batch.segments["length"]
+    ends = np.concatenate([[0], np.cumsum(lengths.values, dtype=np.int64)])
+    return np.diff(ends[lengths.offsets])
+
+
+def token_stream(
+    batch: TrainingBatch, rows: Rows, columns: Collection[str], profile: DeviceProfile
+) -> TokenStream | None:
+    """The chosen rows as one stream; None when none of their tokens has loss, as there is nothing to compute then.
+
+    columns: token columns to gather besides the standard ones.
+    """
+    index, lengths = _stream_order(batch, rows)
+    weights = batch.tokens["loss_weights"].flatten()[index]
+    target_positions = torch.nonzero(weights).flatten()
+    if len(target_positions) == 0:
+        return None
+    batch_index = index[target_positions]
+    input_ids = batch.tokens["input_ids"].flatten()[index]
+    segment_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[target_positions]
+    send = profile.send
+    return TokenStream(
+        input_ids=send(input_ids).unsqueeze(0),
+        position_ids=send(batch.tokens["position_ids"].flatten()[index]).unsqueeze(0),
+        plan=plan_segments(lengths, profile.slots_per_attention_call, send),
+        source=send(target_positions - 1),
+        targets=send(input_ids[target_positions]),
+        weights=send(weights[target_positions].to(profile.weight_dtype)),
+        segment_index=send(segment_index),
+        columns={name: send(batch.tokens[name].flatten(0, 1)[batch_index]) for name in columns},
+        batch_index=batch_index,
+    )
+
+
+def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.int64]]:
+    """Flat batch index of each stream token, and the segment lengths: segments from short to long (see SegmentPlan)."""
+    everything = np.array_equal(rows, np.arange(batch.num_rows))
+    segment_ids = batch.tokens["segment_ids"]
+    index = torch.nonzero((segment_ids if everything else segment_ids[torch.from_numpy(rows)]).flatten()).flatten()
+    if not everything:
+        # From the flat index among the chosen rows to the one in the whole batch.
+        row_shift = torch.from_numpy((rows - np.arange(len(rows))) * batch.length)
+        index += row_shift[index // batch.length]
+    lengths = batch.segments["length"].take(rows).values.astype(np.int64)
+    assert int(lengths.sum()) == len(index), f"segment lengths sum to {lengths.sum()}, but {len(index)} tokens have one"
+    starts = np.cumsum(lengths) - lengths
+    order = np.argsort(lengths, kind="stable")
+    lengths = lengths[order]
+    new_starts = np.cumsum(lengths) - lengths
+    source = np.arange(len(index)) + np.repeat(starts[order] - new_starts, lengths)
+    return index[torch.from_numpy(source)], lengths

@@ -1,0 +1,121 @@
+"""The hooks: every point of a run at which several plugins may be told something.
+
+All hooks run on the loop's thread of the controller process, in the order of the config's `plugins` list. Anything that
+exactly one plugin must answer is a component instead (see `spurline.plugins.registry.KINDS`). Hookimpls take any subset
+of the arguments and give them no defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from spurline.data.batch import TrainingBatch
+    from spurline.plugins.registry import ComponentRegistrar
+    from spurline.protocols.weight_sync import SyncReport
+    from spurline.rl.trajectory import Group
+    from spurline.run.run import Run
+
+
+PROJECT = "spurline"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def register_components(registry: ComponentRegistrar) -> None:
+    """Offer components by kind and name.
+
+    When: while the config is loaded, before anything is validated; in every process of a run.
+    registry: call `registry.add(ConfigClass, "module:Class")`; kind and name are those of the config class.
+    Errors: an unknown kind or a name that is taken stops loading with both distributions named. Import no torch here.
+    """
+
+
+@hookspec
+def on_run_start(run: Run) -> None:
+    """Called once before the first step, after a checkpoint (if any) was loaded.
+
+    run: the run with all components built; `run.state.step` is the last finished step (0 in a new run).
+    Errors: any exception ends the run before it trained.
+    """
+
+
+@hookspec
+def on_step_start(step: int) -> None:
+    """Called before the batch of a step is taken.
+
+    step: 1-based number of the step about to run.
+    Errors: any exception ends the run; the last checkpoint stands.
+    """
+
+
+@hookspec(firstresult=True)
+def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  # type: ignore[empty-body]
+    """Update the model with one batch. Core alone implements this; plugins may only wrap it (`wrapper=True`).
+
+    step: 1-based. batch: read-only, valid until the step ends.
+    Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ...
+    Errors: any exception ends the run; no checkpoint is written after it.
+    """
+
+
+@hookspec
+def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
+    """Called after the optimizer step, any weight publish, evaluation and checkpoint of this step.
+
+    step: 1-based number of the finished step.
+    metrics: what was recorded for it, already reduced; `loss` in nats per token, `time/step` in seconds,
+        evaluation (`time/evaluate`) included. Read-only.
+    Errors: any exception ends the run; the last checkpoint stands.
+    """
+
+
+@hookspec
+def on_eval_end(step: int, metrics: Mapping[str, float]) -> None:
+    """Called after a held-out evaluation.
+
+    step: the step after which it ran. metrics: keys start with `eval/`. Read-only.
+    Errors: any exception ends the run; the last checkpoint stands.
+    """
+
+
+@hookspec
+def on_checkpoint_saved(step: int, path: Path) -> None:
+    """Called when a checkpoint is complete, durable and marked as the latest.
+
+    step: the last step it covers. path: its folder.
+    Errors: any exception ends the run; this checkpoint stands.
+    """
+
+
+@hookspec
+def on_rollouts_scored(step: int, groups: tuple[Group, ...]) -> None:
+    """Called when the groups of an RL step have rewards, before advantages are computed.
+
+    step: the step that will train on them. groups: read-only, in training order.
+    Errors: any exception ends the run; the last checkpoint stands.
+    """
+
+
+@hookspec
+def on_weights_synced(step: int, report: SyncReport) -> None:
+    """Called after new weights reached every rollout engine.
+
+    step: the step whose update made them. report: version, bytes sent, seconds of transfer and pause.
+    Errors: any exception ends the run; the last checkpoint stands.
+    """
+
+
+@hookspec
+def on_run_end(run: Run, error: BaseException | None) -> None:
+    """Called once when the run ends, also after a failure, while all components are still open.
+
+    run: as given to `on_run_start`; `run.state.step` is the last finished step.
+    error: what ended the run, or None after the last step or a graceful stop.
+    Errors: an exception here is raised only if the run itself did not fail; otherwise it is attached as a note.
+    """

@@ -1,0 +1,306 @@
+"""Find, check, order and load plugins, and call their hooks.
+
+A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. Only plugins that
+the config lists are imported. `PluginHost` is the typed facade over pluggy; one host exists per run and per process,
+and a child process builds its own from the plugin names.
+
+Check hookimpls before pluggy registers them: it would ignore a misspelled hook or a defaulted argument silently.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, cast
+
+import pluggy
+
+from spurline.config.section import Section
+from spurline.errors import PluginError, listing, suggestion
+from spurline.plugins import hookspecs
+from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
+
+API_VERSION = 1
+"""Version of the plugin interface; a plugin states the one it was written for."""
+
+ENTRY_POINT_GROUP = "spurline.plugins"
+COMMAND_GROUP = "spurline.commands"
+BUILTIN_MODULE = "spurline.builtin"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plugin module declares as `PLUGIN`.
+
+    name: as in the config's `plugins` list and as the key of its config section.
+    api: plugin interface version it was written for, `spurline.plugins.API_VERSION` today.
+    config: Section subclass for the top-level key `name`, or None.
+    requires: plugins that must be listed too. conflicts: plugins that must not be.
+    """
+
+    name: str
+    api: int
+    config: type[Section] | None = None
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InstalledPlugin:
+    """A plugin as package metadata shows it, without importing it."""
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True)
+class LoadedPlugin:
+    """An enabled plugin."""
+
+    declaration: Plugin
+    module: ModuleType
+    distribution: str
+    version: str
+
+    @property
+    def hooks(self) -> list[str]:
+        """Names of the hooks it implements."""
+        implemented = implemented_hooks(self.module)
+        return [name for name in hook_names() if name in implemented]
+
+
+def installed_plugins() -> dict[str, InstalledPlugin]:
+    """Every installed plugin by name, read from package metadata alone.
+
+    Raises PluginError when two distributions install a plugin under one name.
+    """
+    found: dict[str, InstalledPlugin] = {}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        plugin = InstalledPlugin(entry.name, entry.value, *_distribution_of(entry))
+        _refuse_rival(f"plugin '{entry.name}'", found.setdefault(entry.name, plugin).distribution, plugin)
+    return found
+
+
+class PluginHost:
+    """The plugins of one run: their components in `registry`, their hooks as methods of `hooks`."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.plugins: dict[str, LoadedPlugin] = {}
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+
+    @property
+    def hooks(self) -> Any:
+        """Call a hook by keyword: `host.hooks.on_step_end(step=3, metrics={...})`."""
+        return self._manager.hook
+
+    @classmethod
+    def load(cls, names: Sequence[str], available: Mapping[str, InstalledPlugin] | None = None) -> PluginHost:
+        """Load core's own components and the named plugins, in order.
+
+        available: what is installed; read from package metadata when None.
+        Raises PluginError for a missing, incompatible or conflicting plugin.
+        """
+        host = cls()
+        core_version = importlib.metadata.version("spurline")
+        host._add(_import_plugin(InstalledPlugin(CORE, BUILTIN_MODULE, "spurline", core_version)))
+        known = installed_plugins() if available is None and names else dict(available or {})
+        for name in _checked_names(names, known):
+            host._add(_import_plugin(known[name]))
+        host._check_relations()
+        host._register()
+        return host
+
+    def attach(self, implementations: object, name: str) -> None:
+        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if invalid."""
+        check_hookimpls(implementations, name, may_replace_train_step=True)
+        self._manager.register(implementations, name)
+
+    def detach(self, name: str) -> None:
+        """Take back what was attached under this name."""
+        self._manager.unregister(name=name)
+
+    def versions(self) -> dict[str, str]:
+        """Distribution name -> version of core and of every enabled plugin."""
+        return {plugin.distribution: plugin.version for plugin in self.plugins.values()}
+
+    def _add(self, plugin: LoadedPlugin) -> None:
+        self.plugins[plugin.declaration.name] = plugin
+
+    def _check_relations(self) -> None:
+        enabled = set(self.plugins) - {CORE}
+        for name, plugin in self.plugins.items():
+            for needed in plugin.declaration.requires:
+                if needed not in enabled:
+                    raise PluginError(
+                        f"Plugin '{name}' requires '{needed}'. Add it to the list: plugins: [{needed}, {name}]."
+                    )
+            for rival in plugin.declaration.conflicts:
+                if rival in enabled:
+                    raise PluginError(
+                        f"Plugins '{name}' and '{rival}' cannot be enabled together. Remove one from `plugins`."
+                    )
+
+    def _register(self) -> None:
+        # pluggy calls the last registered first, so registering in reverse makes list order the call order.
+        for name, plugin in reversed(list(self.plugins.items())):
+            check_hookimpls(plugin.module, name)
+            self._manager.register(plugin.module, name)
+        self._manager.check_pending()
+        for name, plugin in self.plugins.items():
+            others = [other.module for other in self.plugins.values() if other is not plugin]
+            self._register_components(name, plugin, others)
+
+    def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[ModuleType]) -> None:
+        call = self._manager.subset_hook_caller("register_components", remove_plugins=others)
+        try:
+            call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
+        except PluginError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in register_components: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+OFFICIAL = ("async_rl", "collation_fast", "fsdp_backend", "megatron_backend")
+"""Plugins of this project. A hint to install is given for these alone: any other name may be anybody's package."""
+
+
+def _how_to_install(name: str) -> str:
+    if name in OFFICIAL:
+        return f"Install it with: pip install spurline-{name.replace('_', '-')}."
+    return "`spurline plugins` lists what is installed."
+
+
+def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise PluginError(f"'{name}' is listed twice. Remove one.")
+        if name == CORE:
+            raise PluginError(f"'{CORE}' is always enabled. Remove it from the list.")
+        if name not in known:
+            raise PluginError(
+                f"Plugin '{name}' is not installed.{suggestion(name, known)} Installed: {listing(known)}. "
+                f"{_how_to_install(name)}"
+            )
+        yield name
+
+
+def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
+    where = f"Plugin '{installed.name}' ({installed.distribution} {installed.version}, module {installed.module})"
+    try:
+        module = importlib.import_module(installed.module)
+    except Exception as error:
+        raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    declaration = getattr(module, "PLUGIN", None)
+    if not isinstance(declaration, Plugin):
+        raise PluginError(
+            f"{where} defines no `PLUGIN = Plugin(name, api={API_VERSION}, ...)` from spurline.plugins.host."
+        )
+    if declaration.name != installed.name:
+        raise PluginError(f"{where} declares the name '{declaration.name}'; entry point and PLUGIN must agree.")
+    if declaration.api != API_VERSION:
+        newer = "Upgrade spurline" if declaration.api > API_VERSION else "Upgrade the plugin"
+        raise PluginError(
+            f"{where} was written for plugin interface {declaration.api}, this spurline has {API_VERSION}. {newer}."
+        )
+    return LoadedPlugin(declaration, module, installed.distribution, installed.version)
+
+
+@dataclass
+class CommandEntry:
+    """A subcommand that an installed plugin adds to `spurline`, imported only when invoked."""
+
+    name: str
+    distribution: str
+    load: Any = field(repr=False)
+
+
+def installed_commands() -> dict[str, CommandEntry]:
+    """Subcommands of installed plugins, by name, from metadata alone.
+
+    Raises PluginError when two distributions install a subcommand under one name.
+    """
+    found: dict[str, CommandEntry] = {}
+    for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
+        command = CommandEntry(entry.name, _distribution_of(entry)[0], entry.load)
+        _refuse_rival(f"subcommand '{entry.name}'", found.setdefault(entry.name, command).distribution, command)
+    return found
+
+
+def _distribution_of(entry: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    """Name and version of the distribution that installed an entry point."""
+    return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("(unknown distribution)", "?")
+
+
+def _refuse_rival(what: str, first: str, second: InstalledPlugin | CommandEntry) -> None:
+    if first != second.distribution:
+        raise PluginError(
+            f"Two installed distributions provide the {what}: {first} and {second.distribution}. Uninstall one: "
+            f"pip uninstall {second.distribution}."
+        )
+
+
+REPLACEABLE_BY_CORE_ONLY = "train_step"
+
+
+def hook_names() -> list[str]:
+    """Every hook of `spurline.plugins.hookspecs`."""
+    return [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")]
+
+
+def implemented_hooks(implementations: object) -> list[str]:
+    """Names of the hooks that a module or object implements."""
+    return [hook for _, hook, _ in _hookimpls(implementations)]
+
+
+def check_hookimpls(implementations: object, plugin: str, *, may_replace_train_step: bool = False) -> None:
+    """Raises PluginError for an unknown hook or argument, a default value, or a `train_step` that is no wrapper."""
+    names = hook_names()
+    for function, hook, options in _hookimpls(implementations):
+        if hook not in names:
+            raise PluginError(
+                f"Plugin '{plugin}' implements an unknown hook '{hook}'.{suggestion(hook, names)} "
+                f"Hooks: {listing(names)}."
+            )
+        _check_arguments(function, hook, plugin)
+        is_wrapper = options.get("wrapper") or options.get("hookwrapper")
+        if hook == REPLACEABLE_BY_CORE_ONLY and not is_wrapper and not may_replace_train_step:
+            raise PluginError(
+                f"Plugin '{plugin}' implements '{hook}', which core alone does. Wrap it: mark the function with "
+                "@hookimpl(wrapper=True) and `return (yield)` inside."
+            )
+
+
+def _check_arguments(function: Callable[..., Any], hook: str, plugin: str) -> None:
+    known = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in known:
+            raise PluginError(
+                f"Plugin '{plugin}': '{hook}' takes an unknown argument '{name}'.{suggestion(name, known)} "
+                f"Arguments: {listing(known)}."
+            )
+        if parameter.default is not inspect.Parameter.empty:
+            raise PluginError(
+                f"Plugin '{plugin}': argument '{name}' of '{hook}' has a default value, so it would always get that "
+                "value. Remove the default."
+            )
+
+
+def _hookimpls(implementations: object) -> Iterator[tuple[Callable[..., Any], str, Mapping[str, Any]]]:
+    """(function, hook name, pluggy's options) of everything marked with `@hookimpl`."""
+    for name in dir(implementations):
+        value: Any = getattr(implementations, name, None)
+        options = getattr(value, f"{hookspecs.PROJECT}_impl", None)
+        if isinstance(options, Mapping) and inspect.isroutine(value):
+            marked = cast("Mapping[str, Any]", options)
+            yield value, str(marked.get("specname") or name), marked

@@ -1,0 +1,68 @@
+"""What `spurline plugins` prints: installed plugins from metadata, enabled ones in full, and a health check."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from spurline.config.loading import LoadedConfig, config_model
+from spurline.errors import SpurlineError
+from spurline.plugins.host import InstalledPlugin, Plugin, PluginHost, installed_commands, installed_plugins
+from spurline.plugins.registry import CORE, group_by_kind, resolve
+
+
+def installed_lines() -> list[str]:
+    """One line per installed plugin; nothing is imported."""
+    found = installed_plugins()
+    if not found:
+        return ["No plugins are installed."]
+    lines = [f"{name}  {plugin.version}  ({plugin.distribution})" for name, plugin in sorted(found.items())]
+    return [*lines, "Enable one with `plugins: [NAME]` in the config."]
+
+
+def enabled_lines(loaded: LoadedConfig) -> list[str]:
+    """Versions, components, hooks, report panels and commands of the plugins a config enables."""
+    return [line for name in loaded.host.plugins for line in _describe(loaded.host, name)]
+
+
+def _describe(host: PluginHost, name: str) -> Iterable[str]:
+    plugin = host.plugins[name]
+    grouped = group_by_kind(host.registry.entries(name))
+    panels = grouped.pop("report_panel", [])
+    commands = [entry.name for entry in installed_commands().values() if entry.distribution == plugin.distribution]
+    hooks = [hook for hook in plugin.hooks if hook != "register_components"]
+    yield f"{name}  {plugin.version}  ({plugin.distribution})"
+    for kind, names in grouped.items():
+        yield f"  {kind}: {', '.join(names)}"
+    for label, values in (("hooks", hooks), ("report panels", panels), ("commands", commands)):
+        if values:
+            yield f"  {label}: {', '.join(values)}"
+
+
+def diagnose() -> tuple[list[str], bool]:
+    """Load each installed plugin alone and build its config model; True when all of them work."""
+    lines: list[str] = []
+    healthy = True
+    installed = installed_plugins()
+    for name, plugin in sorted(installed.items()):
+        needed = _requirements(plugin)
+        try:
+            host = PluginHost.load([*needed, name], installed)
+            config_model(host)
+            for entry in host.registry.entries(name):
+                resolve(entry.factory, f"{entry.kind} '{entry.name}'")
+        except SpurlineError as error:
+            healthy = False
+            lines.append(f"{name}: BROKEN. {error}")
+        else:
+            lines.append(f"{name}: works ({plugin.distribution} {plugin.version})")
+    return lines or [f"No plugins are installed; {CORE} alone works."], healthy
+
+
+def _requirements(plugin: InstalledPlugin) -> tuple[str, ...]:
+    """Plugins that must be listed before this one, as far as they can be known without an error."""
+    try:
+        declaration = getattr(importlib.import_module(plugin.module), "PLUGIN", None)
+    except Exception:  # noqa: BLE001 - loading it properly reports this in full
+        return ()
+    return declaration.requires if isinstance(declaration, Plugin) else ()

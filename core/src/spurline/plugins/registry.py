@@ -1,0 +1,220 @@
+"""Map (kind, name) to a component: its config class now, its implementation when first created.
+
+Core and plugins fill the registry through the same `register_components` hook. Config classes are imported at once
+(they are light); factories are `"module:attribute"` strings resolved on first use, so that validating a config never
+imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spurline.config.section import ComponentConfig
+from spurline.errors import PluginError, SpurlineError, listing, suggestion
+
+KINDS: dict[str, str] = {
+    "dataset": "spurline.protocols.dataset:Dataset",
+    "tokenization": "spurline.protocols.tokenization:Tokenization",
+    "collator": "spurline.protocols.collator:Collator",
+    "prefetch": "spurline.protocols.prefetch:Prefetch",
+    "minibatches": "spurline.protocols.minibatches:MiniBatches",
+    "loss": "spurline.protocols.loss:Loss",
+    "advantage": "spurline.protocols.advantage:Advantage",
+    "correction": "spurline.protocols.correction:Correction",
+    "reward": "spurline.protocols.reward:Reward",
+    "environment": "spurline.protocols.environment:Environment",
+    "rollout_engine": "spurline.protocols.rollout_engine:RolloutEngine",
+    "source": "spurline.protocols.source:BatchSource",
+    "weight_sync": "spurline.protocols.weight_sync:WeightSync",
+    "backend": "spurline.protocols.backend:Backend",
+    "tracker": "spurline.protocols.tracker:Tracker",
+    "report_panel": "spurline.protocols.report_panel:ReportPanel",
+}
+"""Every component kind and the Protocol its implementations satisfy."""
+
+CORE = "core"
+"""Prefix under which a built-in stays reachable when a plugin replaces it: `core/packed`."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One registered component.
+
+    plugin: name of the plugin that added it. distribution: the pip distribution it came from.
+    """
+
+    kind: str
+    name: str
+    config: type[ComponentConfig]
+    factory: str
+    plugin: str
+    distribution: str
+    replaces_builtin: bool = False
+    default: bool = False
+
+
+class Registry:
+    """All components of one run, from core and from the enabled plugins."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str], Registration] = {}
+        self._builtin_defaults: dict[str, str] = {}
+        self._plugin_defaults: dict[str, Registration] = {}
+
+    def insert(self, entry: Registration) -> None:
+        """Add one component. Raises PluginError on an unknown kind or a name that is already taken."""
+        if entry.kind not in KINDS:
+            raise PluginError(
+                f"{entry.distribution} registers '{entry.name}' under the unknown kind '{entry.kind}'."
+                f"{suggestion(entry.kind, KINDS)} Kinds: {listing(KINDS)}."
+            )
+        if entry.plugin == CORE:
+            self._entries[(entry.kind, f"{CORE}/{entry.name}")] = entry
+        self._check_name(entry, self._entries.get((entry.kind, entry.name)))
+        self._entries[(entry.kind, entry.name)] = entry
+        if entry.default:
+            self._claim_default(entry)
+
+    def _check_name(self, entry: Registration, present: Registration | None) -> None:
+        if present is None:
+            if entry.replaces_builtin:
+                names = self.names(entry.kind)
+                raise PluginError(
+                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but core "
+                    f"has none of that name.{suggestion(entry.name, names)} Available: {listing(names)}."
+                )
+            return
+        if present.plugin == entry.plugin:
+            raise PluginError(f"{entry.distribution} registers {entry.kind} '{entry.name}' twice.")
+        if present.plugin == CORE and entry.replaces_builtin:
+            return
+        hint = "; pass replaces_builtin=True to registry.add to replace core's own" if present.plugin == CORE else ""
+        raise PluginError(
+            f"Two plugins claim {entry.kind} '{entry.name}': {present.distribution} (plugin '{present.plugin}') "
+            f"and {entry.distribution} (plugin '{entry.plugin}'). Enable one of them{hint}."
+        )
+
+    def _claim_default(self, entry: Registration) -> None:
+        if entry.plugin == CORE:
+            self._builtin_defaults[entry.kind] = entry.name
+            return
+        rival = self._plugin_defaults.get(entry.kind)
+        if rival is not None:
+            both = f"{rival.distribution} ('{rival.name}') and {entry.distribution} ('{entry.name}')"
+            raise PluginError(
+                f"Two components claim to be the default {entry.kind}: {both}. A kind has one default; enable one of "
+                "the plugins, or let one of them drop default=True."
+            )
+        self._plugin_defaults[entry.kind] = entry
+
+    def get(self, kind: str, name: str) -> Registration:
+        """The component registered as `name`, a plain name or `core/NAME`. Raises PluginError when there is none."""
+        entry = self._entries.get((kind, name))
+        if entry is None:
+            names = self.names(kind)
+            raise PluginError(f"No {kind} is named '{name}'.{suggestion(name, names)} Available: {listing(names)}.")
+        return entry
+
+    def names(self, kind: str) -> list[str]:
+        """Names usable in the config for this kind. `core/NAME` is listed only where a plugin replaced NAME."""
+        found = [name for (entry_kind, name) in self._entries if entry_kind == kind]
+        return sorted(name for name in found if not name.startswith(f"{CORE}/") or self._is_shadowed(kind, name))
+
+    def all_names(self, kind: str) -> list[str]:
+        """Every accepted name, each `core/NAME` alias included."""
+        return sorted(name for (entry_kind, name) in self._entries if entry_kind == kind)
+
+    def _is_shadowed(self, kind: str, alias: str) -> bool:
+        return self._entries[(kind, alias.removeprefix(f"{CORE}/"))].plugin != CORE
+
+    def default(self, kind: str) -> str | None:
+        """Name used when the config leaves this kind out: the enabled plugin's claim, else core's."""
+        claimed = self._plugin_defaults.get(kind)
+        return claimed.name if claimed is not None else self._builtin_defaults.get(kind)
+
+    def entries(self, plugin: str | None = None) -> Iterator[Registration]:
+        """All registrations in the order they came (aliases left out), or those of one plugin."""
+        for (_, name), entry in self._entries.items():
+            if name == entry.name and plugin in (None, entry.plugin):
+                yield entry
+
+    def create(self, kind: str, config: ComponentConfig, **dependencies: Any) -> Any:
+        """Build the component that `config.name` selects, passing what its protocol's docstring lists under Factory."""
+        entry = self.get(kind, config.name)
+        return resolve(entry.factory, f"{kind} '{entry.name}' of {entry.distribution}")(config, **dependencies)
+
+
+class ComponentRegistrar:
+    """What a plugin's `register_components(registry)` receives: `add`, bound to that plugin."""
+
+    def __init__(self, registry: Registry, plugin: str, distribution: str) -> None:
+        self._registry = registry
+        self._plugin = plugin
+        self._distribution = distribution
+
+    def add(
+        self,
+        config: type[ComponentConfig],
+        factory: str,
+        *,
+        name: str | None = None,
+        replaces_builtin: bool = False,
+        default: bool = False,
+    ) -> None:
+        """Offer a component.
+
+        config: its config class, derived from the kind's base in `spurline.protocols` (`LossConfig`, `CollatorConfig`,
+        ...), which says the kind. Its module must not import torch.
+        factory: `"module:Class"`, called as `Class(config, **dependencies)`; the kind's Protocol lists them.
+        name: what the config file says under `name:`; the default of the class's field `name` if left out.
+        replaces_builtin: take over core's component of the same name, which stays reachable as `core/NAME`.
+        default: use this one when the config names none.
+        Raises PluginError when another plugin holds the name.
+        """
+        name = name or config.model_fields["name"].default
+        call = f"{self._distribution}: registry.add({config.__name__}, {factory!r})"
+        home = KINDS.get(config.kind, "").partition(":")[0]
+        if not config.kind or (home and all(base.__module__ != home for base in config.__mro__)):
+            raise PluginError(
+                f"{call} has no kind. Derive {config.__name__} from the base class of its kind: "
+                "`from spurline.protocols.loss import LossConfig` for a loss, and so on."
+            )
+        if not isinstance(name, str) or name.startswith(f"{CORE}/"):
+            raise PluginError(
+                f"{call} has no usable name. Give {config.__name__} one without the '{CORE}/' prefix, "
+                'as in `name: str = "mine"`.'
+            )
+        if factory.count(":") != 1:
+            raise PluginError(f"{call} is malformed. Write the factory as 'module:Class'.")
+        self._registry.insert(
+            Registration(
+                config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
+            )
+        )
+
+
+def resolve(reference: str, what: str) -> Callable[..., Any]:
+    """Import `"module:attribute"`. Raises PluginError saying which component needed it."""
+    module_name, _, attribute = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"The {what} cannot be imported from '{reference}': {type(error).__name__}: {error}."
+        ) from error
+    if not hasattr(module, attribute):
+        raise PluginError(f"The {what} names '{reference}', but {module_name} has no '{attribute}'.")
+    return getattr(module, attribute)
+
+
+def group_by_kind(entries: Iterable[Registration]) -> dict[str, list[str]]:
+    """Component names per kind, for listings."""
+    grouped: dict[str, list[str]] = {}
+    for entry in entries:
+        grouped.setdefault(entry.kind, []).append(entry.name)
+    return grouped

@@ -1,0 +1,117 @@
+"""Say in one line what an unexpected exception was, and where in the code.
+
+Await a function that may take long, or for ever, on a thread of its own.
+
+A thread cannot be killed: one whose caller was cancelled or timed out runs on unheard, and as a daemon it keeps no
+process alive. What must really end belongs in a process.
+
+End asyncio tasks for certain: cancelled, waited for, and named when they do not let themselves be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from spurline.errors import RunFailedError
+from spurline.protocols.environment import AttemptFailedError
+
+
+def located(error: BaseException) -> str:
+    """`ValueError: no such unit (rewards.py:12 in grade)`: the innermost place the exception came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+    """The function's result, or what it raises. Cancelling abandons the thread."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, Exception | None] = (function(*arguments, **keywords), None)
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+            outcome = (None, error)
+        except BaseException as error:  # noqa: BLE001 - `sys.exit()` in a reward or tool must not end the run
+            outcome = (None, RuntimeError(f"it raised {type(error).__name__}({error})"))
+        try:
+            loop.call_soon_threadsafe(_deliver, done, outcome)
+        except RuntimeError:
+            # The loop is closed, so nobody waits any more.
+            return
+
+    threading.Thread(target=work, name=f"call-{getattr(function, '__name__', 'function')}", daemon=True).start()
+    value, error = await done
+    if error is not None:
+        raise error
+    return value
+
+
+async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    """The result of a plain or an async function. Raises AttemptFailedError naming `what` after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            if is_async(function):
+                return await function(*arguments, **keywords)
+            return await in_thread(function, *arguments, **keywords)
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise AttemptFailedError(f"{what} did not return within {timeout_s:g} s.") from error
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; also for objects with an async `__call__`."""
+    return asyncio.iscoroutinefunction(function) or asyncio.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _deliver(done: asyncio.Future[Any], outcome: tuple[Any, Exception | None]) -> None:
+    if not done.done():
+        done.set_result(outcome)
+
+
+T = TypeVar("T")
+
+CANCEL_TIMEOUT_S = 30.0
+"""Seconds a cancelled attempt may take to end."""
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: float | None = None) -> None:
+    """Cancel what still runs and wait for it. Raises RunFailedError naming `what` when something goes on.
+
+    timeout_s: CANCEL_TIMEOUT_S by default; tasks within an attempt want less, so that they are named, not the attempt.
+    """
+    limit = CANCEL_TIMEOUT_S if timeout_s is None else timeout_s
+    everything = list(tasks)
+    running = [task for task in everything if not task.done()]
+    for task in running:
+        task.cancel()
+    stuck = (await asyncio.wait(running, timeout=limit))[1] if running else set[asyncio.Future[Any]]()
+    for task in everything:
+        # What is raised besides the first error, or on the way out of a cancelled task, must neither cover it nor be
+        # told again as never retrieved.
+        _ = task.done() and (task.cancelled() or task.exception())
+    if stuck:
+        raise RunFailedError(
+            f"{what} was cancelled, but still runs {limit:g} s later. An environment must let "
+            "asyncio.CancelledError pass."
+        )
+
+
+async def all_or_none(
+    coroutines: Sequence[Coroutine[Any, Any, T]], what: str, timeout_s: float | None = None
+) -> list[T]:
+    """All results in order; or the first error, once everything else has been cancelled and has ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await end_tasks(tasks, what, timeout_s)

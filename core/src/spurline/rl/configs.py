@@ -1,0 +1,259 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import Component, ComponentConfig, OnResume, Section
+from spurline.errors import Problem, listing, suggestion
+from spurline.protocols.advantage import AdvantageConfig
+from spurline.protocols.loss import trains_on
+from spurline.protocols.source import SourceConfig, dropout_problems
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+
+OVERLONG = "overlong"
+"""Reward term of `source.overlong`."""
+
+
+class SamplingConfig(Section):
+    """How rollouts are sampled."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """The trainer divides its logits by the same number, so that its logprobs are those of the sampled distribution."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that hold this much probability; needs `allow_truncated`."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many likeliest tokens, 0 for all; needs `allow_truncated`."""
+    allow_truncated: bool = False
+    """Train although top_p or top_k cut tokens off, which the trainer's logprobs do not know of."""
+    max_new_tokens: int = Field(default=1024, gt=0)
+    """Longest response of one turn."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the model's own end tokens."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        for name, off in (("top_p", 1.0), ("top_k", 0)):
+            if getattr(self, name) != off and not self.allow_truncated:
+                yield Problem(
+                    name,
+                    "cuts tokens off while sampling, but the trainer's logprobs are those of the whole distribution, "
+                    f"so importance ratios would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
+                )
+
+
+class OverlongConfig(Section):
+    """Soft punishment of responses that come close to the limit (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+
+    buffer_tokens: int = Field(gt=0)
+    """Length of the zone before max_new_tokens in which the penalty grows from 0 to 1."""
+    penalty: float = Field(default=1.0, gt=0)
+    """Reward taken away from a response of max_new_tokens."""
+
+
+class KlInRewardConfig(Section):
+    """A penalty per token for leaving the reference model, taken from the reward before advantages."""
+
+    coefficient: float = Field(gt=0)
+    """Weight of the penalty."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the divergence (Schulman 2020)."""
+
+
+class HeldOutConfig(Section):
+    """Rollouts of held-out prompts, `data.eval`."""
+
+    samples_per_prompt: int = Field(default=1, gt=0)
+    """Attempts at each prompt; with k of them `eval/pass@k` is logged too."""
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    """0 is greedy."""
+    max_prompts: int | None = Field(default=200, gt=0)
+    """Use the first prompts of the held-out data; null uses all."""
+    success_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """An attempt whose return, the weighted sum of its rewards, reaches this counts as a pass."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            yield Problem(
+                "samples_per_prompt",
+                f"is {self.samples_per_prompt}, but at temperature 0 all attempts at a prompt are the same. Set "
+                "temperature: 1.0 in held_out, or samples_per_prompt: 1.",
+            )
+
+
+class FaultsConfig(Section):
+    """What happens when an environment or reward fails."""
+
+    retries: int = Field(default=2, ge=0)
+    """Further attempts at a rollout that failed or ran out of time."""
+    attempt_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds one attempt may take."""
+    max_quarantined: int = Field(default=16, ge=0)
+    """Different prompts that may be given up in the whole run before it stops; bad rows are no part of these."""
+
+
+class PromptSourceConfig(SourceConfig):
+    """Base of the configs of sources that train on rollouts."""
+
+    run_defaults: ClassVar[Mapping[str, str]] = {"collator": "rollouts", "minibatches": "by_prompt", "loss": "ppo"}
+
+    prompts_per_step: int = Field(default=32, gt=0)
+    """Prompts whose rollouts make up the batch of one step."""
+    samples_per_prompt: int = Field(default=8, gt=0)
+    """Rollouts of each prompt: its group."""
+    environment: Annotated[ComponentConfig, Component("environment")]
+    """How a prompt becomes a rewarded trajectory."""
+    engine: Annotated[ComponentConfig, Component("rollout_engine")]
+    """What generates."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn."""
+    reward_weights: dict[str, float] = {}
+    """Weight of each reward term; 1 where none is given."""
+    advantage: Annotated[AdvantageConfig, Component("advantage")]
+    """How rewards become advantages."""
+    advantage_scope: Literal["batch", "minibatch"] = "batch"
+    """What an advantage that normalises over more than a group normalises over."""
+    correction: Annotated[ComponentConfig, Component("correction")] | None = None
+    """Weights against a mismatch between the distributions that sampled and that train; null for none."""
+    turns: Literal["separate", "merged"] = "separate"
+    """A training row per turn (step-wise training), or one row for all turns of an attempt in which each goes on from
+    the tokens of the last; others keep a row per turn."""
+    zero_variance: Literal["keep", "refill"] = "keep"
+    """Groups whose rewards are all equal have no gradient: train on them, or draw further prompts in their place
+    (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+    max_draws_per_step: int | None = Field(default=None, gt=0)
+    """Prompts that one step may draw, those given up or replaced included; null is 8 x prompts_per_step."""
+    overlong: OverlongConfig | None = None
+    """Take reward from responses that come close to the limit."""
+    kl_in_reward: KlInRewardConfig | None = None
+    """Take reward from tokens that leave the reference model."""
+    faults: FaultsConfig = FaultsConfig()
+    """Retries and limits."""
+    held_out: HeldOutConfig = HeldOutConfig()
+    """Evaluation."""
+    max_concurrent: Annotated[int, OnResume.FREE] = Field(default=256, gt=0)
+    """Attempts under way at the same time. An attempt's time limit runs while it waits for the engine, so this should
+    not be far above what the engine decodes together."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from self._run_problems(run)
+        yield from dropout_problems(run)
+        yield from self._reward_weight_problems()
+        if self.zero_variance == "refill" and self.samples_per_prompt < 2:
+            yield Problem(
+                "zero_variance",
+                "is refill, but the reward of a single sample never varies, so every prompt would be left out. Raise "
+                "samples_per_prompt, or set zero_variance: keep.",
+            )
+        overlong = self.overlong
+        if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
+            yield Problem(
+                "overlong.buffer_tokens",
+                f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}, so "
+                "that even an empty response would be punished. Choose a smaller zone.",
+            )
+        if self.draw_limit < self.prompts_per_step:
+            yield Problem(
+                "max_draws_per_step",
+                f"is {self.max_draws_per_step}, fewer than prompts_per_step: {self.prompts_per_step}. Raise it.",
+            )
+        yield from self._advantage_problems(run)
+        cut = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self.sampling, name) != off]
+        if self.correction is not None and cut:
+            yield Problem(
+                "correction",
+                f"is {self.correction.name}, but with sampling.{cut[0]} rollout logprobs are those of the tokens left, "
+                "likelier than the trainer finds them, so every ratio would be too small. Remove one of the two.",
+            )
+
+    def _advantage_problems(self, run: RunConfig) -> Iterable[Problem]:
+        """What the advantage needs of the groups, the reward and the critic."""
+        advantage = self.advantage
+        if self.samples_per_prompt < advantage.smallest_group:
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which compares the samples of a prompt with each other, but "
+                f"source.samples_per_prompt is {self.samples_per_prompt}. Set it to {advantage.smallest_group} or more "
+                "(8 is usual), or choose an advantage that needs no group: reinforce_pp with baseline: batch, or gae.",
+            )
+        if self.kl_in_reward is not None and advantage.divides_by_spread:
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which divides by the spread or the mean of a prompt's returns, but with "
+                "source.kl_in_reward even equal answers differ by a little KL, and the division makes full advantages "
+                "of it whatever the coefficient. Remove kl_in_reward and set loss.kl.coefficient, or choose an "
+                "advantage that does not divide: grpo with normalize_std: false, dr_grpo, rloo or gae.",
+            )
+        if advantage.uses_critic and run.critic is None:
+            yield Problem(
+                "advantage.name",
+                f"is {advantage.name}, which reads the values of a critic, and this run has none. Add a section "
+                "`critic: {}`, or choose an advantage without a critic, such as grpo.",
+            )
+
+    def _reward_weight_problems(self) -> Iterable[Problem]:
+        """Weights of terms that do not exist, where the environment's config names its terms."""
+        rewards: object = getattr(self.environment, "rewards", None)
+        if not isinstance(rewards, Mapping):
+            return
+        terms = {*cast("Mapping[str, object]", rewards), *([OVERLONG] if self.overlong is not None else ())}
+        for name in self.reward_weights:
+            if name not in terms:
+                yield Problem(
+                    f"reward_weights.{name}",
+                    f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}.",
+                )
+
+    def _run_problems(self, run: RunConfig) -> Iterable[Problem]:
+        """Settings of other sections that mean nothing here; said under `name`, which is what makes them so."""
+        for setting, instead in (
+            ("batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
+            ("prefetch", "a batch of rollouts depends on the weights of the step before and cannot be built ahead"),
+        ):
+            if setting in run.model_fields_set:
+                yield Problem("name", f"is {self.name}, with which '{setting}' has no meaning: {instead}. Remove it.")
+        # A critic's loss refuses to be the policy's on its own.
+        if trains_on(run.loss) not in ("advantages", "returns"):
+            yield Problem(
+                "name",
+                f"is {self.name}, but loss: {run.loss.name} reads no advantages: all answers would be learned alike, "
+                "whatever their reward. Set loss: ppo, or remove the line. A loss of your own derives its config from "
+                "PolicyLossConfig.",
+            )
+        if "batch_size" in run.evaluation.model_fields_set:
+            yield Problem(
+                "name",
+                f"is {self.name}, with which 'evaluation.batch_size' has no meaning: source.held_out says which "
+                "attempts are made, source.max_concurrent how many at a time. Remove it.",
+            )
+        if "held_out" in self.model_fields_set and not run.data.eval:
+            yield Problem("held_out", "needs held-out prompts, and `data.eval` is empty. Set data.eval, or remove it.")
+        if run.evaluation.generate is not None:
+            yield Problem(
+                "name",
+                f"is {self.name}, which evaluates with rollouts of its own. Remove evaluation.generate and set "
+                "source.held_out.",
+            )
+        if run.collator.name.removeprefix("core/") in ("packed", "padded"):
+            yield Problem(
+                "name",
+                f"is {self.name}, which needs one turn per row so that batches can be cut between prompts, but the "
+                f"collator is {run.collator.name}. Set collator: rollouts, or remove the line.",
+            )
+
+    @property
+    def draw_limit(self) -> int:
+        """Prompts that one step may draw."""
+        return self.max_draws_per_step or 8 * self.prompts_per_step
+
+
+class RolloutSourceConfig(PromptSourceConfig):
+    """Synchronous reinforcement learning: each step generates with the weights of the step before."""
+
+    name: str = "rollouts"

@@ -1,0 +1,128 @@
+"""Which prompt is drawn when: an endless order over the rows of the datasets, a pure function of the seed.
+
+Place on the way: rows -> draws (each with a uid of its own) -> environment. Reads rows one at a time, when drawn.
+Remembers the rows that turned out to be unusable, so that none of them costs anything when its turn comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+
+from spurline.config.run_config import DatasetConfig
+from spurline.data.order import DataOrder
+from spurline.data.reading import check_rows, open_datasets, share_read
+from spurline.data.tokenization import store_labels
+from spurline.errors import DataError
+from spurline.protocols.source import SourceContext
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.given_up import SkippedRow, row_of
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One drawn prompt.
+
+    number: position in the endless order, from 0. uid: `LABEL:ROW@NUMBER`, unique in the run.
+    location: where the row is, for messages.
+    """
+
+    number: int
+    uid: str
+    dataset: DatasetConfig
+    location: str
+    row: Mapping[str, Any]
+
+
+class PromptDraws:
+    """The endless order of prompts over several datasets, mixed by their weights.
+
+    namespace: begins every uid, and keeps the seeds of one use apart from those of another.
+    """
+
+    def __init__(self, datasets: Sequence[DatasetToTokenize], seed: int, *, shuffle: bool, namespace: str = "") -> None:
+        for item in datasets:
+            check_rows(item.dataset)
+            if len(item.dataset) == 0:
+                raise DataError(f"{item.dataset.label} has no rows, so there is nothing to draw prompts from.")
+        self._datasets = [item.dataset for item in datasets]
+        self._configs = [item.config for item in datasets]
+        self._labels = store_labels(datasets)
+        self._sizes = [len(dataset) for dataset in self._datasets]
+        self._starts = np.cumsum([0, *self._sizes])
+        weights = [config.weight for config in self._configs]
+        self._order = DataOrder(self._sizes, weights, seed, shuffle=shuffle)
+        # Of data that was looked at in part, the rest is taken to be of the same size.
+        whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
+        self.prompts_per_epoch = DataOrder(whole, weights, seed).samples_per_epoch
+        """Prompts in one pass over the weighted mixture."""
+        self._read_in_part = whole != self._sizes
+        self._namespace = namespace
+        self._skipped: dict[str, str] = {}
+
+    @classmethod
+    def open(
+        cls, configs: Sequence[DatasetConfig], context: SourceContext, *, shuffle: bool, namespace: str = ""
+    ) -> PromptDraws:
+        """Over these dataset entries of the config. Raises DataError for data that cannot be found or read."""
+        datasets = open_datasets(configs, context.host.registry, context.row_limit)
+        return cls(datasets, context.config.seed, shuffle=shuffle, namespace=namespace)
+
+    def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
+        """The draws number `start` to `start + count - 1`.
+
+        Rows under `on_bad_row: skip` that cannot be read, or were told to `skip`, stand there as SkippedRow. Raises
+        DataError for other rows that cannot be read, and when no row is left.
+        """
+        if len(self._skipped) == sum(self._sizes):
+            raise DataError(
+                f"All {len(self._skipped)} rows were left out as unusable (on_bad_row: skip). The first: "
+                f"{next(iter(self._skipped.values()))}"
+            )
+        indices = self._order.positions(start, start + count)
+        return [self._draw(start + offset, int(index)) for offset, index in enumerate(indices)]
+
+    def skip(self, row: SkippedRow) -> None:
+        """Leave this row out from now on."""
+        self._skipped.setdefault(row_of(row.uid), row.reason)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"skipped": dict(self._skipped)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._skipped = dict(cast("dict[str, str]", state["skipped"]))
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able facts for `spurline plan` and the report."""
+        return {
+            "prompts": sum(self._sizes),
+            "sources": dict(zip(self._labels, self._sizes, strict=True)),
+            "read_in_part": self._read_in_part,
+        }
+
+    def fingerprint(self) -> str:
+        """Changes when the rows of any dataset do."""
+        digests = [dataset.fingerprint() for dataset in self._datasets]
+        return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
+
+    def _draw(self, number: int, index: int) -> Draw | SkippedRow:
+        source = int(np.searchsorted(self._starts, index, side="right")) - 1
+        place = index - int(self._starts[source])
+        dataset = self._datasets[source]
+        uid = f"{self._namespace}{self._labels[source]}:{place}@{number}"
+        known = self._skipped.get(row_of(uid))
+        if known is not None:
+            return SkippedRow(uid, number, known)
+        try:
+            row = dataset[place]
+        except DataError as error:
+            if self._configs[source].on_bad_row == "error":
+                raise
+            skipped = SkippedRow(uid, number, str(error))
+            self.skip(skipped)
+            return skipped
+        return Draw(number, uid, self._configs[source], dataset.location(place), row)

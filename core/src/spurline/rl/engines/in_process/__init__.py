@@ -1,0 +1,1 @@
+"""The rollout engine `in_process`. Start reading at `engine.py`."""

@@ -1,0 +1,342 @@
+"""The one thread on which an engine's model is loaded, computed and changed.
+
+Place on the way: engine, on the event loop -> work, one piece after another -> its result, within a time limit.
+
+The engine's own copy of the model, for when it may not use the backend's.
+
+Place on the way: `model` section -> this -> decoder; later the published weights -> this copy. It is loaded with the
+local backend's code, so both start from the same weights.
+
+Rollout engine `in_process`: generate with the Hugging Face model in this process.
+
+Place on the way: environments ask for continuations -> this, on their event loop -> decode steps on one thread ->
+results. It is the engine for CPUs, small models and tests; a server such as vLLM is faster where it can run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, ModelError, Problem, RunFailedError, listing, suggestion
+from spurline.model.device_profile import device_profile
+from spurline.model.generation import generation_model
+from spurline.model.loading import check_config, load_model
+from spurline.model.probe import check_exactness
+from spurline.model.stream_model import StreamModel
+from spurline.model.weights import named_weights
+from spurline.protocols.backend import Backend, GenerationModel, LendsModel
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, WeightBucket
+from spurline.rl.engines.configs import InProcessEngineConfig
+from spurline.rl.engines.in_process.attention import generating
+from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
+from spurline.rl.engines.in_process.response import Row, StopTexts, Written, check_request
+
+ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) when it is only slow."
+
+_Result = TypeVar("_Result")
+
+
+class ModelThread:
+    """timeout_s: seconds a piece of work may take."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spurline-decode")
+
+    async def run(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
+        """The result of `work`. Raises RunFailedError naming it when it takes too long."""
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RunFailedError(f"{what} did not end within {self.timeout_s:g} s. {ADVICE}") from error
+
+    def close(self) -> None:
+        """Take no further work; what is under way ends by itself."""
+        self._executor.shutdown(wait=False)
+
+
+def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationModel:
+    """Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            [Problem("source.engine.device", "is cuda, but torch sees no GPU. Set device: auto, or check nvidia-smi.")]
+        )
+    backend = LocalBackendConfig(device=config.device, precision=config.precision)
+    profile = device_profile(backend)
+    with profile.keeping_generators():
+        causal = load_model(run.model, profile, run.seed)
+    limit = check_config(causal, run.model.path, run.data.max_length)
+    model = StreamModel(causal.requires_grad_(False).eval(), backend.logits_chunk_tokens)
+    check_exactness(model, profile, run.model.path)
+    return generation_model(causal, profile, limit)
+
+
+class WeightWriter:
+    """Replaces every weight of a model in place, as they come. Where it raises, some have been replaced."""
+
+    def __init__(self, causal: PreTrainedModel):
+        self._targets = dict(named_weights(causal, adapted=False))
+        own = {tensor.untyped_storage().data_ptr() for tensor in causal.state_dict().values()}
+        if any(target.untyped_storage().data_ptr() not in own for target in self._targets.values()):
+            raise ModelError(
+                f"{type(causal).__name__} holds weights in another form than its files, so the engine's copy cannot "
+                "take new ones in place. Use a source that shares the backend's weights."
+            )
+        self._missing = set(self._targets)
+
+    @torch.no_grad()
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """weights: (hf_name, tensor). Raises RunFailedError when they are not of this model."""
+        for name, tensor in weights:
+            target = self._targets.get(name)
+            if target is None:
+                raise RunFailedError(f"The engine's model has no weight '{name}'.{suggestion(name, self._targets)}")
+            if tensor.shape != target.shape:
+                raise RunFailedError(
+                    f"Weight {name} has shape {tuple(tensor.shape)}, and the engine's model {tuple(target.shape)}."
+                )
+            target.copy_(tensor)
+            self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Raises RunFailedError when weights are missing."""
+        if self._missing:
+            raise RunFailedError(
+                f"New weights came without {listing(self._missing)}; a model must be published as a whole."
+            )
+
+
+class InProcessEngine:
+    """A `RolloutEngine` that also `SharesWeights` and `TakesWeights`.
+
+    Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by updates only.
+    With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
+
+    Everything here runs on the event loop; only the work on the model runs on the thread. A burst is the task that
+    takes one decode step after another, as long as somebody waits for a response and no pause holds it.
+    """
+
+    transports = ("in_process",)
+
+    def __init__(self, config: InProcessEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
+        self._decoder: Decoder | None = None
+        self._version = 0
+        self._shares = False
+        self._waiting: deque[Row] = deque()
+        self._in_flight: dict[Row, asyncio.Future[GenerationResult]] = {}
+        self._writer: WeightWriter | None = None
+        self._burst: asyncio.Task[None] | None = None
+        self._holds: set[str] = set()
+        self._failure: BaseException | None = None
+        self._thread = ModelThread(config.timeout_s)
+
+    def share(self, backend: Backend) -> None:
+        if not isinstance(backend, LendsModel):
+            raise ConfigError(
+                [
+                    Problem(
+                        "source.engine.name",
+                        f"is in_process, which here shares the weights of the backend, but {type(backend).__name__} "
+                        "does not hold its whole model in this process. Set backend.name: local, or choose a source "
+                        "that publishes weights.",
+                    )
+                ]
+            )
+        assert not self._in_flight, f"still in flight: {[row.request.name for row in self._in_flight]}"
+        self._open_model = backend.generation_model
+        self._decoder = None
+        self._shares = True
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+        if self._decoder is not None and self._config.kv_cache == "recompute":
+            self._decoder.outdate()
+
+    async def generate(
+        self, request: GenerationRequest, on_tokens: Callable[[Written], None] | None = None
+    ) -> GenerationResult:
+        """As of `RolloutEngine`. on_tokens: is called after every decode step with what it wrote."""
+        check_request(request)
+        if self._failure is not None:
+            raise _explained(self._failure, request.name)
+        stop = request.sampling.stop
+        row = Row(
+            request,
+            prompt=np.asarray(request.prompt_ids, np.int64).tolist(),
+            stop_texts=StopTexts(self._tokenizer, stop) if stop else None,
+            on_tokens=on_tokens,
+        )
+        self._in_flight[row] = asyncio.get_running_loop().create_future()
+        self._waiting.append(row)
+        self._start_burst()
+        try:
+            return await self._in_flight[row]
+        finally:
+            if self._in_flight.pop(row, None) is not None:
+                row.abandoned = True
+                if not self._in_flight:
+                    # A cancelled caller may go on to train the model: it must be ours no longer.
+                    await self._burst_ended("a cancelled request")
+
+    async def load(self) -> None:
+        """Load the own copy now, not with the first request."""
+        await self._ready_decoder()
+
+    async def pause(self) -> None:
+        await self._hold("pause")
+
+    async def resume(self) -> None:
+        self._release("pause")
+
+    async def begin_update(self, version: int) -> None:
+        assert not self._shares, "shared weights are updated by their owner; tell the engine with set_version"
+        await self._hold("update")
+        async with self._updating(version):
+            decoder = await self._ready_decoder()
+            self._writer = await self._thread.run("preparing an update", WeightWriter, decoder.model.causal)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        assert self._writer is not None, "no update has begun"
+        names = [place.name for place in bucket.places]
+        async with self._updating():
+            weights = zip(names, bucket.tensors, strict=True)
+            await self._thread.run(f"taking over {len(names)} weights", self._writer.write, weights)
+
+    async def finish_update(self, version: int) -> None:
+        assert self._writer is not None, "no update has begun"
+        async with self._updating(version):
+            self._writer.finish()
+        self._writer = None
+        self.set_version(version)
+        self._release("update")
+
+    async def close(self) -> None:
+        self._fail(RunFailedError("it was closed"))
+        await self._burst_ended("close")
+        self._decoder = None
+        self._thread.close()
+
+    @asynccontextmanager
+    async def _updating(self, version: int | None = None) -> AsyncGenerator[None]:
+        """A part of an update; an error there ends the engine."""
+        what = "update of the weights" if version is None else f"update of the weights to version {version}"
+        if self._failure is not None:
+            raise _explained(self._failure, what)
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            raise _explained(error, what) from error
+
+    def _start_burst(self) -> None:
+        if self._in_flight and self._burst is None and not self._holds and self._failure is None:
+            self._burst = asyncio.create_task(self._decode(), name="spurline-decode")
+
+    async def _decode(self) -> None:
+        """Step after step, until nobody waits or something holds it."""
+        ended: list[Row] = []
+        try:
+            decoder = await self._ready_decoder()
+            with generating(decoder.model.causal):
+                while self._goes_on(ended):
+                    self._deliver(ended)
+                    # Whoever got a response and asks again at once joins the very next step, so that the rows of a step
+                    # do not depend on timing.
+                    await asyncio.sleep(0)
+                    more, ended = decoder.take(self._waiting)
+                    state = f"a decode step ({len(decoder.rows)} responses under way, {len(more)} new)"
+                    ended += await self._thread.run(state, decoder.advance, more, self._version)
+                    for row in (*decoder.rows, *ended):
+                        row.tell()
+                decoder.drop_abandoned()
+        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
+            self._fail(error)
+        finally:
+            self._burst = None
+        # Not before: whoever gets the last of them may train the model at once, and now it is ours no longer.
+        self._deliver(ended)
+        self._start_burst()
+
+    def _goes_on(self, ended: list[Row]) -> bool:
+        """Whether there is more to write than these, and nothing else to do first."""
+        held = self._holds or self._failure is not None
+        return not held and len(self._in_flight) > sum(row in self._in_flight for row in ended)
+
+    def _deliver(self, rows: list[Row]) -> None:
+        for row in rows:
+            waiter = self._in_flight.pop(row, None)
+            if waiter is None or waiter.done():
+                continue
+            if row.refused is not None:
+                waiter.set_exception(row.refused)
+            else:
+                waiter.set_result(row.result())
+        rows.clear()
+
+    def _fail(self, failure: BaseException) -> None:
+        """Nobody is left waiting, now or later."""
+        self._failure = self._failure or failure
+        for row, waiter in self._in_flight.items():
+            if not waiter.done():
+                waiter.set_exception(_explained(failure, row.request.name))
+        self._in_flight.clear()
+        self._waiting.clear()
+
+    async def _hold(self, why: str) -> None:
+        """No step is under way and the model is as its owner left it, until `_release`."""
+        self._holds.add(why)
+        await self._burst_ended(why)
+        if self._failure is not None:
+            raise _explained(self._failure, why)
+
+    def _release(self, why: str) -> None:
+        self._holds.discard(why)
+        self._start_burst()
+
+    async def _burst_ended(self, who: str) -> None:
+        if self._burst is not None:
+            # Longer than any step may take: the burst gives up first, and says what it was doing.
+            done, _ = await asyncio.wait({self._burst}, timeout=2 * self._thread.timeout_s)
+            if not done:
+                raise RunFailedError(f"{who}: the decode step under way has not ended. {ADVICE}")
+
+    async def _ready_decoder(self) -> Decoder:
+        if self._decoder is None:
+            self._decoder = await self._thread.run("loading and probing the model", self._make_decoder)
+        return self._decoder
+
+    def _make_decoder(self) -> Decoder:
+        model = self._open_model()
+
+        limits = {"max_rows": self._config.max_batch, "max_cache_tokens": self._config.max_cache_tokens}
+
+        def make(rows_per_pass: int | None) -> Decoder:
+            return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass)
+
+        return probed_decoder(make, deterministic=self._config.deterministic)
+
+
+def _explained(failure: BaseException, name: str) -> RunFailedError:
+    """A new error for each who waits: an exception that is raised in several tasks would mix up their tracebacks."""
+    kind = "" if isinstance(failure, RunFailedError) else f"{type(failure).__name__}: "
+    error = RunFailedError(f"{name}: the rollout engine in_process has ended: {kind}{failure}")
+    error.__cause__ = failure
+    return error

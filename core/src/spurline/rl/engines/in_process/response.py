@@ -1,0 +1,165 @@
+"""Find the token that completes a stop text.
+
+Place on the way: sampled token -> this -> the response goes on or ends. Tokens are decoded as they come, each only a
+few times, yet what is found is what decoding the whole response would show.
+
+One response while it is written: its tokens so far, and whether it has ended.
+
+Place on the way: GenerationRequest -> Row, which gathers tokens -> GenerationResult. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import DataError
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
+from spurline.rl.trajectory import FinishReason
+
+_INCOMPLETE = "\ufffd"
+"""What tokenizers decode the first bytes of a character to."""
+
+
+class StopTexts:
+    """The text of one response so far, as far as a stop text may still begin in it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
+        assert all(texts), f"an empty stop text among {texts}"
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._overlap = max(map(len, texts)) - 1
+        self._settled_text = ""
+        self._context: list[int] = []
+        self._unsettled: list[int] = []
+
+    def completed_by(self, token: int) -> bool:
+        """Add the response's next token; whether a stop text is in the response now."""
+        self._unsettled.append(token)
+        # Decoded behind the tokens before: many tokenizers decode a token otherwise when it is the first.
+        before = self._decode(self._context)
+        seen = self._settled_text + self._decode(self._context + self._unsettled)[len(before) :]
+        if any(text in seen for text in self._texts):
+            return True
+        if not seen.endswith(_INCOMPLETE):
+            self._settled_text = seen[len(seen) - min(self._overlap, len(seen)) :]
+            self._context, self._unsettled = self._unsettled, []
+        return False
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+class Written(NamedTuple):
+    """The next tokens of a response; fields as of GenerationResult. finish_reason: None as long as more will come."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in flight.
+
+    prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known.
+    on_tokens: is called by `tell`. refused: why the model cannot answer. abandoned: nobody waits for the response any
+    more.
+    """
+
+    request: GenerationRequest
+    prompt: list[int]
+    stop_texts: StopTexts | None
+    on_tokens: Callable[[Written], None] | None = None
+    max_tokens: int = 0
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    raw_logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason | None = None
+    refused: DataError | None = None
+    abandoned: bool = False
+    _num_told: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Everything the next token depends on."""
+        return self.prompt + self.tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens the model has read: all but the last one it wrote."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """The same when the response has become as long as it may."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    def add(self, token: int, logprob: float, raw_logprob: float, version: int, stop_tokens: Collection[int]) -> None:
+        """Take the next token, and see whether it ends the response."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.raw_logprobs.append(raw_logprob)
+        self.versions.append(version)
+        if (
+            token in stop_tokens
+            or token in self.request.sampling.stop_token_ids
+            or (self.stop_texts is not None and self.stop_texts.completed_by(token))
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.max_tokens:
+            self.finish_reason = "length"
+
+    def tell(self) -> None:
+        """Tell who wants to know what was written since the last call."""
+        start, self._num_told = self._num_told, len(self.tokens)
+        if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
+            tokens, versions = self.tokens[start:], self.versions[start:]
+            logprobs, raw_logprobs = self.logprobs[start:], self.raw_logprobs[start:]
+            self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason))
+
+    def result(self) -> GenerationResult:
+        """What was written. Raises DataError when the request was refused."""
+        if self.refused is not None:
+            raise self.refused
+        assert self.finish_reason is not None, f"{self.request.name} has not ended"
+        return GenerationResult(
+            token_ids=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            raw_logprobs=np.array(self.raw_logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            finish_reason=self.finish_reason,
+        )
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raise DataError for what no model could answer."""
+    sampling = request.sampling
+    if len(request.prompt_ids) == 0:
+        raise DataError(f"{request.name}: the prompt has no tokens. Give at least one, such as the chat template's.")
+    for problem in _sampling_problems(sampling):
+        raise DataError(f"{request.name}: sampling.{problem}")
+
+
+def _sampling_problems(sampling: Sampling) -> list[str]:
+    problems = []
+    if sampling.max_new_tokens < 1:
+        problems.append(f"max_new_tokens is {sampling.max_new_tokens}; a response has at least 1 token.")
+    if not 0 <= sampling.temperature < float("inf"):
+        problems.append(f"temperature is {sampling.temperature}; give 0 for greedy, or a number above.")
+    if not 0 < sampling.top_p <= 1:
+        problems.append(f"top_p is {sampling.top_p}; give a number above 0, up to 1 for all tokens.")
+    if sampling.top_k < 0:
+        problems.append(f"top_k is {sampling.top_k}; give 0 for all tokens, or a count.")
+    if "" in sampling.stop:
+        problems.append("stop has an empty text, which every response contains. Remove it.")
+    return problems

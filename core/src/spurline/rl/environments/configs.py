@@ -1,0 +1,67 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from spurline.errors import Problem, listing, suggestion
+from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.reward import RewardTable
+from spurline.rl.rewards.configs import FUNCTION_PATH
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+
+BUILT_IN_TOOLS = {"calculator": "spurline.rl.environments.calculator:calculator"}
+"""Tools that need no module name."""
+
+
+class RewardedEnvironmentConfig(EnvironmentConfig):
+    """Base of environments that score an attempt with reward components."""
+
+    rewards: RewardTable = Field(min_length=1)
+    """Named reward terms, each a reward component or `module:function`; `source.reward_weights` weighs them."""
+
+
+class SingleTurnConfig(RewardedEnvironmentConfig):
+    """One prompt, one answer, scored."""
+
+    name: str = "single_turn"
+
+
+def _named_tools(value: Any) -> Any:
+    """A list of tools as a mapping; built-in tools have their own names."""
+    return {name: name for name in value} if isinstance(value, (list, tuple)) else value
+
+
+class ToolsConfig(RewardedEnvironmentConfig):
+    """A conversation in which the model may call Python functions; its last turn is the answer."""
+
+    name: str = "tools"
+    tools: Annotated[dict[str, str], BeforeValidator(_named_tools)] = Field(
+        default={"calculator": "calculator"}, min_length=1
+    )
+    """Functions by the name the model calls them with: `module:function`, or the built-in `calculator`."""
+    max_turns: int = Field(default=8, gt=0)
+    """Turns the model may take, the answer included."""
+    tool_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds a call may take; then the model is told so."""
+    failed_call_reward: float = Field(default=0.0, allow_inf_nan=False)
+    """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
+    history: Literal["exact", "retokenize"] = "exact"
+    """`exact`: each turn's prompt goes on from the tokens of the last; a chat template that rewrites history is an
+    error. `retokenize`: each prompt is rendered and encoded anew, as it would be at inference."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        for name, path in self.tools.items():
+            if path not in BUILT_IN_TOOLS and not re.match(FUNCTION_PATH, path):
+                yield Problem(
+                    f"tools.{name}",
+                    f"is '{path}', which is neither `module:function` nor a built-in tool."
+                    f"{suggestion(path, BUILT_IN_TOOLS)} Built-in: {listing(BUILT_IN_TOOLS)}.",
+                )

@@ -1,0 +1,61 @@
+"""Environment `single_turn`: one prompt, one answer, scored by rewards.
+
+Place on the way: row -> prompt tokens -> policy -> Answer -> reward terms -> Trajectory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.data.prompts import GenerationExample, prompt_and_reference
+from spurline.plugins.registry import Registry
+from spurline.protocols.environment import PolicyHandle, Task
+from spurline.protocols.reward import Answer, Reward
+from spurline.rl.scoring import close_all, reward_terms
+from spurline.rl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from spurline.rl.environments.configs import SingleTurnConfig
+
+
+_PROMPTS_KEPT = 256
+
+
+class SingleTurn:
+    """Scores the answer to a row's prompt. `info`: prompt, response and reference as texts."""
+
+    def __init__(
+        self, config: SingleTurnConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._data = data
+        self._examples: dict[tuple[str, str], GenerationExample] = {}
+        self._rewards: dict[str, Reward] = {
+            name: registry.create("reward", reward) for name, reward in config.rewards.items()
+        }
+
+    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
+        example = self._example(task)
+        result = await policy.generate(example.prompt_ids)
+        response = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
+        answer = Answer(example.prompt_text, response, example.reference_text, task.row)
+        info = {"prompt": answer.prompt, "response": response, "reference": answer.reference}
+        return policy.finish(await reward_terms(self._rewards, answer), info=info)
+
+    def _example(self, task: Task) -> GenerationExample:
+        """The row's prompt, rendered and encoded once for all attempts of a group."""
+        key = task.uid, task.location
+        example = self._examples.get(key)
+        if example is None:
+            example = prompt_and_reference(task.row, task.dataset, self._tokenizer, self._data, location=task.location)
+            self._examples[key] = example
+            if len(self._examples) > _PROMPTS_KEPT:
+                del self._examples[next(iter(self._examples))]
+        return example
+
+    def close(self) -> None:
+        """Close the rewards."""
+        close_all(self._rewards)

@@ -1,0 +1,108 @@
+"""Numbers that tell whether reinforcement learning is healthy: mismatch, rewards, advantages, lengths.
+
+In: a laid-out batch and its groups. Out: metrics, all plain means over the step unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.data.batch import TrainingBatch
+from spurline.rl.returns import group_returns, has_zero_variance
+from spurline.rl.trajectory import Group, trajectories_of, turns_of
+
+_PERCENTILES = (1, 50, 99)
+
+
+def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """How far the trainer's logprobs are from those the tokens were sampled with; nothing without both columns.
+
+    `mismatch/logprob_diff` (mean of |trainer - rollout|, nats) and its `/max`, `mismatch/kl` (k3 estimate of
+    KL(rollout || trainer), Schulman 2020), `mismatch/ratio_pN`: percentiles of the importance ratio.
+    """
+    if not {"old_logprobs", "rollout_logprobs"} <= batch.tokens.keys():
+        return {}
+    trained = (batch.tokens["loss_weights"] != 0).numpy()
+    if not trained.any():
+        return {}
+    difference = (batch.tokens["old_logprobs"] - batch.tokens["rollout_logprobs"]).numpy()[trained].astype(np.float64)
+    ratio = np.exp(np.clip(difference, -20.0, 20.0))
+    percentiles = np.percentile(ratio, _PERCENTILES)
+    return {
+        "mismatch/logprob_diff": float(np.abs(difference).mean()),
+        "mismatch/logprob_diff/max": float(np.abs(difference).max()),
+        "mismatch/kl": float((ratio - 1 - difference).mean()),
+        **{f"mismatch/ratio_p{name}": float(value) for name, value in zip(_PERCENTILES, percentiles, strict=True)},
+    }
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`reward/mean` and `reward/std` of the returns, the mean of each term before weights as `rewards/TERM`, and the
+    share of groups whose returns are all equal."""
+    returns = all_returns(groups)
+    return {
+        "reward/mean": float(returns.mean()),
+        "reward/std": float(returns.std()),
+        **mean_terms(groups),
+        "groups/zero_variance": float(np.mean([has_zero_variance(group) for group in groups])),
+    }
+
+
+def all_returns(groups: Sequence[Group]) -> NDArray[np.float64]:
+    """The return of every attempt, float64, group after group."""
+    return np.concatenate([group_returns(group) for group in groups])
+
+
+def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of each reward term before weights, over the attempts that have it: `rewards/TERM`."""
+    terms: dict[str, list[float]] = {}
+    for trajectory in trajectories_of(groups):
+        for name, value in trajectory.rewards.items():
+            terms.setdefault(name, []).append(value)
+    return {f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()}
+
+
+def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
+    """`kl_reward/mean`: KL per trained token, before its coefficient; `reward/after_kl`: mean return, its KL charged.
+
+    groups: after the charge. kl: of each of their turns, per response token.
+    """
+    trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
+    values = np.concatenate([np.empty(0), *trained])
+    found = {"reward/after_kl": float(all_returns(groups).mean())}
+    return {"kl_reward/mean": float(values.mean()), **found} if len(values) else found
+
+
+def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """`advantage/mean`, `advantage/std` and the extremes over trained tokens."""
+    trained = (batch.tokens["loss_weights"] != 0).numpy()
+    values = batch.tokens["advantages"].numpy()[trained].astype(np.float64)
+    if not len(values):
+        return {}
+    return {
+        "advantage/mean": float(values.mean()),
+        "advantage/std": float(values.std()),
+        "advantage/max": float(values.max()),
+        "advantage/min": float(values.min()),
+    }
+
+
+def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Response tokens and turns per attempt, and how turns ended: share and mean length by finish reason."""
+    attempts = trajectories_of(groups)
+    lengths = np.array([sum(len(turn.response_ids) for turn in attempt.turns) for attempt in attempts])
+    turns = turns_of(groups)
+    by_reason: dict[str, list[int]] = {}
+    for turn in turns:
+        by_reason.setdefault(turn.finish_reason, []).append(len(turn.response_ids))
+    found = sorted(by_reason.items())
+    return {
+        "response/length": float(lengths.mean()),
+        "response/length/max": float(lengths.max()),
+        "response/turns": len(turns) / len(attempts),
+        **{f"response/length_{reason}": float(np.mean(of_reason)) for reason, of_reason in found},
+        **{f"response/share_{reason}": len(of_reason) / len(turns) for reason, of_reason in found},
+    }

@@ -1,0 +1,99 @@
+"""Held-out evaluation by rollouts: mean reward, pass@1 and pass@k on the prompts of `data.eval`.
+
+Place on the way: eval datasets -> draws -> attempts with seeds of their own -> returns -> `eval/...` metrics and sample
+trajectories. Seeds depend on the prompt and the attempt alone, so that every evaluation asks for the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from spurline.errors import CheckpointError, DataError
+from spurline.protocols.backend import Backend
+from spurline.rl.configs import HeldOutConfig
+from spurline.rl.draws import Draw, PromptDraws
+from spurline.rl.given_up import SkippedRow
+from spurline.rl.group_runner import Outcome
+from spurline.rl.health import all_returns, mean_terms
+from spurline.rl.returns import group_returns
+from spurline.rl.trajectory import Group
+
+RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
+
+
+class RolloutEvaluation:
+    """run: makes the attempts at these prompts with the weights as they are, and waits for them."""
+
+    def __init__(self, config: HeldOutConfig, prompts: PromptDraws, run: RunHeldOut) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._run = run
+
+    def summary(self) -> Mapping[str, Any]:
+        return self._prompts.summary()
+
+    def state_dict(self) -> dict[str, object]:
+        return {"data": self._prompts.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        if state.get("data") != self._prompts.fingerprint():
+            raise CheckpointError(
+                "The held-out prompts are not what the checkpoint was evaluated on, so its scores could not be "
+                "compared. Restore them, or start anew with another run_dir."
+            )
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """`eval/reward`, `eval/rewards/TERM`, `eval/pass@1`, with several attempts `eval/pass@k`, `eval/time`.
+
+        A prompt that was given up counts as failed, and in `eval/failed`; its rewards are not known and do not count.
+        Rows that cannot be used are left out under `on_bad_row: skip`, and counted in `eval/skipped_rows`.
+        """
+        begin = time.perf_counter()
+        wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
+        taken = self._prompts.take(0, wanted)
+        outcomes = self._run([draw for draw in taken if isinstance(draw, Draw)])
+        skipped = [item for item in (*taken, *outcomes) if isinstance(item, SkippedRow)]
+        count = wanted - len(skipped)
+        if count == 0:
+            raise DataError(f"All {wanted} held-out prompts were left out as unusable. The first: {skipped[0].reason}")
+        groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
+        metrics = _pass_rates(groups, count, self._config) | _rewards(groups)
+        if skipped:
+            metrics["eval/skipped_rows"] = float(len(skipped))
+        if len(groups) < count:
+            metrics["eval/failed"] = float(count - len(groups))
+        metrics["eval/time"] = time.perf_counter() - begin
+        return metrics, [_sample(group, self._config) for group in groups]
+
+
+def _pass_rates(groups: Sequence[Group], count: int, config: HeldOutConfig) -> dict[str, float]:
+    """Share of attempts that pass, and of prompts that any attempt passes."""
+    passed = [group_returns(group) >= config.success_reward for group in groups]
+    rates = {"eval/pass@1": float(sum(found.mean() for found in passed)) / count}
+    if config.samples_per_prompt > 1:
+        rates[f"eval/pass@{config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
+    return rates
+
+
+def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+    if not groups:
+        return {}
+    terms = {f"eval/{name}": value for name, value in mean_terms(groups).items()}
+    return {"eval/reward": float(all_returns(groups).mean()), **terms}
+
+
+def _sample(group: Group, config: HeldOutConfig) -> dict[str, Any]:
+    """The first attempt for the report. What the environment's `info` does not say is left empty."""
+    trajectory = group.trajectories[0]
+    info = trajectory.info
+    reward = float(group_returns(group)[0])
+    return {
+        "prompt": str(info.get("prompt", group.uid)),
+        "response": info.get("messages") or str(info.get("response", "")),
+        "reference": info.get("reference"),
+        "scores": {name: float(value) for name, value in trajectory.rewards.items()},
+        "reward": reward,
+        "passed": reward >= config.success_reward,
+    }

@@ -1,0 +1,214 @@
+"""Carry values between turns and the columns of the batch that holds them.
+
+What a backend computes for `[rows, length]` positions is cut into one array per turn; what is computed per turn (such
+as advantages) is written where the turn's response lies. A turn's prompt is the whole context it saw, so its response
+begins that many tokens after the row's first one, be the row the turn's own or shared by all turns of an attempt.
+
+From scored groups to the batch that is trained on: look back with the models, weigh, lay out.
+
+Place on the way: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards less KL ->
+advantages -> TrainingBatch. Nothing here generates, and nothing updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TrainingBatch
+from spurline.data.tokenizer import pad_token_id
+from spurline.protocols.advantage import Advantage
+from spurline.protocols.backend import Backend, Role
+from spurline.protocols.collator import RolloutCollator
+from spurline.protocols.correction import Correction
+from spurline.protocols.loss import Loss
+from spurline.protocols.source import SourceContext
+from spurline.rl.configs import PromptSourceConfig
+from spurline.rl.health import advantage_metrics, kl_reward_metrics, mismatch_metrics
+from spurline.rl.returns import subtract_kl, token_kl
+from spurline.rl.trajectory import Group, Trajectory, Turn, merge_turns, trajectories_of, turns_of, with_turns
+from spurline.update.configs import ByPromptConfig
+
+
+class TurnColumns:
+    """Where the responses of turns lie in a batch without padding rows, one segment per row.
+
+    rows: for each turn the row that holds it.
+    """
+
+    def __init__(self, batch: TrainingBatch, turns: Sequence[Turn], rows: Sequence[int]) -> None:
+        assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
+        self._shape = (batch.num_rows, batch.length)
+        # argmax finds the first of equal values: the first token of the row's segment.
+        first = np.argmax(batch.tokens["segment_ids"].numpy() > 0, axis=1)
+        self._places: list[tuple[int, slice]] = []
+        for turn, row in zip(turns, rows, strict=True):
+            start = int(first[row]) + len(turn.prompt_ids)
+            self._places.append((row, slice(start, start + len(turn.response_ids))))
+
+    def split(self, column: Tensor) -> list[NDArray[np.float32]]:
+        """Values `[rows, length]` as one float32 array per turn, those of its response tokens."""
+        values = column.numpy()
+        return [values[place] for place in self._places]
+
+    def responses(self) -> Tensor:
+        """float32 `[rows, length]`: 1 on every response token, 0 elsewhere."""
+        column = torch.zeros(self._shape, dtype=torch.float32)
+        for place in self._places:
+            column.numpy()[place] = 1
+        return column
+
+    def join(self, name: str, values: Sequence[NDArray[np.float32]]) -> Tensor:
+        """One array per turn as the column `name`, zero everywhere else."""
+        column = torch.zeros(self._shape, dtype=OPTIONAL_TOKEN_COLUMNS[name])
+        target = column.numpy()
+        for place, found in zip(self._places, values, strict=True):
+            target[place] = found
+        return column
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch with everything its loss needs, and the groups with the advantages it was made from."""
+
+    batch: TrainingBatch
+    groups: Sequence[Group]
+
+
+class Preparation:
+    """Prepares the groups of a step for the configured loss."""
+
+    def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
+        run, registry = context.config, context.host.registry
+        self._config = config
+        self._layout = context.layout
+        self._collator: RolloutCollator = registry.create(
+            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
+        )
+        self._advantage: Advantage = registry.create("advantage", config.advantage)
+        self._correction: Correction | None = (
+            None if config.correction is None else registry.create("correction", config.correction)
+        )
+        loss: Loss = registry.create("loss", run.loss)
+        self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
+        self._needs_values = "values" in self._advantage.needs
+        cut = run.minibatches
+        size = cut.prompts_per_minibatch if isinstance(cut, ByPromptConfig) else None
+        self._prompts_per_minibatch = size or config.prompts_per_step
+
+    def describe(self) -> list[str]:
+        """How rewards become what the loss is weighed by, in sentences."""
+        config = self._config
+        sentences = [self._advantage.describe()]
+        if config.kl_in_reward is not None:
+            penalty = config.kl_in_reward
+            sentences.append(f"Each token's reward is less {penalty.coefficient:g} x KL ({penalty.estimator}).")
+        if config.overlong is not None:
+            sentences.append(
+                f"Responses lose up to {config.overlong.penalty:g} of reward in the last "
+                f"{config.overlong.buffer_tokens} of {config.sampling.max_new_tokens} tokens."
+            )
+        if self._correction is not None:
+            sentences.append(self._correction.describe())
+        return sentences
+
+    def prepare(self, groups: Sequence[Group], backend: Backend) -> Prepared:
+        """The batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
+        trajectories, rows = self._rows(groups)
+        laid_out = self._collator.collate_rollouts(trajectories)
+        batch = laid_out.without_padding_rows()
+        turns = turns_of(groups)
+        columns = TurnColumns(batch, turns, rows)
+        begin = time.perf_counter()
+        looked_back = self._look_back(batch, columns, backend)
+        seconds = time.perf_counter() - begin
+        groups = with_turns(groups, _with_values(turns, columns, looked_back))
+        groups, charged = self._less_kl(groups, columns, looked_back)
+        groups = self._with_advantages(groups)
+        batch = batch.with_tokens(**looked_back, **_computed(turns_of(groups), columns))
+        batch, corrected = self._corrected(batch)
+        metrics = {**mismatch_metrics(batch), **charged, **advantage_metrics(batch), **corrected}
+        info = {**batch.info, **metrics, "time/look_back": seconds}
+        batch = replace(batch, info=info, on_release=laid_out.on_release)
+        return Prepared(batch, groups)
+
+    def _rows(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
+        """What to lay out, one row per turn in it, and for each turn of the groups the row it comes to lie in."""
+        laid_out: list[Trajectory] = []
+        rows: list[int] = []
+        next_row = 0
+        for trajectory in trajectories_of(groups):
+            kept = merge_turns(trajectory) if self._config.turns == "merged" else trajectory
+            shared = len(kept.turns) < len(trajectory.turns)
+            rows += [next_row if shared else next_row + number for number in range(len(trajectory.turns))]
+            next_row += len(kept.turns)
+            laid_out.append(kept)
+        return laid_out, rows
+
+    def _look_back(self, batch: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
+        """What the models say about these tokens before the update, each `[rows, length]`."""
+        padded = batch.pad_rows(self._layout.data)
+        roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
+        if self._needs_reference:
+            roles.append(("reference_logprobs", "reference"))
+        temperature = self._config.sampling.temperature
+        found = {column: backend.logprobs(padded, role, temperature=temperature) for column, role in roles}
+        if self._needs_values:
+            # Estimates run from token to token, through those that are not trained on too.
+            whole = batch.with_tokens(loss_weights=columns.responses()).pad_rows(self._layout.data)
+            found["values"] = backend.logprobs(whole, "critic")
+        return found
+
+    def _less_kl(
+        self, groups: Sequence[Group], columns: TurnColumns, looked_back: Mapping[str, Tensor]
+    ) -> tuple[Sequence[Group], Mapping[str, float]]:
+        """The groups with rewards less their KL, and what was charged."""
+        penalty = self._config.kl_in_reward
+        if penalty is None:
+            return groups, {}
+        old = columns.split(looked_back["old_logprobs"])
+        reference = columns.split(looked_back["reference_logprobs"])
+        kl = [token_kl(now, before, penalty.estimator) for now, before in zip(old, reference, strict=True)]
+        charged: list[Turn] = []
+        for turn, of_turn in zip(turns_of(groups), kl, strict=True):
+            assert turn.rewards is not None, "a turn was not scored"
+            rewards = subtract_kl(turn.rewards, of_turn, coefficient=penalty.coefficient)
+            charged.append(replace(turn, rewards=rewards))
+        groups = with_turns(groups, charged)
+        return groups, kl_reward_metrics(groups, kl)
+
+    def _with_advantages(self, groups: Sequence[Group]) -> list[Group]:
+        size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
+        scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
+        return [group for scope in scopes for group in self._advantage.advantages(scope)]
+
+    def _corrected(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
+        if self._correction is None:
+            return batch, {}
+        corrected = self._correction.correct(batch)
+        return batch.with_tokens(correction_factors=corrected.factors), corrected.metrics
+
+
+def _with_values(turns: list[Turn], columns: TurnColumns, looked_back: Mapping[str, Tensor]) -> list[Turn]:
+    if "values" not in looked_back:
+        return turns
+    values = columns.split(looked_back["values"])
+    return [replace(turn, values=found) for turn, found in zip(turns, values, strict=True)]
+
+
+def _computed(turns: Sequence[Turn], columns: TurnColumns) -> dict[str, Tensor]:
+    """The columns that were computed turn by turn; `returns` only where there is a critic."""
+    names = ["rewards", "advantages"]
+    if turns and turns[0].returns is not None:
+        names.append("returns")
+    return {
+        name: columns.join(name, cast("list[NDArray[np.float32]]", [getattr(turn, name) for turn in turns]))
+        for name in names
+    }

@@ -1,0 +1,181 @@
+"""What every source of rollouts shares: prompts in order, attempts at them, and batches made of their groups.
+
+Place on the way: config and data -> this, which a source derives from to say when groups are generated and which of
+them make a batch. Nothing here generates by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from spurline.data.batch import TrainingBatch
+from spurline.errors import CheckpointError, RunFailedError
+from spurline.protocols.backend import Backend
+from spurline.protocols.source import HeldOutEvaluation, SourceContext
+from spurline.rl.attempts import Attempts
+from spurline.rl.configs import PromptSourceConfig
+from spurline.rl.draws import Draw, PromptDraws
+from spurline.rl.given_up import QuarantinedGroup, SkippedRow
+from spurline.rl.group_runner import Outcome
+from spurline.rl.health import length_metrics, reward_metrics
+from spurline.rl.held_out import RolloutEvaluation
+from spurline.rl.preparation import Preparation
+from spurline.rl.returns import has_zero_variance
+from spurline.rl.trajectory import Group, turns_of
+
+RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
+TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """groups: exactly as many as asked for, in draw order. next_draw: the first prompt not drawn.
+
+    every: all groups that were scored, those left out included. quarantined: prompts given up. skipped: draws of
+    rows that cannot be used.
+    refill_missing: groups with equal rewards that are trained on, as the limit of draws was reached.
+    """
+
+    groups: tuple[Group, ...]
+    every: tuple[Group, ...]
+    next_draw: int
+    quarantined: int
+    skipped: int
+    refill_missing: int
+
+
+async def collect_groups(
+    take: TakeDraws, run: RunGroups, *, first_draw: int, count: int, draw_limit: int, leave_out_equal: bool
+) -> Collected:
+    """Draw until `count` groups can be trained on.
+
+    Each round draws exactly the number still missing, so which prompts a step takes depends on the results alone, never
+    on which of them came first. leave_out_equal: groups whose returns are equal make way for further prompts (dynamic
+    sampling, DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of them are
+    used after all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that limit:
+    `take` raises DataError when nothing but such rows is left.
+    Raises RunFailedError when so many prompts were given up that `count` cannot be reached.
+    """
+    kept: list[Group] = []
+    equal: list[Group] = []
+    quarantined = skipped = 0
+    next_draw = first_draw
+    while len(kept) < count:
+        tried = len(kept) + len(equal) + quarantined
+        missing = min(count - len(kept), draw_limit - tried)
+        if missing == 0:
+            break
+        taken = take(next_draw, missing)
+        next_draw += missing
+        draws = [draw for draw in taken if isinstance(draw, Draw)]
+        skipped += missing - len(draws)
+        for outcome in await run(draws):
+            if isinstance(outcome, SkippedRow):
+                skipped += 1
+            elif isinstance(outcome, QuarantinedGroup):
+                quarantined += 1
+            elif leave_out_equal and has_zero_variance(outcome):
+                equal.append(outcome)
+            else:
+                kept.append(outcome)
+    short = count - len(kept)
+    if short > len(equal):
+        raise RunFailedError(
+            f"The step drew {len(kept) + len(equal) + quarantined} prompts and {quarantined} of them were given up, so "
+            f"only {len(kept) + len(equal)} of {count} groups are there. Correct what fails, or raise "
+            f"source.max_draws_per_step, which is {draw_limit}."
+        )
+    groups = sorted([*kept, *equal[:short]], key=lambda group: group.draw)
+    every = sorted([*kept, *equal], key=lambda group: group.draw)
+    return Collected(tuple(groups), tuple(every), next_draw, quarantined, skipped, short)
+
+
+class PromptSource(ABC):
+    """Base of sources whose batches are groups of scored attempts."""
+
+    pure = False
+
+    def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
+        run = context.config
+        self._hooks = context.host.hooks
+        self._prompts = PromptDraws.open(run.data.train, context, shuffle=run.data.shuffle)
+        self._held_out: PromptDraws | None = None
+        if run.data.eval:
+            self._held_out = PromptDraws.open(run.data.eval, context, shuffle=False, namespace="held-out ")
+        self._preparation = Preparation(config, context)
+        self._attempts = Attempts(config, context)
+        self._settings = config
+        self.total_steps = run.total_steps(self._prompts.prompts_per_epoch, config.prompts_per_step)
+
+    def summary(self) -> Mapping[str, object]:
+        config = self._settings
+        return {
+            **self._prompts.summary(),
+            "samples_per_epoch": self._prompts.prompts_per_epoch,
+            "samples_per_step": config.prompts_per_step,
+            "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
+            "objective": self._preparation.describe(),
+        }
+
+    def evaluation(self) -> HeldOutEvaluation:
+        """Attempts at the held-out prompts with the weights as they are."""
+        assert self._held_out is not None, "there is no held-out data"
+        return RolloutEvaluation(self._settings.held_out, self._held_out, self._run_held_out)
+
+    def given_up(self) -> Sequence[str]:
+        return [group.reason for group in self._attempts.quarantine.groups]
+
+    @abstractmethod
+    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+        """Make attempts at held-out prompts and wait for them."""
+
+    def _batch(
+        self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
+    ) -> TrainingBatch:
+        """The batch of a step from its groups. retries: attempts made again for them. seconds: spent on generating."""
+        self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
+        batch = self._preparation.prepare(collected.groups, backend).batch
+        metrics = {
+            **_collection_metrics(collected, retries, seconds),
+            **reward_metrics(collected.every),
+            **length_metrics(collected.every),
+        }
+        return replace(batch, info={**batch.info, **metrics})
+
+    def _prompts_state(self) -> dict[str, object]:
+        """What a checkpoint holds of the prompts and of those given up."""
+        return {
+            "data": self._prompts.fingerprint(),
+            "prompts": self._prompts.state_dict(),
+            "quarantine": self._attempts.quarantine.state_dict(),
+        }
+
+    def _load_prompts_state(self, state: Mapping[str, object]) -> None:
+        """Raises CheckpointError when the data is not what the checkpoint was trained on."""
+        if state.get("data") != self._prompts.fingerprint():
+            raise CheckpointError(
+                "The prompts are not those the checkpoint was trained on: a file changed. Restore it, or start anew "
+                "with another run_dir."
+            )
+        quarantine, prompts = state["quarantine"], state["prompts"]
+        assert isinstance(quarantine, Mapping), quarantine
+        assert isinstance(prompts, Mapping), prompts
+        self._attempts.quarantine.load_state_dict(quarantine)
+        self._prompts.load_state_dict(prompts)
+
+
+def _collection_metrics(collected: Collected, retries: int, seconds: float) -> dict[str, float]:
+    """What generating cost, and what became of the prompts that were drawn."""
+    tokens = sum(len(turn.response_ids) for turn in turns_of(collected.every))
+    return {
+        "time/generate": seconds,
+        "rollout/tokens": float(tokens),
+        "groups/drawn": float(len(collected.every) + collected.quarantined),
+        "groups/filtered": float(len(collected.every) - len(collected.groups)),
+        "groups/quarantined": float(collected.quarantined),
+        "groups/skipped_rows": float(collected.skipped),
+        "groups/retries": float(retries),
+        "groups/refill_missing": float(collected.refill_missing),
+    }

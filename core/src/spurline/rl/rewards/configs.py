@@ -1,0 +1,49 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from spurline.protocols.reward import RewardConfig
+
+if TYPE_CHECKING:
+    pass
+
+
+class ExactMatchConfig(RewardConfig):
+    """1 when the response equals the reference text, white space at both ends ignored; else 0."""
+
+    name: str = "exact_match"
+    ignore_case: bool = False
+    """Compare without regard to case."""
+
+
+FUNCTION_PATH = r"^[\w.]+:\w+$"
+
+
+class FunctionRewardConfig(RewardConfig):
+    """A Python function called with one argument, the `spurline.protocols.reward.Answer`; may be async."""
+
+    name: str = "function"
+    path: str = Field(pattern=FUNCTION_PATH)
+    """`module:function`, installed or in the working directory."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds one call may take."""
+
+
+class MathVerifyConfig(RewardConfig):
+    """1 when the response and the reference are the same mathematically; needs `pip install spurline[math]`."""
+
+    name: str = "math_verify"
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds one comparison may take; an answer that takes longer counts as wrong."""
+    workers: int = Field(default=1, gt=0)
+    """Processes that compare."""
+
+
+class PrefixMatchConfig(RewardConfig):
+    """Share of the reference's words that the response has right before its first mistake, between 0 and 1."""
+
+    name: str = "prefix_match"

@@ -1,0 +1,74 @@
+"""Import functions that a config names as `module:function`: rewards and tools that need no plugin.
+
+Reward `function`: a Python function named in the config, with a time limit.
+
+def short_and_right(answer: Answer) -> float:
+    return float(answer.reference in answer.response) - 0.001 * len(answer.response)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from spurline.errors import ConfigError, Problem
+from spurline.plugins.registry import resolve
+from spurline.protocols.reward import Answer
+from spurline.rl.concurrency import within
+from spurline.rl.rewards.configs import FunctionRewardConfig
+
+
+def load_function(path: str, what: str) -> Callable[..., Any]:
+    """The function, from anything importable or a file in the working directory. Raises PluginError naming `what`."""
+    # A console script does not see the folder it is started in, where a config's functions usually are. Last on the
+    # path, so that no file there hides an installed module.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return resolve(path, what)
+
+
+class FunctionReward:
+    """Call `path` with the Answer. A plain function runs on a thread, which is abandoned when it takes too long."""
+
+    def __init__(self, config: FunctionRewardConfig) -> None:
+        self._config = config
+        self._function = load_function(config.path, "reward function")
+        _check_signature(self._function, config.path)
+
+    def score(self, answer: Answer) -> float:
+        """For callers without an event loop."""
+        return asyncio.run(self.score_async(answer))
+
+    async def score_async(self, answer: Answer) -> float:
+        """What the function returns or raises; AttemptFailedError when it takes longer than `timeout_s`."""
+        return await within(self._config.timeout_s, f"The function {self._config.path}", self._function, answer)
+
+
+def _check_signature(function: Any, path: str) -> None:
+    """Raise ConfigError for a function that one argument does not fit."""
+    name = path.partition(":")[2]
+    if not callable(function):
+        problem = f"is of type {type(function).__name__}, not a function."
+    else:
+        try:
+            signature = inspect.signature(function)
+        except ValueError:
+            # Some functions written in C do not tell; the first call will.
+            return
+        try:
+            signature.bind(None)
+            return
+        except TypeError:
+            problem = f"is defined as {name}{signature}, but is called with one argument."
+    raise ConfigError(
+        [
+            Problem(
+                f"reward function {path}",
+                f"{problem} Write `def {name}(answer)`; answer has prompt, response, reference, row and messages.",
+            )
+        ]
+    )

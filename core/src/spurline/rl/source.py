@@ -1,0 +1,112 @@
+"""Collect exactly the groups that one step trains on: draw, run, leave out, draw what is missing.
+
+Place on the way: PromptDraws -> GroupRunner -> this -> scored groups, in draw order. Knows nothing of engines, models
+or batches.
+
+Source `rollouts`: synchronous reinforcement learning.
+
+A step draws prompts, generates with the weights of the step before, scores, looks back and lays out; the loop updates.
+The engine shares the backend's weights, so that nothing is published and no token is ever older than its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+from spurline.data.batch import TrainingBatch
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.backend import Backend
+from spurline.protocols.rollout_engine import SharesWeights
+from spurline.protocols.source import SourceContext
+from spurline.rl.configs import RolloutSourceConfig
+from spurline.rl.draws import Draw
+from spurline.rl.given_up import SkippedRow
+from spurline.rl.group_runner import Outcome
+from spurline.rl.prompt_source import Collected, PromptSource, collect_groups
+
+
+class RolloutSource(PromptSource):
+    """See the module. State between steps: the next prompt to draw, the rows left out, the prompts given up."""
+
+    def __init__(self, config: RolloutSourceConfig, context: SourceContext) -> None:
+        super().__init__(config, context)
+        self._config = config
+        self._loop = asyncio.Runner()
+        self._next_draw = 0
+        self._retries = 0
+
+    def start(self, step: int, backend: Backend) -> None:
+        """Lend the backend's weights to the engine. Raises ConfigError when the engine cannot take them."""
+        engine = self._attempts.engine
+        if not isinstance(engine, SharesWeights):
+            raise ConfigError(
+                [
+                    Problem(
+                        "source.engine.name",
+                        f"is {self._config.engine.name}, which generates with weights of its own, but the source "
+                        f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous "
+                        "source.",
+                    )
+                ]
+            )
+        engine.share(backend)
+        engine.set_version(step - 1)
+        self._engine = engine
+        self._backend = backend
+
+    def build(self, step: int) -> TrainingBatch:
+        begin = time.perf_counter()
+        collected = self._loop.run(self._collect())
+        seconds = time.perf_counter() - begin
+        self._next_draw = collected.next_draw
+        retries, self._retries = self._retries, 0
+        return self._batch(step, collected, self._backend, retries=retries, seconds=seconds)
+
+    async def _collect(self) -> Collected:
+        config = self._config
+        return await collect_groups(
+            self._prompts.take,
+            self._run,
+            first_draw=self._next_draw,
+            count=config.prompts_per_step,
+            draw_limit=config.draw_limit,
+            leave_out_equal=config.zero_variance == "refill",
+        )
+
+    async def _run(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+        outcomes = await self._attempts.train(prompts)
+        for outcome in outcomes:
+            self._retries += self._attempts.take_retries(outcome.uid)
+            if isinstance(outcome, SkippedRow):
+                self._prompts.skip(outcome)
+        return outcomes
+
+    def epoch(self, step: int) -> float:
+        # Before the run, which is when a plan asks, no prompt has been drawn yet.
+        drawn = self._next_draw or step * self._config.prompts_per_step
+        return drawn / self._prompts.prompts_per_epoch
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        self._engine.set_version(step)
+        return {}
+
+    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+        return self._loop.run(self._attempts.evaluate(prompts))
+
+    def state_dict(self) -> dict[str, object]:
+        return {**self._prompts_state(), "next_draw": self._next_draw}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        # Checkpoints from before rows could be skipped have no such part.
+        self._load_prompts_state({"prompts": {"skipped": {}}, **state})
+        next_draw = state["next_draw"]
+        assert isinstance(next_draw, int), next_draw
+        self._next_draw = next_draw
+
+    def close(self) -> None:
+        try:
+            self._loop.run(self._attempts.close())
+        finally:
+            self._loop.close()

@@ -1,0 +1,284 @@
+"""Checkpoints on disk: complete or absent, verified before use, without pickle.
+
+A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
+
+    manifest.json       format, version, step, config, distribution versions, size and XXH3 digest of every other file
+    backend/            what the backend wrote: model, optimizer, scheduler, RNG states
+    components/         state of the source, mini-batches, loss, evaluation and trackers that keep some
+
+It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
+name it, for people and scripts.
+
+A component's state on disk: JSON for structure and scalars, safetensors for arrays. No pickle.
+
+State is nested dicts and lists of JSON values and numpy arrays. Arrays (tokens and logprobs of finished rollouts, say)
+go to NAME.safetensors; NAME.json refers to them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError
+from spurline.files import share, sync_file, write_json, write_text
+
+FORMAT = "spurline-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. manifest: contents of its manifest.json."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved settings of the run that saved it."""
+        return self.manifest["config"]
+
+
+class CheckpointStore:
+    """The checkpoints of one run directory. The caller holds the directory's lock."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def save(self, step: int, write: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
+        """Write one checkpoint and make it the latest.
+
+        write: fills the folder it is given. facts: `config` and `versions` for the manifest.
+        Raises CheckpointWriteError when the disk refuses; earlier checkpoints are intact then.
+        """
+        final = self.root / f"step-{step:08d}"
+        temporary = self.root / f".writing-{final.name}-{os.getpid()}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            write(temporary)
+            names = _files(temporary)
+            for name in names:
+                share(temporary / name)
+            files = {name: _digest(temporary / name, sync=True) for name in names}
+            write_json(
+                temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}
+            )
+            for folder in (entry for entry in temporary.rglob("*") if entry.is_dir()):
+                sync_file(folder)
+            self._replace(temporary, final)
+            write_text(self.root / LATEST, final.name + "\n")
+        except (OSError, CheckpointWriteError) as error:
+            raise CheckpointWriteError(self._write_failure(step, error)) from error
+        finally:
+            # Gone by now when all went well: it has been renamed.
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final
+
+    def _replace(self, temporary: Path, final: Path) -> None:
+        if final.exists():
+            self._remove(final)
+        temporary.rename(final)
+        sync_file(self.root)
+
+    def prune(self, keep_last: int) -> None:
+        """Remove all but the newest `keep_last` checkpoints, and superseded ones whose steps are trained again."""
+        paths = self.paths()
+        for path in paths[:-keep_last]:
+            self._remove(path)
+        for path in self.root.glob("superseded-step-*"):
+            if paths and path.name.removeprefix("superseded-") <= paths[-1].name:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        # Renamed first: a kill during the deletion must not leave half a checkpoint under its name.
+        doomed = path.with_name(f".removing-{path.name}-{os.getpid()}")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+    def clean(self) -> None:
+        """Remove what killed processes left half written or half removed."""
+        for pattern in (".writing-*", ".removing-*", f".{LATEST}.*.tmp"):
+            for path in self.root.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def paths(self) -> list[Path]:
+        """Folders of all checkpoints, oldest step first."""
+        return sorted(self.root.glob("step-*"))
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename checkpoints beyond `step`, whose steps will be trained again; returns their new paths."""
+        moved: list[Path] = []
+        for path in self.paths():
+            if int(path.name.removeprefix("step-")) > step:
+                target = path.with_name(f"superseded-{path.name}")
+                if target.exists():
+                    self._remove(target)
+                moved.append(path.rename(target))
+        return moved
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, verified; None when there is none.
+
+        Raises CheckpointError when it is damaged, naming the newest good one before it.
+        """
+        # By step, not by the file `latest`: a kill between the two renames leaves a newer complete checkpoint, and
+        # going back to an older one on purpose sets later ones aside first.
+        candidates = self.paths()
+        if not candidates:
+            return None
+        chosen = candidates[-1]
+        try:
+            return open_checkpoint(chosen)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {self._offer(excluding=chosen)}") from error
+
+    def _offer(self, excluding: Path) -> str:
+        for path in reversed(self.paths()):
+            if path == excluding:
+                continue
+            try:
+                good = open_checkpoint(path)
+            except CheckpointError:  # the next older one may be good
+                continue
+            return f"The newest good checkpoint is of step {good.step}: use `--resume {good.path}`."
+        return "There is no other good checkpoint; start again with another run_dir, or with this one emptied."
+
+    def _write_failure(self, step: int, error: Exception) -> str:
+        free = shutil.disk_usage(self.root if self.root.exists() else self.root.parent).free
+        kept = [path.name for path in self.paths()]
+        have = f"Kept: {', '.join(kept)}." if kept else "No earlier checkpoint exists."
+        return (
+            f"The checkpoint of step {step} cannot be written to {self.root}: {error} "
+            f"({free / 2**20:.0f} MiB free). {have} "
+            "Free some space, or lower checkpoint.keep_last, and run again to resume."
+        )
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify a checkpoint folder: every file has the size and digest of the manifest.
+
+    Raises CheckpointError saying what is wrong.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a checkpoint folder.")
+    manifest = _read_manifest(path)
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"Checkpoint {path} is damaged: {name} is missing.")
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"Checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {expected['bytes']}."
+            )
+        if _digest(file)["xxh3"] != expected["xxh3"]:
+            raise CheckpointError(f"Checkpoint {path} is damaged: the content of {name} has changed.")
+    return Checkpoint(path, manifest)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a Spurline checkpoint: it has no {MANIFEST}.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} is not valid JSON ({error}).") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a Spurline checkpoint: its {MANIFEST} has another format.")
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"Checkpoint {path} has layout version {manifest.get('version')}; this spurline reads version {VERSION}. "
+            f"It was saved by spurline {manifest.get('versions', {}).get('spurline', '?')}: use that version."
+        )
+    return manifest
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+        if sync:
+            os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
+
+
+_REFERENCE = "__array__"
+
+
+def write_state(path: Path, state: Mapping[str, object]) -> None:
+    """Write `path`.json and, when there are arrays, `path`.safetensors."""
+    arrays: dict[str, NDArray[Any]] = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_json(_json_path(path), {"state": _take_out(state, arrays)})
+        if arrays:
+            save_file(arrays, _arrays_path(path))
+    except SafetensorError as error:
+        raise CheckpointWriteError(f"{path.name}: {error}") from error
+    except TypeError as error:
+        raise RunFailedError(
+            f"The state of {path.parent.name}/{path.name} cannot be saved: {error}. `state_dict` returns nested dicts "
+            "and lists of JSON values and numpy arrays of numbers."
+        ) from error
+
+
+def read_state(path: Path) -> dict[str, object]:
+    """What `write_state` wrote. Raises FileNotFoundError when there is none."""
+    content = json.loads(_json_path(path).read_text(encoding="utf-8"))["state"]
+    arrays_path = _arrays_path(path)
+    return _put_back(content, load_file(arrays_path) if arrays_path.exists() else {})
+
+
+def _json_path(path: Path) -> Path:
+    # Not with_suffix: a component's name may hold dots.
+    return path.with_name(f"{path.name}.json")
+
+
+def _arrays_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.safetensors")
+
+
+def _take_out(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:
+    if isinstance(value, np.ndarray):
+        key = str(len(arrays))
+        arrays[key] = np.asarray(value, order="C")
+        return {_REFERENCE: key}
+    if isinstance(value, Mapping):
+        return {str(name): _take_out(item, arrays) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_take_out(item, arrays) for item in value]
+    return value
+
+
+def _put_back(value: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_REFERENCE}:
+            return arrays[value[_REFERENCE]]
+        return {name: _put_back(item, arrays) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_put_back(item, arrays) for item in value]
+    return value

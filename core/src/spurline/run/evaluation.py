@@ -1,0 +1,154 @@
+"""Held-out evaluation: mean loss per token with the loss's own metrics, and scores of generated answers.
+
+Place on the way: eval datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> `eval/...`
+metrics. Draws no random numbers, so evaluating more or less often never changes what is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from spurline.config.run_config import GenerationEvalConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.prompts import GenerationExample, read_examples
+from spurline.data.sft import SampleSet
+from spurline.errors import CheckpointError, RunFailedError, SpurlineError
+from spurline.protocols.backend import Backend
+from spurline.protocols.loss import Loss, Objective
+from spurline.protocols.prefetch import Prefetch
+from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.source import Samples, SourceContext
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.update.update import with_reference_logprobs
+
+
+class Evaluation:
+    """Evaluates a backend on the config's `data.eval`. samples: how that data is read, when not one sample per row."""
+
+    def __init__(self, context: SourceContext, loss: Loss, samples: Samples | None = None) -> None:
+        run = context.config
+        self._loss = loss
+        self._config = run
+        self._registry = context.host.registry
+        self._samples = SampleSet(run.data.eval, context) if samples is None else samples
+        generate = run.evaluation.generate
+        answered = self._samples.answered()
+        self._answers = GeneratedAnswers(generate, answered, context) if generate is not None else None
+
+    def summary(self) -> Mapping[str, Any]:
+        """Facts about the evaluation data, as `spurline.data.summary` gives them."""
+        return self._samples.summary()
+
+    def state_dict(self) -> dict[str, object]:
+        """What a resume must find again: the held-out data."""
+        return {"data": self._samples.fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Compare with the data of the checkpoint. Raises CheckpointError when they differ."""
+        if state.get("data") != self._samples.fingerprint():
+            raise CheckpointError(
+                "The held-out data is not what the checkpoint was evaluated on, so its scores could not be compared. "
+                "Restore it, or start anew with another run_dir."
+            )
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and sample answers.
+
+        `eval/loss` in nats per token, `eval/NAME` per metric of the loss and per reward, `eval/time` in seconds.
+        """
+        begin = time.perf_counter()
+        metrics = self._means(backend)
+        samples: list[dict[str, Any]] = []
+        if self._answers is not None:
+            scores, samples = self._answers.score(backend)
+            metrics |= scores
+        return {**metrics, "eval/time": time.perf_counter() - begin}, samples
+
+    def _means(self, backend: Backend) -> dict[str, float]:
+        """Means of the loss and of its own metrics, by loss weight."""
+        size = self._config.evaluation.batch_size or self._config.batch_size
+        count = sum(self._samples.sizes())
+        num_batches = math.ceil(count / size)
+
+        def build(number: int) -> TrainingBatch:
+            numbers = np.arange((number - 1) * size, min(number * size, count), dtype=np.int64)
+            return self._samples.batch(numbers, training=False)
+
+        prefetch: Prefetch = self._registry.create(
+            "prefetch", self._config.prefetch, build=build, last_step=num_batches
+        )
+        totals: dict[str, float] = {}
+        weight = 0.0
+        try:
+            prefetch.start(1)
+            for number in range(1, num_batches + 1):
+                batch = prefetch.next(number)
+                complete = with_reference_logprobs(batch, self._loss, backend)
+                sums = backend.evaluate(complete, Objective(self._loss, normalizer=1.0))
+                for name, total in {"loss": sums.loss, **sums.metrics}.items():
+                    totals[f"eval/{name}"] = totals.get(f"eval/{name}", 0.0) + total
+                weight += sums.weight
+                batch.release()
+        finally:
+            prefetch.close()
+        return {name: total / weight for name, total in totals.items()}
+
+
+class GeneratedAnswers:
+    """Greedy answers to held-out prompts, scored by reward components."""
+
+    def __init__(
+        self, config: GenerationEvalConfig, datasets: Sequence[DatasetToTokenize], context: SourceContext
+    ) -> None:
+        self._config = config
+        self._tokenizer = context.tokenizer
+        self._rewards: dict[str, Reward] = {
+            name: context.host.registry.create("reward", reward) for name, reward in config.rewards.items()
+        }
+        every = (item for source in datasets for item in read_examples(source, self._tokenizer, context.config.data))
+        self._examples = list(islice(every, config.max_samples))
+
+    def score(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Mean of each reward as `eval/NAME`, and every answer with its scores."""
+        totals = dict.fromkeys(self._rewards, 0.0)
+        samples: list[dict[str, Any]] = []
+        for start in range(0, len(self._examples), self._config.batch_size):
+            chunk = self._examples[start : start + self._config.batch_size]
+            responses = backend.generate(
+                [example.prompt_ids for _, example in chunk], max_new_tokens=self._config.max_new_tokens
+            )
+            for (row, example), tokens in zip(chunk, responses, strict=True):
+                sample = self._score_one(example, row, tokens)
+                samples.append(sample)
+                for name, value in sample["scores"].items():
+                    totals[name] += value
+        return {f"eval/{name}": total / len(samples) for name, total in totals.items()}, samples
+
+    def _score_one(self, example: GenerationExample, row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+        response = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        answer = Answer(example.prompt_text, str(response), example.reference_text, row)
+        scores = {name: _scored(name, reward, answer) for name, reward in self._rewards.items()}
+        for name, value in scores.items():
+            if not math.isfinite(value):
+                raise RunFailedError(
+                    f"Reward '{name}' returned {value} for the response {response!r}; it must be finite."
+                )
+        return {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": scores}
+
+
+def _scored(name: str, reward: Reward, answer: Answer) -> float:
+    try:
+        return float(reward.score(answer))
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise RunFailedError(
+            f"Reward '{name}' failed on the response {answer.response!r}: {type(error).__name__}: {error}. "
+            "`--debug` shows where."
+        ) from error

@@ -1,0 +1,59 @@
+"""THE loop. SFT, synchronous RL and asynchronous RL run through these lines; they differ in the source of batches.
+
+A source supplies batches, a backend applies updates, hooks observe. The loop knows no ranks, no dataset and no
+algorithm, and nothing subclasses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spurline.run.run import Run
+
+
+def train(run: Run) -> None:
+    """Train the remaining steps of a run whose components are built and, on a resume, restored.
+
+    The metrics line of a step is written before the checkpoint that covers it, so a kill between any two lines leaves
+    no step missing and none twice. An exception leaves the last checkpoint as it was.
+    """
+    for step in run.remaining_steps():
+        clock = StepClock()
+        run.hooks.on_step_start(step=step)
+        with clock("batch"):
+            batch = run.batches.next(step)
+        metrics = {"epoch": run.source.epoch(step), **run.hooks.train_step(step=step, batch=batch)}
+        with clock("after_update"):
+            metrics |= run.source.after_update(step, run.backend)
+        with clock("evaluate"):
+            metrics |= run.maybe_evaluate(step, metrics)
+        metrics |= run.batches.metrics() | clock.metrics()
+        run.record(step, metrics)
+        run.maybe_checkpoint(step)
+        run.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
+        batch.release()
+
+
+class StepClock:
+    """Wall time of one step, in parts."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Generator[None]:
+        """Measure a part; asked for twice, its times add up."""
+        begin = time.perf_counter()
+        yield
+        self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begin
+
+    def metrics(self) -> dict[str, float]:
+        """`time/PART` and `time/step` so far, in seconds."""
+        parts = {f"time/{name}": seconds for name, seconds in self._parts.items()}
+        return {**parts, "time/step": time.perf_counter() - self._begin}

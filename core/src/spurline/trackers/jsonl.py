@@ -1,0 +1,171 @@
+"""RUN_DIR/metrics.jsonl: one JSON object per finished step, forced to the disk before each checkpoint.
+
+The record that resume and the report rely on. A kill leaves at most one torn last line, which reading skips and the
+next start cuts off. No torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from spurline.errors import RunDirectoryError, RunFailedError
+from spurline.files import replace_file, write_failure
+from spurline.protocols.tracker import RunInfo
+from spurline.trackers.configs import JsonlTrackerConfig
+
+METRICS_FILE = "metrics.jsonl"
+"""Name of the file inside the run directory."""
+
+_LEADING_KEYS = ("epoch", "loss", "grad_norm", "lr")
+
+
+class JsonlTracker:
+    """Append each step's metrics to `metrics.jsonl`."""
+
+    def __init__(self, config: JsonlTrackerConfig) -> None:
+        self._config = config
+        self._path: Path | None = None
+        self._handle: int | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Create the file, or cut an earlier one back to the lines up to `info.resume_step`.
+
+        Raises RunDirectoryError when a line other than a torn last one is unreadable.
+        """
+        assert self._handle is None, f"{self._path} is already open"
+        self._path = info.run_dir / METRICS_FILE
+        cut_back(self._path, info.resume_step)
+        try:
+            self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        except OSError as error:
+            raise write_failure(self._path, error) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line; it survives the process from here on. Raises RunFailedError when the disk is full."""
+        assert self._handle is not None, "JsonlTracker.log before start or after close"
+        assert self._path is not None, "an open file has a path"
+        line = encode_line(step, metrics)
+        try:
+            # One write call: a kill in the middle of it tears this line at most.
+            if os.write(self._handle, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise write_failure(self._path, error) from error
+
+    def flush(self) -> None:
+        """Force all lines to the disk, where they survive a power cut. Raises RunFailedError when that fails."""
+        assert self._handle is not None, "JsonlTracker.flush before start or after close"
+        assert self._path is not None, "an open file has a path"
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise write_failure(self._path, error) from error
+
+    def close(self) -> None:
+        """Let go of the file. May be called twice."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
+    """One line with its newline: `step` first, the usual keys next, all others by name.
+
+    Metrics are finite by contract; a RunFailedError names the one that is not.
+    """
+    leading = [key for key in _LEADING_KEYS if key in metrics]
+    others = sorted(key for key in metrics if key not in _LEADING_KEYS and key != "step")
+    values = {"step": int(step)} | {key: _plain_number(step, key, metrics[key]) for key in (*leading, *others)}
+    return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _plain_number(step: int, key: str, value: Any) -> int | float:
+    if isinstance(value, Integral):
+        return int(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise RunFailedError(
+            f"Metric '{key}' of step {step} is {number}; metrics must be finite. Look at what computes it: a loss, a "
+            "reward or a plugin."
+        )
+    return number
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file; a torn last line is left out, a missing file has none."""
+    return read_json_lines(path)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete objects of a JSON-lines file; a torn last line is left out, a missing file has none.
+
+    Raises RunDirectoryError naming file and line when any other line is unreadable.
+    """
+    return [line for _, line in _parsed_lines(path)]
+
+
+def cut_back(path: Path, last_step: int) -> None:
+    """Keep the lines up to the last one whose `step` is at most `last_step`, byte for byte; create a missing file.
+
+    Atomic: a kill leaves the old file or the new one. Lines after `last_step` were never forced to the disk, so a power
+    cut may have left anything in their place; an unreadable line before it raises RunDirectoryError.
+    """
+    kept: list[bytes] = []
+    reached = 0
+    lines = _parsed_lines(path)
+    while True:
+        try:
+            raw, line = next(lines)
+            step = _step_of(line, path)
+        except StopIteration:
+            break
+        except RunDirectoryError:
+            if reached >= last_step:
+                break
+            raise
+        if step > last_step:
+            break
+        kept.append(raw + b"\n")
+        reached = step
+    replace_file(path, b"".join(kept).decode())
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Raw bytes (without newline) and content of each complete line."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    pieces = content.split(b"\n")
+    for number, raw in enumerate(pieces, start=1):
+        if not raw.strip():
+            continue
+        try:
+            line = json.loads(raw)
+            if not isinstance(line, dict):
+                raise ValueError("not a JSON object")
+        except ValueError as error:
+            # Only the piece after the last newline can come from a write that was cut short.
+            if number == len(pieces):
+                return
+            raise RunDirectoryError(
+                f"{path}:{number}: unreadable line ({error}). Only the last line may be cut off by a kill; this file "
+                "was changed by something else. Repair or remove that line."
+            ) from error
+        yield raw, line
+
+
+def _step_of(line: Mapping[str, Any], path: Path) -> int:
+    step = line.get("step")
+    if not isinstance(step, int):
+        raise RunDirectoryError(f"{path}: a line has no whole number under 'step': {str(dict(line))[:120]}.")
+    return step

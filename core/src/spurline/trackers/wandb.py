@@ -1,0 +1,101 @@
+"""Weights & Biases. A resumed run continues the same W&B run, whose id is kept in RUN_DIR/wandb_run_id.
+
+The library is imported when the tracker is built, not when this module is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spurline.errors import ConfigError, Problem
+from spurline.files import replace_file
+from spurline.protocols.tracker import RunInfo
+from spurline.trackers.configs import WandbTrackerConfig
+
+ID_FILE = "wandb_run_id"
+"""Name of the file inside the run directory that holds the W&B run id."""
+
+
+class WandbTracker:
+    """Send metrics to a W&B project.
+
+    W&B cannot take back steps: after a resume it keeps what the earlier attempt logged for steps that are repeated,
+    and goes on from there.
+    """
+
+    def __init__(self, config: WandbTrackerConfig) -> None:
+        try:
+            self._wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                [
+                    Problem(
+                        "trackers",
+                        f"'wandb' needs the wandb library, which cannot be imported ({error}). "
+                        "Install it: pip install 'spurline[wandb]'",
+                    )
+                ]
+            ) from error
+        self._config = config
+        self._run: Any = None
+
+    def start(self, info: RunInfo) -> None:
+        """Open the W&B run. Raises ConfigError when W&B refuses, for example without an API key."""
+        assert self._run is None, "WandbTracker is already started"
+        run_id = stored_run_id(info.run_dir, is_resumed=info.resume_step > 0)
+        try:
+            self._run = self._wandb.init(
+                project=self._config.project,
+                entity=self._config.entity,
+                name=self._config.run_name or info.run_dir.resolve().name,
+                id=run_id,
+                resume="allow",
+                mode=self._config.mode,
+                dir=str(info.run_dir),
+                config=dict(info.config),
+            )
+        except self._wandb.Error as error:
+            raise ConfigError(
+                [
+                    Problem(
+                        "trackers",
+                        f"'wandb' cannot start a run: {error} Log in with `wandb login`, set WANDB_API_KEY, or set "
+                        "mode: offline.",
+                    )
+                ]
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send all metrics of one step under their own names."""
+        assert self._run is not None, "WandbTracker.log before start or after close"
+        self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
+
+    def flush(self) -> None:
+        """Nothing to do: W&B's own process sends, or in offline mode writes, what it was given."""
+
+    def close(self) -> None:
+        """Finish the upload. May be called twice."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish()
+
+
+def stored_run_id(run_dir: Path, *, is_resumed: bool) -> str:
+    """The id of the W&B run that belongs to `run_dir`: the stored one when resuming, else a new one, stored first.
+
+    A run that starts over gets a new id: W&B would ignore its first steps under the old one.
+    """
+    path = run_dir / ID_FILE
+    if is_resumed and path.exists():
+        stored = path.read_text(encoding="utf-8").strip()
+        if stored:
+            return stored
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.resolve().name).strip("-")[:40] or "run"
+    run_id = f"{name}-{secrets.token_hex(4)}"
+    replace_file(path, f"{run_id}\n")
+    return run_id

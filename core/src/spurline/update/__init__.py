@@ -1,0 +1,1 @@
+"""A batch becomes optimizer steps."""

@@ -1,0 +1,43 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import Problem
+from spurline.protocols.minibatches import MiniBatchesConfig
+from spurline.rl.configs import PromptSourceConfig
+
+
+class WholeBatchConfig(MiniBatchesConfig):
+    """One optimizer step per batch."""
+
+    name: str = "whole"
+
+
+class ByPromptConfig(MiniBatchesConfig):
+    """Cut a batch of rollouts into optimizer steps of whole prompts."""
+
+    name: str = "by_prompt"
+    prompts_per_minibatch: int | None = Field(default=None, gt=0)
+    """Prompts in one optimizer step; null takes all of the step's."""
+    update_epochs: int = Field(default=1, gt=0)
+    """Passes over the batch."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        source = run.source
+        if not isinstance(source, PromptSourceConfig):
+            yield Problem(
+                "name",
+                f"is by_prompt, but the source '{source.name}' draws no prompts. Choose a source of rollouts, or "
+                "minibatches: whole.",
+            )
+        elif self.prompts_per_minibatch is not None and source.prompts_per_step % self.prompts_per_minibatch:
+            yield Problem(
+                "prompts_per_minibatch",
+                f"is {self.prompts_per_minibatch}, which does not divide source.prompts_per_step: "
+                f"{source.prompts_per_step}. Choose a divisor.",
+            )

@@ -1,0 +1,102 @@
+"""Mini-batches `whole`: the batch of a step is one optimizer step.
+
+Where one prompt's rows end and the next one's begin, derived from the prompt uids of the rows themselves.
+
+Step-wise training makes one row per turn, so prompts differ in rows; nothing but the uids says which belong together.
+
+Mini-batches `by_prompt`: cut a batch of rollouts between prompts, counting prompts and never rows.
+
+The number of optimizer steps is prompts_per_step / prompts_per_minibatch x update_epochs, whatever the number of turns
+and rows, so a learning-rate schedule never drifts (semantics of SkyRL's step-wise training).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from spurline.config.run_config import RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.errors import RunFailedError
+from spurline.protocols.collator import ParallelLayout
+from spurline.rl.configs import PromptSourceConfig
+from spurline.update.configs import ByPromptConfig, WholeBatchConfig
+
+
+class WholeBatch:
+    """No cutting; only padding to the data-parallel size, where the collator has not done it."""
+
+    def __init__(self, config: WholeBatchConfig, run: RunConfig, layout: ParallelLayout) -> None:
+        self._layout = layout
+
+    def steps_per_batch(self) -> int:
+        return 1
+
+    def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
+        return [batch.pad_rows(self._layout.data)]
+
+
+def prompt_boundaries(batch: TrainingBatch) -> list[tuple[str, int, int]]:
+    """(uid, first row, row after the last) of each prompt, in row order; padding rows must be gone.
+
+    Rows of one prompt must be neighbours, and all segments of a row must be of one prompt: a ValueError names the uid
+    for which that is not so.
+    """
+    assert not bool(batch.is_padding_row.any()), "padding rows belong to no prompt"
+    found: list[tuple[str, int, int]] = []
+    ended: set[str] = set()
+    for row in range(batch.num_rows):
+        uid = _uid_of_row(batch, row)
+        if found and found[-1][0] == uid:
+            found[-1] = (uid, found[-1][1], row + 1)
+            continue
+        if uid in ended:
+            raise ValueError(
+                f"the rows of prompt {uid!r} are not neighbours: row {row} comes after another prompt's rows"
+            )
+        ended.add(uid)
+        found.append((uid, row, row + 1))
+    return found
+
+
+def _uid_of_row(batch: TrainingBatch, row: int) -> str:
+    uids = sorted(set(batch.segments["uid"][row].tolist()))
+    if len(uids) != 1:
+        raise ValueError(f"row {row} holds segments of several prompts: {', '.join(map(str, uids))}")
+    return str(uids[0])
+
+
+class ByPrompt:
+    """Each mini-batch is padded on its own to the data-parallel size."""
+
+    def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
+        self._prompts_per_step = cast("PromptSourceConfig", run.source).prompts_per_step
+        self._prompts_per_minibatch = config.prompts_per_minibatch or self._prompts_per_step
+        self._update_epochs = config.update_epochs
+        self._layout = layout
+
+    def steps_per_batch(self) -> int:
+        return self._prompts_per_step // self._prompts_per_minibatch * self._update_epochs
+
+    def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
+        real = batch.without_padding_rows()
+        parts = [real.take(range(start, stop)).pad_rows(self._layout.data) for start, stop in self.pairs(real)]
+        return parts * self._update_epochs
+
+    def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:
+        """(first row, row after the last) of each mini-batch of one pass over the batch.
+
+        Raises RunFailedError naming the prompt when rows of a prompt are apart, or when there are too few or too many.
+        """
+        try:
+            prompts = prompt_boundaries(batch)
+        except ValueError as error:
+            raise RunFailedError(f"The source's batch cannot be cut between prompts: {error}.") from error
+        if len(prompts) != self._prompts_per_step:
+            raise RunFailedError(
+                f"The source's batch has the rows of {len(prompts)} prompts, and source.prompts_per_step is "
+                f"{self._prompts_per_step} (last prompt: {prompts[-1][0]!r}). "
+                "A prompt drawn twice in one step needs a uid of its own each time."
+            )
+        size = self._prompts_per_minibatch
+        return [(prompts[first][1], prompts[first + size - 1][2]) for first in range(0, len(prompts), size)]

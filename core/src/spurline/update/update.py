@@ -1,0 +1,120 @@
+"""One batch becomes optimizer steps of the policy, and of the critic if there is one: cut, reduce, update.
+
+Place on the way: TrainingBatch -> mini-batches -> backend -> metrics. This is core's implementation of the `train_step`
+hook, the only one; plugins may wrap it. What depends on models, the factors of a correction too, a source that has them
+has written into the batch before (else the reference model is asked here, once); here it is only applied, mini-batch by
+mini-batch.
+
+Give a batch the log-probabilities of the reference model, for losses that compare with it.
+
+Place on the way: TrainingBatch -> this -> mini-batches, or evaluation. Not a source's work: sources without a model
+build their batches ahead of time, on other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spurline.data.batch import TrainingBatch
+from spurline.plugins.hookspecs import hookimpl
+from spurline.protocols.backend import Backend, Role
+from spurline.protocols.loss import Loss, Objective
+from spurline.protocols.minibatches import MiniBatches
+from spurline.update.reduction import Reduce, reduce_corrected, token_mean
+
+_SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained on a batch.
+
+    minibatches: cuts the batch into optimizer steps. loss, reduce: what each of them minimises.
+    temperature: that at which the batch was sampled; 1 when it was not.
+    """
+
+    minibatches: MiniBatches
+    loss: Loss
+    reduce: Reduce = token_mean
+    temperature: float = 1.0
+
+
+class Update:
+    """Hook implementation that trains on one batch."""
+
+    def __init__(self, backend: Backend, policy: Recipe, critic: Recipe | None = None) -> None:
+        self._backend = backend
+        self._policy = policy
+        self._critic = critic
+
+    @hookimpl
+    def train_step(self, step: int, batch: TrainingBatch) -> Mapping[str, float]:
+        """Update the models with every mini-batch of this batch, the critic first.
+
+        The order changes nothing but which metrics are there when the policy's update fails: both learn from columns
+        that were computed before either moved.
+        """
+        batch = with_reference_logprobs(batch, self._policy.loss, self._backend)
+        critic = {} if self._critic is None else _of_critic(self._train("critic", self._critic, batch))
+        return {**critic, **self._train("policy", self._policy, batch), **batch.info}
+
+    def _train(self, role: Role, recipe: Recipe, batch: TrainingBatch) -> dict[str, float]:
+        return _join([self._update(role, recipe, minibatch) for minibatch in recipe.minibatches.cut(batch)])
+
+    def _update(self, role: Role, recipe: Recipe, minibatch: TrainingBatch) -> Mapping[str, float]:
+        factors = minibatch.tokens.get("correction_factors")
+        if factors is None or role == "critic":
+            # Returns are what they are, whoever sampled the tokens: corrections are for the policy's gradient.
+            weighted, normalizer = recipe.reduce(minibatch)
+        else:
+            weighted, normalizer = reduce_corrected(minibatch, factors, recipe.reduce)
+        return self._backend.update(weighted, Objective(recipe.loss, normalizer, recipe.temperature), role=role)
+
+
+def _of_critic(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The critic's metrics under names that the policy's do not have; its loss's own have a name before the slash."""
+    named: dict[str, float] = {}
+    for name, value in metrics.items():
+        group, slash, rest = name.partition("/")
+        if group == "time":
+            named[f"time/critic_{rest}"] = value
+        else:
+            named[name if slash else f"critic/{name}"] = value
+    return named
+
+
+def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: counts and times add up, `lr` is the last, all else is the mean."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    names = dict.fromkeys(name for part in parts for name in part)
+    # A mini-batch without loss tokens has no value for the loss's own metrics.
+    values = {name: [part[name] for part in parts if name in part] for name in names}
+    joined = {name: _joined(name, found) for name, found in values.items()}
+    joined["lr"] = parts[-1]["lr"]
+    return joined
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    if name in _SUMMED:
+        return sum(values)
+    if name.endswith("/max"):
+        return max(values)
+    if name.endswith("/min"):
+        return min(values)
+    return sum(values) / len(values)
+
+
+REFERENCE_LOGPROBS = "reference_logprobs"
+
+
+def with_reference_logprobs(batch: TrainingBatch, loss: Loss, backend: Backend) -> TrainingBatch:
+    """The batch with the column `reference_logprobs`, if the loss needs it and the source has not put it in."""
+    if REFERENCE_LOGPROBS not in loss.needs or REFERENCE_LOGPROBS in batch.tokens:
+        return batch
+    column = torch.zeros(batch.num_rows, batch.length)
+    column[~batch.is_padding_row] = backend.logprobs(batch, role="reference")
+    return batch.with_tokens(reference_logprobs=column)

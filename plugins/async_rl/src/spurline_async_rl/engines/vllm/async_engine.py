@@ -1,0 +1,207 @@
+"""One vLLM engine: AsyncLLM with what its users here need and it does not offer by itself.
+
+Place on the way: local member or Ray actor -> this -> AsyncLLM -> the engine's own processes. It knows tokens, pauses
+and buckets; versions, stop texts and Progress are the member's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from spurline.errors import DataError, ModelError, RunFailedError
+from spurline.protocols.rollout_engine import Sampling
+from spurline.rl.concurrency import in_thread
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.vllm.launch import EngineSpec, check_complete
+from spurline_async_rl.engines.vllm.response import Delta
+from spurline_async_rl.engines.vllm.start import EngineProcesses, EngineStart
+
+_Result = TypeVar("_Result")
+
+
+class AsyncEngine:
+    """`processes` and what vLLM found out about the model are known after `start`. Awaited on one event loop."""
+
+    max_model_len: int
+    vocabulary: int
+    processes: EngineProcesses
+
+    def __init__(self, spec: EngineSpec):
+        self._spec = spec
+        self._llm: Any = None
+        self._starting: EngineStart | None = None
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return str(self.processes)
+
+    async def start(self) -> None:
+        """Raises EngineDiedError with vLLM's own words when it cannot start, ModelError when it would with the first
+        token."""
+        # On a thread: it takes a minute, and other engines generate meanwhile.
+        self._starting = EngineStart(self._spec)
+        self._llm = await in_thread(self._starting.run)
+        core = self._llm.engine_core
+        self.processes = EngineProcesses([process.pid for process in core.resources.engine_manager.processes])
+        self.max_model_len = self._llm.model_config.max_model_len
+        self.vocabulary = self._llm.model_config.get_vocab_size()
+        _check_heads(self._llm.model_config)
+        self._next_output = core.get_output_async
+        core.get_output_async = self._output_or_mark
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
+    ) -> AsyncGenerator[Delta, None]:
+        """The response as it comes. Closing the generator aborts the request.
+
+        salt: prompts are read once for all requests of the same salt.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+        outputs = self._llm.generate(asked, _sampling_params(sampling, seed), request_id)
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield _delta(output.outputs[0])
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineDiedError(f"{self.where} failed: {error}") from error
+        except ValueError as error:
+            raise DataError(f"vLLM refuses the request: {error}") from error
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
+
+        clear_cache: drop all keys and values; requests in flight compute theirs anew when they go on.
+        """
+        await self._answered(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+        # vLLM's answer overtakes tokens that wait to be handed on, so a mark goes through the same queue behind them.
+        # Whoever gets the last of them is woken before this is.
+        mark = _Mark(asyncio.get_running_loop().create_future())
+        self._llm.engine_core.outputs_queue.put_nowait(mark)
+        self._llm._run_output_handler()
+        await self._answered(mark.passed)
+
+    async def resume(self) -> None:
+        await self._answered(self._llm.resume_generation())
+
+    async def begin_update(self) -> None:
+        """Only between `pause` and `resume`, as are the next two."""
+        await self._call("spurline_begin_update")
+
+    async def load_bucket(self, wire: Mapping[str, Any]) -> None:
+        """wire: as of `bucket_wire.to_wire`."""
+        await self._call("spurline_load_bucket", dict(wire))
+
+    async def finish_update(self) -> None:
+        """Raises RunFailedError when weights are missing."""
+        check_complete(await self._call("spurline_finish_update"))
+
+    async def wait_ended(self) -> str:
+        """How it ended, as soon as it has."""
+        return await self.processes.wait_ended()
+
+    async def close(self) -> None:
+        """End its processes; when cancelled, kill them."""
+        if self._starting is not None:
+            self._starting.give_up()
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        try:
+            await in_thread(llm.shutdown)
+        finally:
+            self.processes.kill()
+            # Its __del__ shuts down once more, maybe when the interpreter ends and half of what that needs is gone.
+            llm.shutdown = _nothing
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """One answer per worker. Raises RunFailedError when a worker cannot do it, EngineDiedError when it has died."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await self._answered(self._llm.collective_rpc(method, args=arguments))
+        except EngineDiedError:
+            raise
+        except EngineDeadError as error:
+            raise EngineDiedError(f"{self.where} died in {method}: {error}") from error
+        except Exception as error:
+            raise RunFailedError(f"vLLM's worker failed in {method}: {error}") from error
+
+    async def _answered(self, call: Awaitable[_Result]) -> _Result:
+        """vLLM leaves whoever waits for a call to an engine that has died waiting for ever."""
+        answer = asyncio.ensure_future(call)
+        dead = asyncio.ensure_future(self.processes.wait_ended())
+        try:
+            await asyncio.wait({answer, dead}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise EngineDiedError(f"{dead.result()} while it was asked to pause, resume or take weights")
+            return answer.result()
+        finally:
+            for task in (answer, dead):
+                task.cancel()
+
+    async def _output_or_mark(self) -> Any:
+        """What vLLM's output handler asks for next; it has handed on everything before that."""
+        while isinstance(output := await self._next_output(), _Mark):
+            output.pass_by()
+        return output
+
+
+@dataclass(frozen=True)
+class _Mark:
+    passed: asyncio.Future[None]
+
+    def pass_by(self) -> None:
+        if not self.passed.done():
+            self.passed.set_result(None)
+
+
+def _nothing() -> None:
+    """In place of what has been done."""
+
+
+def _check_heads(model_config: Any) -> None:
+    """vLLM's attention on CPUs takes any size of heads, and fails with the first request."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or model_config.use_mla:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model_config.get_head_size()
+    if size not in sizes:
+        raise ModelError(
+            f"{model_config.model} has attention heads of {size} numbers, and vLLM computes on CPUs with heads of "
+            f"{', '.join(map(str, sizes))}. Set engine: child_process, or choose another model."
+        )
+
+
+def _sampling_params(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _delta(part: Any) -> Delta:
+    tokens = [int(token) for token in part.token_ids]
+    logprobs = [float(found[token].logprob) for token, found in zip(tokens, part.logprobs or (), strict=True)]
+    if part.finish_reason not in (None, "stop", "length"):
+        raise EngineDiedError(f"vLLM ended a response with '{part.finish_reason}'.")
+    return Delta(tokens, logprobs, part.finish_reason)

@@ -1,0 +1,78 @@
+"""Rollout engine `vllm`: a pool of vLLM engines on this machine, in Ray actors, or behind URLs.
+
+Place on the way: config and run -> members -> `EnginePool`, which does the rest. vLLM is imported when one starts.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import RunConfig
+from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.member import EngineMember
+from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
+from spurline_async_rl.engines.vllm.launch import engine_spec, require, require_vllm
+from spurline_async_rl.engines.vllm.member import VllmHandle, VllmMember
+from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
+
+
+class VllmEngine(EnginePool):
+    """num_workers: GPUs (on CPUs, processes) that hold weights, over all engines. engines_started: so far."""
+
+    def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
+        """Raises ConfigError when vLLM, or Ray where engines are its actors, is not installed."""
+        self._vllm_config = config
+        self._spec = engine_spec(config, run)
+        self._model_tokenizer = tokenizer
+        self.engines_started = 0
+        self.num_workers = config.engines * config.tensor_parallel_size
+        self._cluster = None
+        if config.mode == "server":
+            config = config.model_copy(update={"engines": len(config.urls)})
+            transports = ("disk",)
+        else:
+            require_vllm()
+            transports = _transports(self._spec.transport)
+            if config.placement == "ray":
+                require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
+                from spurline_async_rl.engines.vllm.ray import RayCluster
+
+                self._cluster = RayCluster(config)
+        super().__init__(config, self._make, transports=transports, tokenizer=tokenizer)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._cluster is not None:
+            await self._cluster.close()
+
+    def _make(self, number: int) -> EngineMember:
+        self.engines_started += 1
+        config = self._vllm_config
+        if config.mode == "server":
+            url, key = config.urls[number], os.environ.get(config.api_key_env)
+            make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
+            return ServerMember(f"server {url}", make_api, self._model_tokenizer)
+        return VllmMember(
+            f"engine {number}",
+            self._engine(),
+            self._model_tokenizer,
+            transports=self.transports,
+            keeps_kv_cache=config.kv_cache == "keep",
+            rank_offset=number * config.tensor_parallel_size,
+        )
+
+    def _engine(self) -> VllmHandle:
+        if self._cluster is None:
+            return AsyncEngine(self._spec)
+        from spurline_async_rl.engines.vllm.ray import RayEngine
+
+        return RayEngine(self._spec, self._cluster)
+
+
+def _transports(chosen: str) -> tuple[str, ...]:
+    """Those that engines started here read, the best one first; a group of ranks only if they were started for it."""
+    return (*(("nccl",) if chosen == "nccl" else ()), "shared_memory", "disk", "cuda_ipc")

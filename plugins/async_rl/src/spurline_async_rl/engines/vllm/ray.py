@@ -1,0 +1,348 @@
+"""The Ray cluster that engines run on: joined, or a local one started for this run.
+
+Place on the way: VllmEngine -> this -> placement groups for `ray_engine.py`. Imported only with `placement: ray`.
+
+A vLLM engine in a Ray actor, and the handle to it.
+
+Place on the way: member -> `RayEngine`, on the controller -> `EngineActor`, on any node -> AsyncEngine. All that comes
+from the engine comes back through one stream, in order: a batch of whatever has happened since the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import resource_tracker
+from typing import Any
+
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.rollout_engine import Sampling
+from spurline.rl.concurrency import in_thread
+from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
+from spurline_async_rl.engines.vllm.launch import EngineSpec
+from spurline_async_rl.engines.vllm.response import Delta
+
+
+class RayCluster:
+    """Open from the first `reserve` to `close`, which shuts down what was started here."""
+
+    def __init__(self, config: VllmEngineConfig):
+        self._config = config
+        self._is_own = False
+
+    async def reserve(self) -> Any:
+        """A placement group for one engine, ready. Raises ConfigError when the cluster can never have room for it."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self._open()
+        needs = self._needs()
+        for resource, count in needs.items():
+            there = ray.cluster_resources().get(resource, 0.0)
+            if there < count * self._config.engines:
+                raise ConfigError(
+                    [
+                        Problem(
+                            "source.engine.engines",
+                            f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
+                            f"{there:g}. Lower engines or tensor_parallel_size, or add nodes.",
+                        )
+                    ]
+                )
+        group = placement_group([needs], strategy="STRICT_PACK")
+        try:
+            await group.ready()
+        except BaseException:
+            self.release(group)
+            raise
+        return group
+
+    def release(self, group: Any) -> None:
+        """Give its resources back."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(group)
+
+    def actor_options(self, group: Any) -> dict[str, Any]:
+        """Options of the actor that is to run there."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = self._needs()
+        return {
+            "num_cpus": needs["CPU"],
+            "num_gpus": needs.get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
+        }
+
+    async def close(self) -> None:
+        if self._is_own:
+            import ray
+
+            self._is_own = False
+            await in_thread(ray.shutdown)
+
+    def _open(self) -> None:
+        """Takes seconds, and is not for a thread of its own: Ray's processes end with the thread that started them."""
+        import ray
+
+        if ray.is_initialized():
+            return
+        joins = bool(os.environ.get("RAY_ADDRESS"))
+        cpus = None if joins else max(os.cpu_count() or 1, self._config.engines)
+        ray.init(num_cpus=cpus, include_dashboard=None if joins else False, logging_level=logging.ERROR)
+        self._is_own = True
+
+    def _needs(self) -> dict[str, float]:
+        """Resources of one engine."""
+        import ray
+
+        has_gpus = ray.cluster_resources().get("GPU", 0.0) > 0
+        return {"CPU": 1, **({"GPU": self._config.tensor_parallel_size} if has_gpus else {})}
+
+
+@dataclass(frozen=True)
+class _Event:
+    """key: a request's id, or a pause's. what: tokens of the request, why it failed, or nothing for a pause's mark."""
+
+    key: str
+    what: Delta | Exception | None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the controller wants to know of an engine that has started."""
+
+    max_model_len: int
+    vocabulary: int
+    where: str
+    node: str
+
+
+class EngineActor:
+    """Runs in the actor; every method is called through Ray."""
+
+    def __init__(self, plain_spec: tuple[dict[str, Any], dict[str, Any], str]):
+        self._engine = AsyncEngine(EngineSpec.from_plain(plain_spec))
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._events: list[_Event] = []
+        self._more = asyncio.Event()
+
+    async def start(self) -> _Facts:
+        import ray
+
+        await self._engine.start()
+        node = ray.get_runtime_context().get_node_id()
+        return _Facts(self._engine.max_model_len, self._engine.vocabulary, self._engine.where, node)
+
+    async def events(self) -> AsyncGenerator[list[_Event], None]:
+        """The stream. It has one reader, and ends with the actor."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            events, self._events = self._events, []
+            yield events
+
+    async def submit(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str) -> None:
+        self._tasks[request_id] = asyncio.create_task(self._generate(request_id, prompt, sampling, seed, salt))
+
+    async def abort(self, request_id: str) -> None:
+        task = self._tasks.get(request_id)
+        if task is not None:
+            task.cancel()
+
+    async def pause(self, clear_cache: bool, mark: str) -> None:
+        await self._engine.pause(clear_cache=clear_cache)
+        self._tell(_Event(mark, None))
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def begin_update(self) -> None:
+        await self._engine.begin_update()
+
+    async def load_bucket(self, wire: Mapping[str, Any]) -> None:
+        await self._engine.load_bucket(wire)
+
+    async def finish_update(self) -> None:
+        await self._engine.finish_update()
+
+    async def wait_ended(self) -> str:
+        return await self._engine.wait_ended()
+
+    async def close(self) -> None:
+        await self._engine.close()
+        # Ray kills an actor with all its children, so also the one that would free what the engine has left of its
+        # shared memory. Stopped in order, it does so now.
+        tracker: Any = resource_tracker._resource_tracker
+        await in_thread(tracker._stop)
+
+    async def _generate(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str) -> None:
+        try:
+            async for delta in self._engine.generate(request_id, prompt, sampling, seed, salt):
+                self._tell(_Event(request_id, delta))
+        except Exception as error:  # noqa: BLE001 (not swallowed: raised at the controller)
+            self._tell(_Event(request_id, error))
+        finally:
+            del self._tasks[request_id]
+
+    def _tell(self, event: _Event) -> None:
+        self._events.append(event)
+        self._more.set()
+
+
+class RayEngine:
+    """A `VllmHandle`."""
+
+    max_model_len: int
+    vocabulary: int
+    where = "a Ray actor"
+
+    def __init__(self, spec: EngineSpec, cluster: RayCluster):
+        self._spec = spec
+        self._cluster = cluster
+        self._group: Any = None
+        self._actor: Any = None
+        self._node = ""
+        self._inboxes: dict[str, asyncio.Queue[Delta | Exception | None]] = {}
+        self._marks = (f"pause {number}" for number in itertools.count())
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        import ray
+
+        self._group = await self._cluster.reserve()
+        actor_class: Any = ray.remote(EngineActor)
+        self._actor = actor_class.options(**self._cluster.actor_options(self._group)).remote(self._spec.to_plain())
+        facts: _Facts = await self._asked("start")
+        self.max_model_len, self.vocabulary = facts.max_model_len, facts.vocabulary
+        self._node = facts.node
+        self.where = f"{facts.where} on Ray node {facts.node[:8]}"
+        self._reader = asyncio.create_task(self._read(), name="spurline-ray-events")
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
+    ) -> AsyncGenerator[Delta, None]:
+        inbox: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+        self._inboxes[request_id] = inbox
+        ended = False
+        # Tokens may overtake the answer to this: whoever waited for it would take them for those of later weights.
+        submitting = asyncio.ensure_future(self._asked("submit", request_id, list(prompt), sampling, seed, salt))
+        submitting.add_done_callback(partial(_tell_failure, inbox))
+        try:
+            while not ended:
+                delta = await inbox.get()
+                if isinstance(delta, Exception):
+                    ended = True
+                    raise delta
+                assert delta is not None, "the mark of a pause among the tokens of a request"
+                ended = delta.finish_reason is not None
+                yield delta
+        finally:
+            submitting.cancel()
+            del self._inboxes[request_id]
+            if not ended:
+                self._actor.abort.remote(request_id)
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        mark = next(self._marks)
+        self._inboxes[mark] = asyncio.Queue()
+        try:
+            await self._asked("pause", clear_cache, mark)
+            # Behind all tokens in the stream; whoever gets the last of them is woken before this is.
+            if isinstance(error := await self._inboxes[mark].get(), Exception):
+                raise error
+        finally:
+            del self._inboxes[mark]
+
+    async def resume(self) -> None:
+        await self._asked("resume")
+
+    async def begin_update(self) -> None:
+        await self._asked("begin_update")
+
+    async def load_bucket(self, wire: Mapping[str, Any]) -> None:
+        import ray
+
+        if wire["transport"] in ("shared_memory", "cuda_ipc") and self._node != ray.get_runtime_context().get_node_id():
+            raise ConfigError(
+                [
+                    Problem(
+                        "source.weight_sync.name",
+                        f"is {wire['transport']}, which ends at this machine, but Ray has put an engine on node "
+                        f"{self._node[:8]}. Set weight_sync: nccl, or disk with a folder that all nodes see.",
+                    )
+                ]
+            )
+        await self._asked("load_bucket", dict(wire))
+
+    async def finish_update(self) -> None:
+        await self._asked("finish_update")
+
+    async def wait_ended(self) -> str:
+        try:
+            return await self._asked("wait_ended")
+        except EngineDiedError as error:
+            return str(error)
+
+    async def close(self) -> None:
+        actor, self._actor = self._actor, None
+        try:
+            if actor is not None:
+                await actor.close.remote()
+        except Exception as error:  # noqa: BLE001
+            # It has died, which is as good.
+            del error
+        finally:
+            self._end(actor)
+
+    def _end(self, actor: Any) -> None:
+        """By force: an actor's processes end with it."""
+        import ray
+
+        if self._reader is not None:
+            self._reader.cancel()
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)
+        if self._group is not None and ray.is_initialized():
+            self._cluster.release(self._group)
+            self._group = None
+
+    async def _asked(self, method: str, *arguments: Any) -> Any:
+        """The actor's answer. Raises EngineDiedError when the actor has died."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        if self._actor is None:
+            raise EngineDiedError(f"the actor was closed before {method}")
+        try:
+            return await getattr(self._actor, method).remote(*arguments)
+        except RayActorError as error:
+            raise EngineDiedError(f"the actor of {self.where} has died: {error}") from error
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else EngineDiedError(str(error)) from None
+
+    async def _read(self) -> None:
+        """Hand on what comes, until the actor dies."""
+        try:
+            async for batch in self._actor.events.remote():
+                for event in await batch:
+                    inbox = self._inboxes.get(event.key)
+                    if inbox is not None:
+                        inbox.put_nowait(event.what)
+        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
+            for inbox in self._inboxes.values():
+                inbox.put_nowait(EngineDiedError(f"{self.where} has died: {type(error).__name__}: {error}"))
+
+
+def _tell_failure(inbox: asyncio.Queue[Delta | Exception | None], submitted: asyncio.Future[Any]) -> None:
+    """A request that was not even taken ends for whoever waits for its tokens."""
+    error = None if submitted.cancelled() else submitted.exception()
+    if isinstance(error, Exception):
+        inbox.put_nowait(error)

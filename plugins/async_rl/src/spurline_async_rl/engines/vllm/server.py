@@ -1,0 +1,294 @@
+"""The HTTP calls to one vLLM server, and what its answers mean.
+
+Place on the way: server member -> this -> server. It knows no versions, pauses or retries.
+
+An external OpenAI-compatible vLLM server as a member of the pool.
+
+Place on the way: pool -> this -> server -> tokens with their versions. A pause cancels the streams, which go on from
+their tokens so far: what was on its way is generated anew, so that no token can get the wrong version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import ConfigError, DataError, Problem, RunFailedError
+from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
+from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
+from spurline_async_rl.engines.vllm.response import Delta, Response
+from spurline_async_rl.weights.buckets import to_wire
+
+_LONGEST_LINE = 1 << 24
+"""Bytes; the first event of a stream repeats the prompt."""
+START_HINT = (
+    "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
+    f"--logprobs-mode processed_logprobs --worker-extension-cls {WORKER_EXTENSION}."
+)
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """What a server has loaded."""
+
+    name: str
+    max_model_len: int
+
+
+class ServerApi:
+    """Errors: EngineDiedError when the server cannot be reached or fails, DataError when it refuses a request."""
+
+    def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
+        self._url = url.rstrip("/")
+        # Whole calls are limited by whoever makes them.
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=_LONGEST_LINE,
+        )
+
+    async def model(self) -> ServerModel:
+        """Raises ConfigError for a server that was not started as one of ours must be."""
+        listed = await self._call("GET", "/v1/models")
+        info = await self._call("GET", "/server_info", params={"config_format": "json"})
+        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+        extension = info["vllm_config"]["parallel_config"]["worker_extension_cls"]
+        for what, value, wanted in (
+            ("logprobs mode", mode, "processed_logprobs"),
+            ("worker extension", extension, WORKER_EXTENSION),
+        ):
+            if value != wanted:
+                raise self._misconfigured(f"has {what} '{value}', not {wanted}. {START_HINT}")
+        first = listed["data"][0]
+        return ServerModel(first["id"], int(first["max_model_len"]))
+
+    async def complete(self, model: str, response: Response) -> AsyncGenerator[Delta, None]:
+        """What is left of the response, as it comes."""
+        sampling = response.sampling
+        body = {
+            "model": model,
+            "prompt": response.prompt,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            # Given, so that defaults that ship with the model do not apply.
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "seed": response.seed,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        try:
+            async with self._session.post(self._url + "/v1/completions", json=body) as answer:
+                await self._check(answer)
+                async for line in answer.content:
+                    text = line.decode().strip()
+                    if text.startswith("data:") and not text.endswith("[DONE]"):
+                        yield self._delta(json.loads(text.removeprefix("data:")))
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    async def workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the worker extension; an answer per worker. Raises RunFailedError when one cannot do it."""
+        body = {"method": method, "args": list(arguments)}
+        return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
+
+    async def pause(self) -> None:
+        """Nothing that was computed so far is used any more; requests end."""
+        await self._call("POST", "/pause", params={"mode": "abort", "clear_cache": "true"})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume")
+
+    async def wait_gone(self) -> str:
+        """Return when the server can no longer be reached. An idle connection ends when the process does."""
+        parts = urlsplit(self._url)
+        secure = parts.scheme == "https"
+        port = parts.port or (443 if secure else 80)
+        try:
+            while True:
+                reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
+                try:
+                    await reader.read(1)
+                finally:
+                    writer.close()
+                # It, or something on the way, may have closed idle connections only.
+                await self._call("GET", "/health")
+        except (OSError, EngineDiedError) as error:
+            return f"it cannot be reached any more: {error}"
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _call(
+        self,
+        verb: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        on_failure: type[RunFailedError] = EngineDiedError,
+    ) -> dict[str, Any]:
+        try:
+            async with self._session.request(verb, self._url + path, json=body, params=params) as answer:
+                if answer.status == 404:
+                    raise self._misconfigured(f"has no endpoint {path}. {START_HINT}")
+                await self._check(answer, on_failure)
+                text = await answer.text()
+                return json.loads(text) if text else {}
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    async def _check(self, answer: aiohttp.ClientResponse, on_failure: type[RunFailedError] = EngineDiedError) -> None:
+        if answer.status < 400:
+            return
+        text = (await answer.text())[:500]
+        if answer.status in (401, 403):
+            raise self._misconfigured(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
+        # Refused for now, not for what it says: the request goes on elsewhere, or here later.
+        if answer.status < 500 and answer.status not in (408, 425, 429):
+            raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
+        raise on_failure(f"{self._url} failed: {answer.status} {text}")
+
+    def _delta(self, event: dict[str, Any]) -> Delta:
+        if "error" in event:
+            raise EngineDiedError(f"{self._url} failed: {event['error']}")
+        if not event["choices"]:
+            return Delta((), ())
+        (choice,) = event["choices"]
+        reason = choice["finish_reason"]
+        if reason not in (None, "stop", "length"):
+            raise EngineDiedError(f"{self._url} ended a response with '{reason}'.")
+        tokens = choice.get("token_ids") or ()
+        logprobs = choice["logprobs"]["token_logprobs"] if tokens else ()
+        return Delta(tokens, logprobs, reason)
+
+    def _unreachable(self, error: BaseException) -> EngineDiedError:
+        return EngineDiedError(f"{self._url} cannot be reached: {type(error).__name__}: {error}")
+
+    def _misconfigured(self, text: str) -> ConfigError:
+        return ConfigError([Problem("source.engine.urls", f"names {self._url}, which {text}")])
+
+
+class ServerMember:
+    """An `EngineMember`. The server is not ours: closing lets it run, and go on."""
+
+    transports: Sequence[str] = ("disk",)
+
+    def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
+        """make_api: called on the event loop."""
+        self.name = name
+        self._make_api = make_api
+        self._api: ServerApi | None = None
+        self._model = ServerModel("", 0)
+        self._tokenizer = tokenizer
+        self._version = 0
+        self._streams: set[asyncio.Task[FinishReason]] = set()
+        self._holds: set[str] = set()
+        self._released = asyncio.Event()
+
+    async def start(self) -> None:
+        self._api = self._make_api()
+        self._model = await self._api.model()
+        # A run that ended during a pause leaves the server paused.
+        await self._api.resume()
+
+    async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
+        while True:
+            while self._holds:
+                await self._released.wait()
+            response = Response(request, progress, self._tokenizer, max_model_len=self._model.max_model_len)
+            if response.ended is not None:
+                return response.ended
+            stream = asyncio.create_task(self._stream(request.name, response))
+            self._streams.add(stream)
+            try:
+                await asyncio.wait({stream})
+            finally:
+                stream.cancel()
+                self._streams.discard(stream)
+            if not stream.cancelled():
+                return stream.result()
+
+    async def pause(self) -> None:
+        await self._hold("pause")
+
+    async def resume(self) -> None:
+        await self._release("pause")
+
+    async def begin_update(self, version: int) -> None:
+        await self._hold("update")
+        await self._opened.workers("spurline_begin_update")
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await self._opened.workers("spurline_load_bucket", to_wire(bucket))
+
+    async def finish_update(self, version: int) -> None:
+        check_complete(await self._opened.workers("spurline_finish_update"))
+        self._version = version
+        await self._release("update")
+
+    async def wait_dead(self) -> str:
+        return await self._opened.wait_gone()
+
+    async def close(self) -> None:
+        api, self._api = self._api, None
+        if api is None:
+            return
+        for stream in self._streams:
+            stream.cancel()
+        try:
+            if self._holds:
+                await api.resume()
+        except EngineDiedError as error:
+            # It has ended before us.
+            del error
+        finally:
+            await api.close()
+
+    @property
+    def _opened(self) -> ServerApi:
+        if self._api is None:
+            raise EngineDiedError(f"{self.name} is closed")
+        return self._api
+
+    async def _stream(self, name: str, response: Response) -> FinishReason:
+        try:
+            async with contextlib.aclosing(self._opened.complete(self._model.name, response)) as deltas:
+                async for delta in deltas:
+                    reason = response.add(delta, self._version)
+                    if reason is not None:
+                        return reason
+        except DataError as error:
+            raise DataError(f"{name}: {error}") from error
+        raise EngineDiedError(f"{self.name} left a response without an end")
+
+    async def _hold(self, why: str) -> None:
+        self._holds.add(why)
+        self._released.clear()
+        streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()
+        # Ends: being cancelled, they only close their connections.
+        await asyncio.gather(*streams, return_exceptions=True)
+        await self._opened.pause()
+
+    async def _release(self, why: str) -> None:
+        self._holds.discard(why)
+        if not self._holds:
+            await self._opened.resume()
+            self._released.set()

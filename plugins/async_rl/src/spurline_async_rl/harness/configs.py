@@ -1,0 +1,73 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.reward import RewardTable
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+
+_EVERY_ADDRESS = ("", "0.0.0.0", "::")
+"""Hosts to listen on that no client can connect to by name."""
+
+
+class HarnessConfig(EnvironmentConfig):
+    """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
+
+    name: str = "harness"
+    agent: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """`my_module:my_function`, which gets a session (base URL, key, row) and returns the attempt's rewards."""
+    command: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """A program with its arguments instead, started for each attempt: the row comes as JSON on its standard input, the
+    last line it prints is the rewards as JSON."""
+    rewards: RewardTable | None = None
+    """Reward components that score the agent's answer; then it returns the answer as text, or nothing."""
+    history: Literal["exact", "retokenize"] = "exact"
+    """`exact`: the prompt of a conversation that goes on begins with the tokens the model saw and wrote; a chat
+    template that rewrites them is an error. `retokenize`: each prompt is rendered and encoded anew, as it would be at
+    inference."""
+    ignore_sampling: bool = False
+    """Leave out of account what a request says of temperature, top_p, top_k, penalties and seed, instead of refusing it
+    where the run samples differently."""
+    max_turns: int = Field(default=128, gt=0)
+    """Turns of the model that one attempt may ask for; further requests are refused."""
+    model_name: Annotated[str, OnResume.FREE] = Field(default="policy", min_length=1)
+    """The model that `/v1/models` lists; requests may name any."""
+    host: Annotated[str, OnResume.FREE] = "127.0.0.1"
+    """Address to listen on. Others than loopback let other machines in, who need the key all the same."""
+    port: Annotated[int, OnResume.FREE] = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
+    """How agents reach the endpoint where it is not by host and port: `http://10.0.0.3:8000`."""
+    api_key_env: Annotated[str | None, OnResume.FREE] = Field(default=None, min_length=1)
+    """Environment variable that holds the key agents have to show; null makes a new key for each run."""
+    max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=16 * 2**20, gt=0)
+    """Largest request."""
+    max_concurrent_requests: Annotated[int, OnResume.FREE] = Field(default=1024, gt=0)
+    """Requests under way at the same time, of all attempts together; further ones are told to come again."""
+    request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds that one request may take, waiting for the engine and for an update of the weights included."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if (self.agent is None) == (self.command is None):
+            given = "neither is given" if self.agent is None else "both are given"
+            yield Problem(
+                "agent",
+                f"or `command` says what makes an attempt, and {given}. Set agent: my_module:my_function, or "
+                "command: [program, argument].",
+            )
+        if self.host in _EVERY_ADDRESS and self.public_url is None:
+            yield Problem(
+                "public_url",
+                f"is missing: host is '{self.host}', where no agent can connect to. Set public_url: "
+                "http://ADDRESS:PORT as agents see this machine, and a port.",
+            )

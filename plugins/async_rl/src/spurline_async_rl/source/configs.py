@@ -1,0 +1,152 @@
+"""Config sections of this subject's components. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from spurline.config.section import Component, ComponentConfig, OnResume
+from spurline.errors import Problem
+from spurline.protocols.loss import uses_rollout_logprobs
+from spurline.rl.configs import PromptSourceConfig
+from spurline_async_rl.scheduling.limits import SchedulerLimits
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+
+class AsyncRolloutsConfig(PromptSourceConfig):
+    """Generate while the model trains."""
+
+    name: str = "async_rollouts"
+    max_staleness: int = Field(default=2, ge=0)
+    """Updates of the model that may lie between the weights a token came from and those that are trained on it. A step
+    is one update here, however many optimizer steps it has. 0 is synchronous training."""
+    max_concurrent_groups: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
+    """Groups under way at the same time, at most prompts_per_step x (max_staleness + 1). Fewer are finished sooner each
+    and wait less for the slowest; more keep the engines busier; `spurline simulate` shows the trade. null is all of
+    prompts_per_step at max_staleness 0, and a quarter of it otherwise."""
+    order: Literal["fifo", "window"] = "window"
+    """`window`: train on what is finished, a group overtaking another only where that cannot make it too old. `fifo`:
+    train in the order of the draws, so that which groups make a batch does not depend on time."""
+    at_bound: Literal["wait", "mask"] = "wait"
+    """Where taking what is finished would make other groups too old: wait for them, or take it, and later `mask` their
+    tokens over the bound, which get no loss and are counted. `mask` needs order: window."""
+    publish_every: int = Field(default=1, gt=0)
+    """Steps between two publishes of the weights; at most max_staleness + 1."""
+    weight_sync: Annotated[ComponentConfig, Component("weight_sync")] | None = None
+    """The way of weights to the engines; null takes the best one that the engine reads."""
+    record_groups: Annotated[bool, OnResume.FREE] = False
+    """Keep the groups that each step trained on in RUN_DIR/groups; source `recorded_rollouts` trains on them again."""
+    watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
+    """Seconds without a finished group after which a waiting run says who holds what."""
+    stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=7200.0, gt=0)
+    """Seconds without a finished group after which a waiting run ends."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_default_engine(cls, values: Any) -> Any:
+        """An engine that generates on cores of its own: vLLM where it is installed, else the Hugging Face model."""
+        if not isinstance(values, dict) or "engine" in values:
+            return values
+        return {**values, "engine": {"name": "vllm" if find_spec("vllm") else "child_process"}}
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups under way at the same time, chosen or by default."""
+        if self.max_concurrent_groups is not None:
+            return self.max_concurrent_groups
+        return self.prompts_per_step if self.max_staleness == 0 else -(-self.prompts_per_step // 4)
+
+    def limits(self, num_batches: int) -> SchedulerLimits:
+        """What the scheduler may do in a run of so many steps."""
+        return SchedulerLimits(
+            max_staleness=self.max_staleness,
+            batch_size=self.prompts_per_step,
+            max_running=self.groups_at_once,
+            order=self.order,
+            at_bound=self.at_bound,
+            draw_limit=self.draw_limit,
+            num_batches=num_batches,
+        )
+
+    def describe_bound(self) -> list[str]:
+        """What is guaranteed, in sentences."""
+        bound, most = self.max_staleness, self.prompts_per_step * (self.max_staleness + 1)
+        ahead = f"At most {most} groups are ahead of training, {self.groups_at_once} of them under way at a time."
+        if bound == 0:
+            return [f"Every token is generated with the weights that are trained on it: synchronous. {ahead}"]
+        updates = "1 update" if bound == 1 else f"{bound} updates"
+        kept = (
+            "groups are trained on before they get older, and none is dropped"
+            if self.at_bound == "wait"
+            else "older tokens of overtaken groups get no loss"
+        )
+        return [f"No token is trained on that is more than {updates} old: {kept}. {ahead}"]
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        most = self.prompts_per_step * (self.max_staleness + 1)
+        if self.groups_at_once > most:
+            yield Problem(
+                "max_concurrent_groups",
+                f"is {self.groups_at_once}, but with max_staleness: {self.max_staleness} and prompts_per_step: "
+                f"{self.prompts_per_step} no more than {most} groups may be ahead of training. Lower it to {most}.",
+            )
+        attempts = self.groups_at_once * self.samples_per_prompt
+        if attempts > self.max_concurrent:
+            yield Problem(
+                "max_concurrent",
+                f"is {self.max_concurrent}, but {self.groups_at_once} groups of {self.samples_per_prompt} attempts are "
+                f"under way at a time, so that most of them would only wait and get older. Raise it to {attempts}, or "
+                f"lower max_concurrent_groups to {max(1, self.max_concurrent // self.samples_per_prompt)}.",
+            )
+        if self.publish_every > self.max_staleness + 1:
+            yield Problem(
+                "publish_every",
+                f"is {self.publish_every}: the last of {self.publish_every} steps trains on tokens of weights that are "
+                f"{self.publish_every - 1} updates old, over max_staleness: {self.max_staleness}. Set publish_every to "
+                f"at most {self.max_staleness + 1}, or raise max_staleness to {self.publish_every - 1}.",
+            )
+        if self.at_bound == "mask" and self.order == "fifo":
+            yield Problem(
+                "at_bound",
+                "is mask, but with order: fifo no token can get over the bound. Set order: window, or remove at_bound.",
+            )
+        yield from self._off_policy_problems(run)
+        engines = getattr(self.engine, "engines", 1)
+        if engines > self.groups_at_once * self.samples_per_prompt:
+            yield Problem(
+                "engine.engines",
+                f"is {engines}, but only {self.groups_at_once} groups of {self.samples_per_prompt} attempts are under "
+                "way at a time, so some engines would never have work. Lower it, or raise max_concurrent_groups.",
+            )
+
+    def _off_policy_problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.max_staleness == 0 or self.correction is not None or uses_rollout_logprobs(run.loss):
+            return
+        yield Problem(
+            "max_staleness",
+            f"is {self.max_staleness}, so tokens come from older weights than those that are trained on them, but "
+            f"nothing weighs them: loss: {run.loss.name} compares with the trainer's logprobs before the update alone. "
+            "Set source.correction: tis, which makes ppo decoupled PPO, or max_staleness: 0.",
+        )
+
+
+class RecordedRolloutsConfig(AsyncRolloutsConfig):
+    """Train on the groups another run has recorded; all other settings are as of `async_rollouts`."""
+
+    name: str = "recorded_rollouts"
+    recorded: str = Field(min_length=1)
+    """Run directory of a run with `record_groups: true`."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if run.data.eval:
+            yield Problem(
+                "name",
+                f"is {self.name}, which generates nothing and so cannot evaluate. Remove data.eval for this run.",
+            )

@@ -1,0 +1,108 @@
+"""Bring the weights from the training thread to engines on the event loop, and say so when it takes long.
+
+Place on the way: backend, on the training thread, which waits -> weight sync, on the loop -> engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, Problem, RunFailedError, SpurlineError
+from spurline.plugins.registry import Registry
+from spurline.protocols.backend import Backend
+from spurline.protocols.rollout_engine import RolloutEngine, TakesWeights
+from spurline.protocols.weight_sync import SyncReport, WeightSync
+from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.source.configs import AsyncRolloutsConfig
+from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.watchdog import tell
+from spurline_async_rl.timeline.recorder import Timeline
+from spurline_async_rl.weights.choice import choose_sync
+
+_GRACE_S = 60.0
+"""Longer than anything may take by its own limit: it knows better what it waited for."""
+
+
+class Publisher:
+    """Publishes to the engines of one run. Raises ConfigError when they take no weights, or not in the configured way.
+
+    notify: called on the loop when an engine was started anew and awaits weights.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        config: AsyncRolloutsConfig,
+        run: RunConfig,
+        registry: Registry,
+        loop: LoopThread,
+        timeline: Timeline,
+        notify: Callable[[], None],
+    ) -> None:
+        if not isinstance(engine, TakesWeights):
+            raise ConfigError(
+                [
+                    Problem(
+                        "source.engine.name",
+                        f"is {config.engine.name}, whose weights cannot be replaced while it generates. Choose an "
+                        "engine that takes weights, such as child_process or vllm.",
+                    )
+                ]
+            )
+        self._engine: TakesWeights = engine
+        self._name = config.engine.name
+        self._watchdog_s = config.watchdog_s
+        self._loop = loop
+        self._timeline = timeline
+        chosen = choose_sync(config.weight_sync, engine, registry)
+        self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
+        if isinstance(engine, EnginePool):
+            engine.on_awaiting_weights = notify
+
+    @property
+    def awaiting_weights(self) -> Sequence[TakesWeights]:
+        """Engines that were started anew and generate nothing before they get weights."""
+        return self._engine.awaiting_weights if isinstance(self._engine, EnginePool) else ()
+
+    def start_engines(self) -> None:
+        """Before the first publish, whose time limit is about sending weights alone."""
+        if isinstance(self._engine, EnginePool):
+            limit = self._engine.longest_start_s + _GRACE_S
+            self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
+
+    def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
+        """Return when these engines, or all, generate with the backend's weights.
+
+        Raises RunFailedError when they do not; nothing may be trained after that.
+        """
+        what = f"Publishing the weights of version {version} over {self._sync.transport}"
+        if engines is None and isinstance(self._engine, EnginePool):
+            # Its start has limits of its own, which are no part of the transport's.
+            waiting = f"Starting a rollout engine '{self._name}' anew"
+            self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + _GRACE_S, waiting)
+        publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
+        self._timeline.began("publish")
+        try:
+            report = self._loop.run(
+                publishing,
+                self._sync.timeout_s + _GRACE_S,
+                what,
+                every_s=self._watchdog_s,
+                still=lambda passed_s: tell(
+                    f"{what} has taken {passed_s:.0f} s so far; it waits for {self._sync.waits_for}."
+                ),
+            )
+        except SpurlineError:
+            raise
+        except Exception as error:
+            raise RunFailedError(
+                f"{what} failed: {type(error).__name__}: {error}. Nothing was trained after it; the same command goes "
+                "on from the last checkpoint."
+            ) from error
+        self._timeline.ended("publish")
+        return report
+
+    def close(self) -> None:
+        """Free what the transport holds."""
+        self._sync.close()

@@ -1,0 +1,161 @@
+"""Finished groups as plain arrays and JSON, for checkpoints and recordings, and back, bit for bit.
+
+The arrays of all turns are joined by field, with the length of each: a few long arrays instead of thousands of short
+ones.
+
+Where the groups that a run trained on are kept, step by step.
+
+Source `recorded_rollouts`: train once more on the very groups that another run trained on.
+
+Nothing is generated, so that a run becomes a pure function of its config and the recording: to find out what a change
+of the loss does on equal data, and to prove that training on asynchronous rollouts is exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.data.batch import TrainingBatch
+from spurline.errors import DataError
+from spurline.protocols.backend import Backend
+from spurline.protocols.source import SourceContext
+from spurline.rl.draws import Draw
+from spurline.rl.group_runner import Outcome
+from spurline.rl.prompt_source import Collected, PromptSource
+from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
+from spurline.run.checkpoint import read_state, write_state
+from spurline_async_rl.source.configs import RecordedRolloutsConfig
+from spurline_async_rl.source.staleness import staleness_metrics
+
+_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
+"""What a turn holds before it is prepared for training; values, advantages and returns come afterwards."""
+_ABSENT = -1
+
+
+def groups_state(groups: Sequence[Group]) -> dict[str, object]:
+    """Nested dicts and lists of JSON values and arrays, as component state may be."""
+    turns = turns_of(groups)
+    return {
+        "groups": [
+            {"uid": group.uid, "draw": group.draw, "trajectories": [_trajectory(item) for item in group.trajectories]}
+            for group in groups
+        ],
+        "finish_reasons": [turn.finish_reason for turn in turns],
+        "fields": {name: _joined([getattr(turn, name) for turn in turns]) for name in _FIELDS},
+    }
+
+
+def groups_of(state: Mapping[str, object]) -> list[Group]:
+    """The groups that `groups_state` was given."""
+    fields = cast("Mapping[str, Mapping[str, Any]]", state["fields"])
+    columns = {name: iter(_split(joined)) for name, joined in fields.items()}
+    reasons = iter(cast("Sequence[Any]", state["finish_reasons"]))
+
+    def next_turn() -> Turn:
+        values: dict[str, Any] = {name: next(column) for name, column in columns.items()}
+        return Turn(**values, finish_reason=next(reasons))
+
+    return [
+        Group(
+            group["uid"],
+            group["draw"],
+            tuple(
+                Trajectory(
+                    group["uid"],
+                    item["sample"],
+                    tuple(next_turn() for _ in range(item["turns"])),
+                    item["rewards"],
+                    json.loads(item["info"]),
+                )
+                for item in group["trajectories"]
+            ),
+        )
+        for group in cast("Sequence[Mapping[str, Any]]", state["groups"])
+    ]
+
+
+def _trajectory(trajectory: Trajectory) -> dict[str, object]:
+    return {
+        "sample": trajectory.sample,
+        "turns": len(trajectory.turns),
+        "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
+        # As text: what an environment wants logged may look like anything, also like an array of this state.
+        "info": json.dumps(dict(trajectory.info), default=str),
+    }
+
+
+def _joined(arrays: Sequence[NDArray[Any] | None]) -> dict[str, object]:
+    present = [array for array in arrays if array is not None]
+    lengths = np.array([_ABSENT if array is None else len(array) for array in arrays], np.int64)
+    if not present:
+        return {"lengths": lengths}
+    return {"lengths": lengths, "values": np.concatenate(present)}
+
+
+def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
+    lengths = [int(length) for length in joined["lengths"]]
+    values = joined.get("values")
+    start = 0
+    arrays: list[NDArray[Any] | None] = []
+    for length in lengths:
+        if length == _ABSENT or values is None:
+            arrays.append(None)
+            continue
+        arrays.append(values[start : start + length].copy())
+        start += length
+    return arrays
+
+
+def recorded_step(run_dir: Path, step: int) -> Path:
+    """Path of a step's groups, without the suffixes of component state."""
+    return run_dir / "groups" / f"step-{step:06d}"
+
+
+def record_groups(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
+    """Keep the groups of a step; those of a step that is trained again after a crash replace the earlier ones."""
+    write_state(recorded_step(run_dir, step), groups_state(groups))
+
+
+class RecordedRolloutSource(PromptSource):
+    """See the module. Its state is the position in the recording, which the step tells."""
+
+    def __init__(self, config: RecordedRolloutsConfig, context: SourceContext) -> None:
+        super().__init__(config, context)
+        self._config = config
+
+    def start(self, step: int, backend: Backend) -> None:
+        self._backend = backend
+
+    def build(self, step: int) -> TrainingBatch:
+        """Raises DataError when the recording does not reach this step."""
+        path = recorded_step(Path(self._config.recorded), step)
+        try:
+            groups = tuple(groups_of(read_state(path)))
+        except FileNotFoundError as error:
+            raise DataError(
+                f"source.recorded: {self._config.recorded} has no groups of step {step} ({error.filename}). Record "
+                "them with source.record_groups: true, or lower steps."
+            ) from error
+        collected = Collected(groups, groups, 0, 0, 0, 0)
+        ages = staleness_metrics(groups, step - 1, self._config.max_staleness, masked=0)
+        batch = self._batch(step, collected, self._backend, retries=0, seconds=0.0)
+        return replace(batch, info={**batch.info, **ages})
+
+    def epoch(self, step: int) -> float:
+        return step * self._config.prompts_per_step / self._prompts.prompts_per_epoch
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        return {}
+
+    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+        raise AssertionError("its config refuses held-out prompts")
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -1,0 +1,251 @@
+"""Source `async_rollouts`: groups are generated while the model trains, and none gets older than the bound.
+
+Two threads: on an event loop of its own the Producer generates; the training thread takes batches from it and, after
+an update, publishes the weights to the engines while it waits. Which group starts and which batch is ready is decided
+by `scheduling.scheduler` alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+from spurline.data.batch import TrainingBatch
+from spurline.protocols.backend import Backend
+from spurline.protocols.source import SourceContext
+from spurline.protocols.weight_sync import SyncReport
+from spurline.rl.draws import Draw
+from spurline.rl.given_up import SkippedRow
+from spurline.rl.group_runner import Outcome
+from spurline.rl.prompt_source import Collected, PromptSource
+from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.source.configs import AsyncRolloutsConfig
+from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.producer import Producer
+from spurline_async_rl.source.publishing import Publisher
+from spurline_async_rl.source.recordings import groups_state, record_groups
+from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
+from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
+from spurline_async_rl.timeline.recorder import Timeline
+
+_CLOSE_TIMEOUT_S = 120.0
+"""More than engines and attempts may take by their own limits; when it passes, something is stuck."""
+
+
+_BLOCKED_AFTER_S = 5.0
+"""Seconds without an answer after which the event loop counts as blocked when the run ends."""
+
+
+class AsyncRolloutSource(PromptSource):
+    """See the module. State: that of the producer, the rows left out, the prompts given up."""
+
+    def __init__(self, config: AsyncRolloutsConfig, context: SourceContext) -> None:
+        super().__init__(config, context)
+        self._config = config
+        self._context = context
+        self._loop = LoopThread("spurline-rollouts")
+        self._changed = threading.Event()
+        self._engine = self._attempts.engine
+        self._observed = self._attempts.engine = ObservedEngine(self._engine)
+        self._timeline = Timeline(context.config.run_dir / "timeline.jsonl")
+        self._producer = Producer(
+            _Groups(self),
+            Scheduler(config.limits(self.total_steps)),
+            self._timeline,
+            leave_out_equal=config.zero_variance == "refill",
+            notify=self._changed.set,
+        )
+        self._under_way: dict[str, float] = {}
+        self._publisher: Publisher | None = None
+        self._updates = 0
+        self._taken_at = time.perf_counter()
+
+    def summary(self) -> Mapping[str, object]:
+        facts = super().summary()
+        objective = cast("list[str]", facts["objective"])
+        return {**facts, "objective": [*objective, *self._config.describe_bound()]}
+
+    def start(self, step: int, backend: Backend) -> None:
+        """Bring the weights to the engines and begin to generate. Raises ConfigError when they cannot be brought."""
+        self._backend = backend
+        self._updates = step - 1
+        self._timeline.resume(self._updates)
+        self._producer.scheduler.taken = self._updates
+        self._publisher = Publisher(
+            self._engine,
+            self._config,
+            self._context.config,
+            self._context.host.registry,
+            self._loop,
+            self._timeline,
+            notify=self._changed.set,
+        )
+        self._publisher.start_engines()
+        self._advance()
+        self._taken_at = time.perf_counter()
+        self._loop.call(self._producer.start)
+
+    def build(self, step: int) -> TrainingBatch:
+        begin = time.perf_counter()
+        self._timeline.began("wait")
+        collected, retries = self._wait_for_groups(step)
+        self._timeline.ended("wait")
+        # Looking back and laying out are a part of it.
+        self._timeline.began("train")
+        waited = time.perf_counter() - begin
+        generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
+        masked = 0
+        if self._config.at_bound == "mask":
+            groups, masked = mask_over_age(collected.groups, self._updates, self._config.max_staleness)
+            collected = replace(collected, groups=tuple(groups))
+        if self._config.record_groups:
+            record_groups(self._context.config.run_dir, step, collected.groups)
+        ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
+        levels = self._loop.call(self._levels)
+        batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
+        times = {"time/wait_rollouts": waited, "time/generating": generating}
+        return replace(batch, info={**batch.info, **ages, **levels, **times})
+
+    def epoch(self, step: int) -> float:
+        # Before the run, which is when a plan asks, no prompt has been drawn yet.
+        done = self._producer.num_resolved() or step * self._config.prompts_per_step
+        return done / self._prompts.prompts_per_epoch
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        """Publish the weights when it is time to. After the last step nobody is left to generate with them."""
+        self._timeline.ended("train")
+        self._updates = step
+        metrics: Mapping[str, float] = {}
+        if step % self._config.publish_every == 0 and step < self.total_steps:
+            report = self._advance()
+            self._hooks.on_weights_synced(step=step, report=report)
+            metrics = {
+                "time/sync": report.transfer_s,
+                "time/sync_pause": report.pause_s,
+                "sync/bytes": float(report.bytes_sent),
+            }
+        self._timeline.write(step)
+        return metrics
+
+    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+        """Attempts with the newest weights, beside those of training."""
+        if self._producer.scheduler.version < self._updates:
+            self._advance()
+        self._timeline.began("evaluate")
+        evaluating = self._loop.start(self._attempts.evaluate(prompts))
+        evaluating.add_done_callback(lambda _: self._changed.set())
+        watchdog = self._watchdog(lambda waited_s: held_out_report(self._observed, waited_s))
+        try:
+            while not evaluating.done():
+                self._changed.clear()
+                self._serve_restarted_engines()
+                if not evaluating.done():
+                    watchdog.wait(self._changed)
+        finally:
+            evaluating.cancel()
+        self._timeline.ended("evaluate")
+        return evaluating.result()
+
+    def state_dict(self) -> dict[str, object]:
+        prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
+        return {**prompts, **state, "groups": groups_state(groups)}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self._load_prompts_state(state)
+        self._producer.load_state_dict(state)
+
+    def close(self) -> None:
+        """End generation, engines and threads. What fails on the way never hides the error that ended the run."""
+        ended_by = failure = sys.exception()
+        if not self._loop.responds(_BLOCKED_AFTER_S):
+            # Nothing on it can be ended in order; what runs elsewhere ends with this process.
+            steps = (self._end_transport,)
+        else:
+            steps = (self._end_generation, self._end_transport, self._loop.close)
+        for end in steps:
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001 - raised once the rest has been ended too
+                if failure is None:
+                    failure = error
+                else:
+                    failure.add_note(f"Ending the rollouts failed too: {error}")
+        if failure is not None and ended_by is None:
+            raise failure
+
+    def _end_generation(self) -> None:
+        self._loop.run(self._end_attempts(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
+
+    def _end_transport(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+    async def _end_attempts(self) -> None:
+        try:
+            await self._producer.close()
+        finally:
+            await self._attempts.close()
+
+    def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
+        """The groups of this step."""
+        watchdog = self._watchdog(lambda waited_s: self._stall(waited_s, step))
+        while True:
+            self._changed.clear()
+            taken = watchdog.result(self._loop.submit(self._producer.take, step))
+            if taken is not None:
+                return taken
+            self._serve_restarted_engines()
+            watchdog.wait(self._changed)
+
+    def _serve_restarted_engines(self) -> None:
+        """Give engines that were started anew the weights that they generate with from then on."""
+        assert self._publisher is not None, "not started"
+        awaiting = self._publisher.awaiting_weights
+        if awaiting:
+            self._publisher.publish(self._updates, self._backend, awaiting)
+
+    def _watchdog(self, describe: Callable[[float], str]) -> Watchdog:
+        limits = (self._config.watchdog_s, self._config.stall_timeout_s)
+        return Watchdog(*limits, self._loop, describe, moved_at=lambda: self._observed.answered_at)
+
+    def _stall(self, waited_s: float, step: int) -> str:
+        return stall_report(self._producer.scheduler, dict(self._under_way), self._observed, waited_s, step)
+
+    def _advance(self) -> SyncReport:
+        """Every engine generates with the weights as they are now; more groups may start."""
+        assert self._publisher is not None, "not started"
+        report = self._publisher.publish(self._updates, self._backend)
+        self._loop.call(self._producer.publish, self._updates)
+        return report
+
+    def _levels(self) -> dict[str, float]:
+        scheduler = self._producer.scheduler
+        return {"async/running": float(scheduler.num_running), "async/buffered": float(scheduler.num_buffered)}
+
+
+class _Groups:
+    """The source as its producer sees it."""
+
+    def __init__(self, source: AsyncRolloutSource) -> None:
+        self._source = source
+
+    def take(self, start: int, count: int) -> Sequence[Draw | SkippedRow]:
+        return self._source._prompts.take(start, count)
+
+    def skip(self, row: SkippedRow) -> None:
+        self._source._prompts.skip(row)
+
+    async def run(self, prompt: Draw) -> Outcome:
+        under_way = self._source._under_way
+        under_way[prompt.uid] = time.monotonic()
+        try:
+            return await self._source._attempts.train_one(prompt)
+        finally:
+            del under_way[prompt.uid]
+
+    def take_retries(self, uid: str) -> int:
+        return self._source._attempts.take_retries(uid)

@@ -1,0 +1,182 @@
+"""Report panels `rollout_timeline` and `staleness`, for runs of source `async_rollouts`.
+
+The first reads RUN_DIR/timeline.jsonl, the second the metrics. Totals of time are in core's panels; here is how waiting
+and age came about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
+from spurline.report.markup import block, caption, columns
+from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePanelConfig
+from spurline_async_rl.timeline.figure import (
+    MAX_LANES,
+    Window,
+    lanes_of,
+    slowest_window,
+    staleness_color,
+    timeline_figure,
+    window_ending_at,
+)
+from spurline_async_rl.timeline.records import SPAN_KINDS, TIMELINE_FILE, StepRecord, read_timeline
+
+_TOKENS = "staleness/tokens_"
+
+
+class TimelinePanel:
+    """The last steps of the run; of a longer one also those around the longest wait."""
+
+    title = "Timeline"
+
+    def __init__(self, config: TimelinePanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None for a run that left no timeline."""
+        records = read_timeline(record.run_dir / TIMELINE_FILE)
+        if not records:
+            return None
+        fragments: list[str] = []
+        for heading, window in self._windows(records):
+            fragments += [caption(_caption(heading, records, window)), timeline_figure(records, window)]
+        return block(*fragments, wide=True)
+
+    def _windows(self, records: Sequence[StepRecord]) -> list[tuple[str, Window]]:
+        steps, last_step = self._config.steps, self._config.last_step
+        if last_step is not None:
+            index = max((index for index, record in enumerate(records) if record.step <= last_step), default=0)
+            return [("", window_ending_at(records, index, steps))]
+        last = window_ending_at(records, len(records) - 1, steps)
+        slowest = slowest_window(records, steps)
+        if slowest.last >= last.first:
+            return [("", last)]
+        return [("At the end: ", last), ("Around the longest wait: ", slowest)]
+
+
+class StalenessPanel:
+    """Trained tokens by age, and what the loop and the buffer did over the steps."""
+
+    title = "Staleness"
+
+    def __init__(self, config: StalenessPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None for a run that recorded no staleness."""
+        tokens = _tokens_by_staleness(record)
+        if not tokens:
+            return None
+        plots = [_histogram(tokens), _staleness_plot(record), _waiting_plot(record), _level_plot(record)]
+        return block(caption(_head(record, tokens)), columns(*(plot for plot in plots if plot)), wide=True)
+
+
+def _caption(heading: str, records: Sequence[StepRecord], window: Window) -> str:
+    spans = [span for record in records if window.first <= record.step <= window.last for span in record.spans]
+    seconds = {kind: sum(span.ended - span.began for span in spans if span.kind == kind) for kind in SPAN_KINDS}
+    length = window.ended - window.began
+    text = f"{heading}Steps {window.first:,} to {window.last:,}"
+    if length > 0:
+        text += f". The loop waited for batches in {seconds['wait'] / length:.1%} of the time"
+        text += f" and published weights in {seconds['publish'] / length:.1%}"
+    lanes = 1 + max((span.lane for span in lanes_of(records, window)), default=0)
+    return text + (f". {MAX_LANES} of {lanes:,} lanes are drawn." if lanes > MAX_LANES else ".")
+
+
+def _tokens_by_staleness(record: RunRecord) -> dict[int, float]:
+    """Trained tokens of the whole run by their age."""
+    tokens: dict[int, float] = {}
+    for metrics in record.metrics:
+        for name, count in metrics.items():
+            age = name.removeprefix(_TOKENS)
+            if age != name and age.isdecimal():
+                tokens[int(age)] = tokens.get(int(age), 0.0) + float(count)
+    return dict(sorted(tokens.items()))
+
+
+def _head(record: RunRecord, tokens: dict[int, float]) -> str:
+    total = sum(tokens.values())
+    if not total:
+        return "No tokens were trained on."
+    mean = sum(age * count for age, count in tokens.items()) / total
+    oldest = max((age for age, count in tokens.items() if count), default=0)
+    text = f"Trained tokens came from weights {mean:.3g} updates old on average, {oldest} at most"
+    source = record.config.get("source")
+    limit = source.get("max_staleness") if isinstance(source, dict) else None
+    if isinstance(limit, int):
+        text += f" (max_staleness: {limit})"
+    _, sent = record.series("sync/bytes")
+    if sent and any(sent):
+        text += f". Each publish sent {sum(sent) / sum(1 for count in sent if count) / 2**20:,.1f} MiB"
+    return text + "."
+
+
+def _histogram(tokens: dict[int, float]) -> str:
+    total = sum(tokens.values()) or math.inf
+    ages = range(max(tokens) + 1)
+    bars: Trace = {
+        "type": "bar",
+        "x": list(ages),
+        "y": [tokens.get(age, 0.0) / total for age in ages],
+        "customdata": [tokens.get(age, 0.0) for age in ages],
+        "marker": {"color": [staleness_color(age) for age in ages]},
+        "hovertemplate": "%{y:.1%}, %{customdata:,} tokens<extra></extra>",
+        "showlegend": False,
+    }
+    layout = {
+        "xaxis": {"title": {"text": "Updates between the weights of a token and its training"}, "dtick": 1},
+        "yaxis": {"title": {"text": "Share of trained tokens"}, "tickformat": ".0%", "rangemode": "tozero"},
+        "bargap": 0.25,
+    }
+    return figure([bars], layout, label="Trained tokens by staleness")
+
+
+def _staleness_plot(record: RunRecord) -> str:
+    traces: list[Trace] = []
+    steps, means = record.series("staleness/mean")
+    if steps:
+        traces += raw_and_smoothed("mean", steps, means, "--series-1")
+    steps, oldest = record.series("staleness/max")
+    if steps:
+        traces.append(line("oldest token", steps, oldest, "--series-6", width=1.2, mode="lines"))
+    if not traces:
+        return ""
+    return step_figure(traces, "Updates", label="Staleness of trained tokens over steps", rangemode="tozero")
+
+
+def _waiting_plot(record: RunRecord) -> str:
+    """Shares of the step: those times are within `time/step`."""
+    traces: list[Trace] = []
+    for metric, name, color in (
+        ("time/wait_rollouts", "waiting for a batch", "--series-6"),
+        ("time/sync", "publishing weights", "--series-1"),
+        ("time/sync_pause", "engines stand still", "--series-2"),
+    ):
+        points = [
+            (int(metrics["step"]), metrics[metric] / metrics["time/step"])
+            for metrics in record.metrics
+            if metric in metrics and metrics.get("time/step", 0) > 0
+        ]
+        if points:
+            steps, shares = [step for step, _ in points], [share for _, share in points]
+            traces += one_of_several(name, steps, shares, color, hovertemplate="%{y:.1%}")
+    if not traces:
+        return ""
+    return step_figure(traces, "Share of the step", label="Waiting over steps", tickformat=".0%", rangemode="tozero")
+
+
+def _level_plot(record: RunRecord) -> str:
+    traces: list[Trace] = []
+    for metric, name, color in (
+        ("async/running", "under way", "--series-2"),
+        ("async/buffered", "finished, untrained", "--series-1"),
+    ):
+        steps, counts = record.series(metric)
+        if steps:
+            traces += one_of_several(name, steps, counts, color)
+    if not traces:
+        return ""
+    return step_figure(traces, "Groups", label="Groups under way and buffered over steps", rangemode="tozero")

@@ -1,1 +1,0 @@
-"""Ways of weights from a backend to rollout engines."""

@@ -1,0 +1,168 @@
+"""A bucket of weights as plain data, for a call to another process.
+
+Place on the way: transport -> WeightBucket -> `to_wire` -> RPC or HTTP -> `from_wire` -> the worker's readers.
+
+Publish weights bucket by bucket: what all transports share that hand buckets to engines.
+
+Place on the way: `backend.named_weights()`, on a thread -> buckets, one at a time -> every engine at once. How a bucket
+travels is the transports' business; what an engine does with it is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spurline.errors import RunFailedError
+from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
+from spurline.protocols.weight_sync import SyncReport
+from spurline.rl.concurrency import in_thread
+from spurline_async_rl.weights.configs import WeightSyncConfig
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+    from spurline.protocols.backend import Backend
+
+
+def to_wire(bucket: WeightBucket) -> dict[str, Any]:
+    """JSON-able; tensors of a transport within one process do not travel."""
+    places = [[place.name, place.dtype, list(place.shape), place.offset] for place in bucket.places]
+    return {"transport": bucket.transport, "where": dict(bucket.where), "places": places}
+
+
+def from_wire(wire: Mapping[str, Any]) -> WeightBucket:
+    """The bucket that `to_wire` wrote."""
+    places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in wire["places"])
+    return WeightBucket(wire["transport"], places, wire["where"])
+
+
+_ALIGNMENT = 64
+"""Bytes; more than any type needs."""
+
+
+class BucketSync(ABC):
+    """A `WeightSync` that makes buckets. Subclass with `transport` and `make_buckets`."""
+
+    transport: str
+
+    def __init__(self, config: WeightSyncConfig, run: RunConfig | None = None) -> None:
+        """run: the whole config, for transports that write into the run directory."""
+        self._config = config
+        self._run = run
+        self.timeout_s = config.timeout_s
+        self.max_bucket_bytes = config.bucket_mb << 20
+        self.waits_for = ""
+
+    @abstractmethod
+    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
+        """Runs on a thread; asked for the next bucket when every engine has taken the last one."""
+
+    def close(self) -> None:  # noqa: B027 - most transports have nothing to free
+        """As of `WeightSync`."""
+
+    async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
+        limit_s = self._config.timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await self._publish(version, backend, engines)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RunFailedError(
+                f"Publishing version {version} over {self.transport} did not end within {limit_s:g} s; it waited for "
+                f"{self.waits_for}. Raise source.weight_sync.timeout_s when it is only slow."
+            ) from error
+
+    async def _publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
+        began = time.perf_counter()
+        await self._all(engines, "to begin an update", lambda engine: engine.begin_update(version))
+        sending = time.perf_counter()
+        sent = number = 0
+        buckets = self.make_buckets(version, _opened(backend))
+        self.waits_for = "the backend's first weights"
+        while (bucket := await in_thread(_next, buckets)) is not None:
+            number += 1
+            sent += bucket_bytes(bucket.places)
+            await self._all(engines, f"to load bucket {number}", _loading(bucket))
+            # The next one may need the memory.
+            del bucket
+            self.waits_for = f"the backend's weights after bucket {number}"
+        finishing = time.perf_counter()
+        await self._all(engines, "to finish the update", lambda engine: engine.finish_update(version))
+        return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
+
+    async def _all(
+        self, engines: Sequence[TakesWeights], what: str, call: Callable[[TakesWeights], Awaitable[None]]
+    ) -> None:
+        """Every engine at once; the first error, when all have answered."""
+        self.waits_for = f"{len(engines)} engine(s) {what}"
+        answers = await asyncio.gather(*map(call, engines), return_exceptions=True)
+        for answer in answers:
+            if answer is not None:
+                raise answer
+
+
+def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Weights in order, in lists of at most so many bytes; a larger tensor alone."""
+    held: list[tuple[str, Tensor]] = []
+    used = 0
+    for name, tensor in weights:
+        if held and used + tensor.nbytes > max_bytes:
+            yield held
+            held, used = [], 0
+        held.append((name, tensor))
+        used += tensor.nbytes
+    if held:
+        yield held
+
+
+def place_of(name: str, tensor: Tensor, offset: int = 0) -> TensorPlace:
+    return TensorPlace(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
+
+
+def view(memory: memoryview, place: TensorPlace) -> Tensor:
+    """The tensor at its place in the bucket's memory."""
+    count = math.prod(place.shape)
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    if count == 0:
+        return torch.empty(place.shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
+
+
+def end_of(places: Sequence[TensorPlace]) -> int:
+    """Bytes that they reach to."""
+    return max((place.offset + _nbytes(place) for place in places), default=0)
+
+
+def bucket_bytes(places: Sequence[TensorPlace]) -> int:
+    """Bytes of the tensors themselves."""
+    return sum(map(_nbytes, places))
+
+
+def _nbytes(place: TensorPlace) -> int:
+    return math.prod(place.shape) * getattr(torch, place.dtype).itemsize
+
+
+def aligned(size: int) -> int:
+    """The next offset at which any tensor may begin."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _opened(backend: Backend) -> Iterator[tuple[str, Tensor]]:
+    """The backend is called where the first weight is asked for: on the thread."""
+    yield from backend.named_weights()
+
+
+def _next(buckets: Iterator[WeightBucket]) -> WeightBucket | None:
+    return next(buckets, None)
+
+
+def _loading(bucket: WeightBucket) -> Callable[[TakesWeights], Awaitable[None]]:
+    return lambda engine: engine.load_bucket(bucket)

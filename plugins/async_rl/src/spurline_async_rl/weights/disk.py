@@ -1,0 +1,107 @@
+"""Weight sync `disk`: through safetensors files in a folder that trainer and engines see, for external servers.
+
+Place on the way: weights -> a file per bucket, written beside and renamed -> `read_file` in the engine's process. A
+file is removed when every engine has taken it; what a killed run left in the folder goes with the next publish.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spurline.errors import RunFailedError
+from spurline.protocols.rollout_engine import WeightBucket
+from spurline_async_rl.weights.buckets import BucketSync, cut, place_of
+from spurline_async_rl.weights.configs import DiskSyncConfig
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+
+_PATH, _CHECKSUM = "path", "xxh3"
+"""Keys of a bucket's `where`."""
+_PREFIX = "spurline-weights-"
+_CHUNK_BYTES = 1 << 24
+
+
+class DiskSync(BucketSync):
+    """A `WeightSync`."""
+
+    transport = "disk"
+
+    def __init__(self, config: DiskSyncConfig, run: RunConfig | None = None) -> None:
+        super().__init__(config, run)
+        folder = config.folder or (run and run.run_dir / "weights")
+        assert folder is not None, "neither a folder nor a run directory"
+        self._folder = Path(folder).absolute()
+
+    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _remove_files(self._folder)
+        for number, held in enumerate(cut(weights, self.max_bucket_bytes)):
+            path = self._folder / f"{_PREFIX}{version}-{number}.safetensors"
+            places = tuple(place_of(name, tensor) for name, tensor in held)
+            try:
+                _write(path, held)
+            except OSError as error:
+                raise RunFailedError(f"{path}: the weights cannot be written: {error}.") from error
+            where = {_PATH: str(path)}
+            if self._config.checksum:
+                where[_CHECKSUM] = _checksum(path)
+            held.clear()
+            try:
+                yield WeightBucket(self.transport, places, where)
+            finally:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._folder.is_dir():
+            _remove_files(self._folder)
+
+
+def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
+    """The weights, one at a time. Raises RunFailedError when the file is not there or its checksum is another one."""
+    path = Path(bucket.where[_PATH])
+    if not path.is_file():
+        raise RunFailedError(
+            f"{path}: no such file here. Set source.weight_sync.folder to a folder that trainer and engines both see."
+        )
+    expected = bucket.where.get(_CHECKSUM)
+    if expected is not None and (got := _checksum(path)) != expected:
+        raise RunFailedError(f"{path} was written with checksum {expected} and read with {got}.")
+    with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
+        for place in bucket.places:
+            yield place.name, file.get_tensor(place.name)
+
+
+def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
+    """Readers see the whole file or none."""
+    beside = path.with_suffix(".tmp")
+    # Tensors may share memory (tied weights), which the format does not allow.
+    save_file({name: _own_copy(tensor) for name, tensor in weights}, beside)
+    os.replace(beside, path)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _remove_files(folder: Path) -> None:
+    for path in folder.glob(f"{_PREFIX}*"):
+        path.unlink(missing_ok=True)
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,56 @@
+"""Report panel `collation`: how long batches took to build, and how much of that training waited for.
+
+Reads the metrics of prefetch `async`. The totals are in core's time panel; here is how they came about, step by step.
+"""
+
+from __future__ import annotations
+
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.figure import line, raw_and_smoothed, step_figure
+from spurline.report.markup import block, caption
+from spurline.trackers.readout import quantity
+from spurline_collation_fast.configs import CollationPanelConfig
+
+_NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
+
+
+class CollationPanel:
+    """Times to build and to wait per step, beside the share of the building that was hidden behind training."""
+
+    title = "Collation"
+
+    def __init__(self, config: CollationPanelConfig) -> None:
+        self._config = config
+
+    def render(self, record: RunRecord) -> str | None:
+        """None for a run whose batches were not built ahead."""
+        lines = [metrics for metrics in record.metrics if all(name in metrics for name in _NAMES)]
+        if not lines:
+            return None
+        steps = [int(metrics["step"]) for metrics in lines]
+        collate, waited, hidden = ([float(metrics[name]) for metrics in lines] for name in _NAMES)
+        head = f"A batch took {_milliseconds(collate)} to build; training waited {_milliseconds(waited)} for it (means)"
+        if sum(collate) > 0:
+            # Weighted by time: a mean of shares would let quick batches hide slow ones.
+            kept = sum(max(0.0, took - wait) for took, wait in zip(collate, waited, strict=True))
+            head += f". {kept / sum(collate):.1%} of all building was hidden behind training"
+        series = (("build", collate, "--series-1"), ("wait", waited, "--series-6"))
+        times = step_figure(
+            [line(name, steps, values, color) | {"hovertemplate": "%{y:.3~s}s"} for name, values, color in series],
+            "Seconds per batch",
+            label="Seconds to build each batch, and seconds training waited for it",
+            rangemode="tozero",
+            tickformat="~s",
+        )
+        shares = [
+            trace | {"hovertemplate": "%{y:.1%}"} for trace in raw_and_smoothed("hidden", steps, hidden, "--series-3")
+        ]
+        hidden_plot = step_figure(
+            shares, "Hidden share", label="Share of collation hidden behind training", tickformat=".0%", range=[0, 1.02]
+        )
+        plots = f'<div class="columns even"><div>{times}</div><div>{hidden_plot}</div></div>'
+        return block(caption(head + "."), plots, wide=True)
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    return f"{quantity(1000 * sum(seconds) / len(seconds))} ms"

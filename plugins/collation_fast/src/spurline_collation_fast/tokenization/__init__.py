@@ -1,0 +1,1 @@
+"""Tokenization `parallel`: rows to tokens on all cores."""

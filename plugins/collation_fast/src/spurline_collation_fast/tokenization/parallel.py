@@ -1,0 +1,123 @@
+"""A progress bar for tokenization, on a terminal only.
+
+Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
+
+Place on the way: datasets -> cache key -> a cache entry; or blocks of samples (block_source) -> SampleCollector ->
+memory or a new entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from spurline.config.run_config import DataConfig
+from spurline.data.reading import check_rows
+from spurline.data.token_store import SampleSink
+from spurline.data.tokenization import SampleCollector
+from spurline.errors import DataError
+from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
+from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
+from spurline_collation_fast.cache.key import cache_key, prints_date
+from spurline_collation_fast.cache.layout import CacheKey
+from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast.tokenization.blocks import BlockSource
+from spurline_collation_fast.tokenization.slice_task import SliceTask
+
+
+class _RowsPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.0f} rows/s" if task.speed else "")
+
+
+@contextmanager
+def show_progress(num_rows: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function to be called with each number of rows that are done. The bar goes when the work is done."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows"),
+        _RowsPerSecond(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, get_time=time.monotonic
+    ) as bar:
+        task = bar.add_task("tokenizing", total=num_rows)
+        yield lambda rows: bar.advance(task, rows)
+
+
+class ParallelTokenization:
+    """Tokenizes datasets on all cores; equal to `core/sequential` sample by sample."""
+
+    def __init__(
+        self, config: ParallelTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._data = data
+
+    def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
+        """All samples of all datasets, in order. No row is read when the cache has the tokens."""
+        if self._config.disable_cache:
+            return self._in_memory(datasets)
+        try:
+            cache = TokenCache(self._config.cache_dir or default_cache_folder())
+        except NoHomeError as error:
+            return self._in_memory(datasets, (str(error),))
+        if prints_date(self._tokenizer):
+            cache.notes.append(
+                "token cache: the chat template prints the date, so these tokens are for today's runs only."
+            )
+        today = date.today()
+        key = cache_key(datasets, self._tokenizer, self._data, today)
+        if not self._config.force_recache:
+            found = cache.open(key)
+            if found is not None:
+                return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
+        problem = cache.write_problem(key, replace=self._config.force_recache)
+        if problem is None:
+            return self._fill(cache, key, datasets, today)
+        return self._in_memory(datasets, (*cache.notes, problem))
+
+    def _in_memory(self, datasets: Sequence[DatasetToTokenize], notes: Sequence[str] = ()) -> Tokenized:
+        """Make the tokens and keep them for this run."""
+        collector, more_notes = self._encode(datasets)
+        return replace(collector.finish(), notes=(*notes, *more_notes))
+
+    def _fill(self, cache: TokenCache, key: CacheKey, datasets: Sequence[DatasetToTokenize], today: date) -> Tokenized:
+        """Make the tokens and keep them as an entry of the cache. today: what the key was made with."""
+        with cache.writer(key, replace=self._config.force_recache) as writer:
+            collector, notes = self._encode(datasets, writer, writer.folder)
+            if cache_key(datasets, self._tokenizer, self._data, today).digest != key.digest:
+                names = ", ".join(item.dataset.label for item in datasets)
+                raise DataError(f"{names}: the data changed while it was being tokenized. Run the same command again.")
+            made = writer.commit(collector.findings())
+        return replace(made, notes=(*made.notes, *notes))
+
+    def _encode(
+        self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None, folder: Path | None = None
+    ) -> tuple[SampleCollector, list[str]]:
+        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user.
+
+        folder: where worker processes put their tokens; None is the folder for temporary files.
+        """
+        for dataset in datasets:
+            check_rows(dataset.dataset)
+        source = BlockSource(SliceTask(datasets, self._tokenizer, self._data), self._config, folder)
+        collector = SampleCollector(datasets, sink)
+        # Closed whatever happens here: an error must not leave worker processes behind.
+        with show_progress(source.num_rows) as advance, closing(source.blocks(advance)) as blocks:
+            for block in blocks:
+                block.add_to(collector)
+        return collector, source.notes

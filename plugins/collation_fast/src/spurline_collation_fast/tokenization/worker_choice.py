@@ -1,0 +1,97 @@
+"""Decide between this process and slice workers by what will be done sooner.
+
+In: what the first rows cost, and how many are left. Out: a number of workers. The choice changes the time, never the
+tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from spurline_collation_fast.tokenization.chunks import Chunk
+
+WORKER_START_S = 6.0
+"""Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
+
+CLEARLY = 1.25
+"""Workers have to be this much sooner: processes cost memory, and an estimate can be wrong."""
+
+MEASURE_S = 1.0
+"""How long the first rows are measured."""
+
+MAX_WORKERS = 64
+"""More gain nothing: this process reads what all of them write."""
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """What a row costs in this process. wall_s: with all threads. cpu_s: processor time, all threads together."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class CostMeter:
+    """Measures the cost of rows from when it is made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def cost(self, num_rows: int) -> RowCost:
+        """Cost of one of the `num_rows` rows encoded since."""
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        return RowCost(wall / num_rows, cpu / num_rows)
+
+
+def for_seconds(chunks: Iterator[Chunk], seconds: float) -> Iterator[Chunk]:
+    """Chunks until the time is over; the rest stays in the iterator."""
+    end = time.perf_counter() + seconds
+    for chunk in chunks:
+        yield chunk
+        if time.perf_counter() >= end:
+            return
+
+
+def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
+    """Workers to start for the rest of the rows; 0 when this process will not be clearly later."""
+    workers = min(num_cores, num_rows, MAX_WORKERS)
+    if workers < 2:
+        return 0
+    here = num_rows * cost.wall_s
+    # All start at once, each on a core of its own.
+    there = WORKER_START_S + num_rows * cost.cpu_s / workers
+    return workers if there * CLEARLY < here else 0
+
+
+def available_cores() -> int:
+    """Cores that this process may use, by its affinity and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(cores, cores_of_quota())))
+
+
+def cores_of_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Cores' worth of time that the control groups (v2) of this process grant; infinite without a quota.
+
+    groups: where they are mounted. own: names the process's group.
+    """
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.inf
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    least = math.inf
+    # The tightest of all groups above counts.
+    for group in (groups / name, *(groups / name).parents):
+        if not group.is_relative_to(groups):
+            break
+        try:
+            quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+            least = min(least, math.inf if quota == "max" else int(quota) / int(period))
+        except (OSError, ValueError):
+            continue
+    return least
