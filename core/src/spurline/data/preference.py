@@ -246,7 +246,7 @@ class PairSet(SampleSet):
         self._pairs = np.concatenate(found)
         self._sizes = tuple(len(pairs) for pairs in found)
         # Both answers of a pair must be aligned as the collator would align two samples.
-        self._align_to = math.lcm(context.layout.align_to, getattr(context.config.collator, "align_to", 1))
+        self._align_to = math.lcm(context.layout.align_to, context.config.collator.sample_alignment)
         self._pad_token_id = pad_token_id(context.tokenizer)
 
     @property

@@ -149,6 +149,11 @@ class BackendConfig(ComponentConfig):
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
 
+    @property
+    def dropout_rates(self) -> Mapping[str, float]:
+        """Dropout that the backend itself adds to the model: key path in this section -> rate."""
+        return {}
+
     def missing_here(self) -> str | None:
         """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
         return None

@@ -22,6 +22,11 @@ class RolloutEngineConfig(ComponentConfig):
 
     kind: ClassVar[str] = "rollout_engine"
 
+    @property
+    def num_engines(self) -> int:
+        """Engines that requests are spread over."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Sampling:

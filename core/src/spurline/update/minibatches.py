@@ -13,13 +13,11 @@ and rows, so a learning-rate schedule never drifts (semantics of SkyRL's step-wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import RunFailedError
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.configs import PromptSourceConfig
 from spurline.update.configs import ByPromptConfig, WholeBatchConfig
 
 
@@ -70,8 +68,9 @@ class ByPrompt:
     """Each mini-batch is padded on its own to the data-parallel size."""
 
     def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
-        self._prompts_per_step = cast("PromptSourceConfig", run.source).prompts_per_step
-        self._prompts_per_minibatch = config.prompts_per_minibatch or self._prompts_per_step
+        assert run.source.num_prompts is not None, "the config refuses a source without prompts"
+        self._prompts_per_step = run.source.num_prompts
+        self._prompts_per_minibatch = config.minibatch_prompts(self._prompts_per_step)
         self._update_epochs = config.update_epochs
         self._layout = layout
 
