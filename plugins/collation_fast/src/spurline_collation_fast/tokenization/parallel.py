@@ -1,9 +1,7 @@
-"""A progress bar for tokenization, on a terminal only.
+"""Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
 
-Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
-
-Place on the way: datasets -> cache key -> a cache entry; or blocks of samples (block_source) -> SampleCollector ->
-memory or a new entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
+Place on the way: datasets -> cache key -> a cache entry; or blocks of samples -> SampleCollector -> memory or a new
+entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
 """
 
 from __future__ import annotations
