@@ -91,7 +91,7 @@ def is_alive(process_id: int) -> bool:
 def start_and_wait() -> None:
     from spurline.testing.models import tiny_tokenizer
     from spurline_collation_fast.row_ranges import RowLine
-    from spurline_collation_fast.slice_task import SliceTask
+    from spurline_collation_fast.slice_worker import SliceTask
     from spurline_collation_fast.slice_workers import SliceWorkers
 
     item = source(TrappedRows(chat_rows(400), {199: "hang", 399: "hang"}))

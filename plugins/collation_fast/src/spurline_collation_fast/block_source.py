@@ -16,7 +16,7 @@ from spurline_collation_fast.block_encoder import BlockEncoder
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.row_ranges import Chunk, RowLine
 from spurline_collation_fast.sample_block import SampleBlock
-from spurline_collation_fast.slice_task import SliceTask, UnsharableDataError
+from spurline_collation_fast.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.slice_workers import SliceWorkers
 from spurline_collation_fast.worker_choice import (
     MEASURE_S,

@@ -25,7 +25,7 @@ from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, defaul
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.slice_task import SliceTask
+from spurline_collation_fast.slice_worker import SliceTask
 from spurline_collation_fast.tokenization_progress import show_progress
 
 

@@ -53,7 +53,6 @@ TOKEN_MODULES = (
     "spurline_collation_fast.parallel_tokenization",
     "spurline_collation_fast.row_ranges",
     "spurline_collation_fast.sample_block",
-    "spurline_collation_fast.slice_task",
     "spurline_collation_fast.slice_worker",
     "spurline_collation_fast.slice_workers",
     "spurline_collation_fast.token_columns",
