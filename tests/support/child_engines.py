@@ -11,7 +11,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.weight_sync import SyncReport
 from spurline.testing.engine_update_contract import WeightsOf
-from spurline_async_rl.child.engine import ChildProcessEngine
+from spurline_async_rl.child.member import ChildProcessEngine
 from spurline_async_rl.engine_configs import ChildProcessEngineConfig
 from spurline_async_rl.transport_configs import SharedMemorySyncConfig
 from spurline_async_rl.transports.shared_memory import SharedMemorySync

@@ -152,7 +152,7 @@ class ChildProcess:
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(EXIT_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - not swallowed: it is how the process ended
-                self._trouble = f"what it said cannot be taken: {type(error).__name__}: {error}"
+                self._trouble = f"its messages cannot be read: {type(error).__name__}: {error}"
         # Also what it has left running.
         self.kill()
         self.exit_code = self._process.wait()

@@ -37,7 +37,7 @@ def register_components(registry: ComponentRegistrar) -> None:
         "rollout_engine",
         "child_process",
         config=engine_configs.ChildProcessEngineConfig,
-        factory=f"{_PACKAGE}.child.engine:ChildProcessEngine",
+        factory=f"{_PACKAGE}.child.member:ChildProcessEngine",
     )
     registry.add(
         "rollout_engine",
