@@ -40,7 +40,7 @@ class ChildProcess:
     """The function `main(parent)` of a module, in a process of its own. Raises OSError when it cannot be started.
 
     take: is called with the messages that came together. on_end: is called once, with this object, when the process has
-    ended and everything it said was taken. Both are called on a thread of this object.
+    ended and everything it said was taken. Both are called on a thread of this object, and return soon.
     log: the file that its standard error is added to; None keeps it for `last_words` only.
     folder: is removed by the child when this process dies, as nobody else could. Such a child gets no messages.
     environment: is added to that of this process.
@@ -51,8 +51,8 @@ class ChildProcess:
         module: str,
         arguments: Sequence[object] = (),
         *,
-        take: Callable[[list[Any]], None],
-        on_end: Callable[[ChildProcess], None],
+        take: Callable[[list[Any]], object],
+        on_end: Callable[[ChildProcess], object],
         log: Path | None = None,
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -130,9 +130,7 @@ class ChildProcess:
         for thread in (self._reader, self._writer):
             thread.join(EXIT_TIMEOUT_S)
         if self._reader.is_alive():
-            raise RunFailedError(
-                f"Process {self._process.pid} was killed, but has not ended {EXIT_TIMEOUT_S:g} s later."
-            )
+            raise RunFailedError(f"Process {self.pid} was killed, but has not ended {EXIT_TIMEOUT_S:g} s later.")
 
     def _live(self, start: Callable[[], subprocess.Popen[bytes]], started: Future[subprocess.Popen[bytes]]) -> None:
         """Start it, take what it says, and see it end. Linux kills it when the thread that started it ends, so that

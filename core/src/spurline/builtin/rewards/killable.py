@@ -65,6 +65,8 @@ class KillablePool:
         with self._free:
             number, answer = next(self._numbers), Future[dict[str, Any]]()
             with self._lock:
+                if self._closed:
+                    raise RunFailedError("The pool of worker processes is closed.")
                 child = self._child = self._child or self._start()
                 start, self._answers[number] = self._answers[_START], answer
             try:
@@ -91,8 +93,6 @@ class KillablePool:
             child.end(EXIT_TIMEOUT_S)
 
     def _start(self) -> ChildProcess:
-        if self._closed:
-            raise RunFailedError("The pool of worker processes is closed.")
         self._answers = {_START: Future()}
         return ChildProcess(__name__, self._arguments, take=self._take, on_end=self._note_end)
 
