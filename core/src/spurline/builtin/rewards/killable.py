@@ -11,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -31,12 +32,22 @@ START_TIMEOUT_S = 120.0
 MEMORY_LIMIT_BYTES = 8 << 30
 """Address space of a worker: a result with billions of digits must not take the machine down."""
 
-_START = -1
-"""The number of the answer that says whether the function could be imported."""
-
 
 class TookTooLong(Exception):  # noqa: N818 - a finding about one call, for the caller to judge
     """The call exceeded its limit of time or memory."""
+
+
+_PROBLEMS: dict[str, tuple[type[Exception], str]] = {
+    "late": (TookTooLong, "{function} took longer than {timeout_s:g} s"),
+    "memory": (TookTooLong, "{function} ran out of memory"),
+    "failed": (AttemptFailedError, "{function} failed: {detail}"),
+    "died": (AttemptFailedError, "The worker process of {function} died: exit code {detail}"),
+    "unknown": (PluginError, "A worker process cannot import {function}: {detail}."),
+}
+"""What an answer may say instead of `value`."""
+
+Outcome = tuple[str, Any]
+"""`value` and the value, or a problem and its detail."""
 
 
 class KillablePool:
@@ -53,8 +64,8 @@ class KillablePool:
         self._lock = threading.Lock()
         self._closed = False
         self._child: ChildProcess | None = None
-        self._numbers = count(_START + 1)
-        self._answers: dict[int, Future[dict[str, Any]]] = {}
+        self._numbers = count()
+        self._outcomes: dict[int, Future[Outcome]] = {}
 
     def call(self, *arguments: Any) -> Any:
         """The function's result.
@@ -62,28 +73,30 @@ class KillablePool:
         Raises TookTooLong, AttemptFailedError when it raises or its process dies, PluginError when it cannot be
         imported, and RunFailedError once the pool is closed.
         """
+        limit_s = START_TIMEOUT_S + self._timeout_s + EXIT_TIMEOUT_S
         with self._free:
-            number, answer = next(self._numbers), Future[dict[str, Any]]()
+            number, outcome = next(self._numbers), Future[Outcome]()
             with self._lock:
                 if self._closed:
                     raise RunFailedError("The pool of worker processes is closed.")
-                child = self._child = self._child or self._start()
-                start, self._answers[number] = self._answers[_START], answer
+                child = self._child = self._child or ChildProcess(
+                    __name__, self._arguments, take=self._take, on_end=self._note_end
+                )
+                self._outcomes[number] = outcome
+            child.send({"id": number, "arguments": arguments})
             try:
-                ready = self._wait(child, start, f"import {self._function}", START_TIMEOUT_S)
-                if "error" in ready:
-                    raise PluginError(f"A worker process cannot import {self._function}: {ready['error']}.")
-                child.send({"id": number, "arguments": arguments})
-                reply = self._wait(child, answer, f"answer for {self._function}", self._timeout_s + EXIT_TIMEOUT_S)
+                kind, detail = outcome.result(limit_s)
+            except TimeoutError as error:
+                child.kill()
+                raise RunFailedError(f"No worker process of {self._function} answered in {limit_s:g} s.") from error
             finally:
-                self._answers.pop(number, None)
-        if "late" in reply:
-            raise TookTooLong(f"{self._function} took longer than {self._timeout_s:g} s")
-        if "memory" in reply:
-            raise TookTooLong(f"{self._function} ran out of memory")
-        if "error" in reply:
-            raise AttemptFailedError(f"{self._function} failed: {reply['error']}")
-        return reply["value"]
+                self._outcomes.pop(number, None)
+        if kind == "value":
+            return detail
+        if kind == "died":
+            detail = f"{detail}. {child.last_words()}".strip()
+        error, text = _PROBLEMS[kind]
+        raise error(text.format(function=self._function, timeout_s=self._timeout_s, detail=detail))
 
     def close(self) -> None:
         """End every process. Calls under way fail, those that wait for a worker too."""
@@ -92,52 +105,39 @@ class KillablePool:
         if child is not None:
             child.end(EXIT_TIMEOUT_S)
 
-    def _start(self) -> ChildProcess:
-        self._answers = {_START: Future()}
-        return ChildProcess(__name__, self._arguments, take=self._take, on_end=self._note_end)
-
-    def _take(self, replies: list[dict[str, Any]]) -> None:
-        for reply in replies:
-            if (answer := self._answers.get(reply["id"])) is not None:
-                answer.set_result(reply)
+    def _take(self, answers: list[dict[str, Any]]) -> None:
+        for answer in answers:
+            if (outcome := self._outcomes.get(answer["id"])) is not None:
+                outcome.set_result(answer["outcome"])
 
     def _note_end(self, child: ChildProcess) -> None:
         with self._lock:
             self._child = None
-            for answer in tuple(self._answers.values()):
-                if not answer.done():
-                    answer.set_result({"died": child.exit_code})
-
-    def _wait(self, child: ChildProcess, answer: Future[dict[str, Any]], what: str, limit_s: float) -> dict[str, Any]:
-        try:
-            reply = answer.result(limit_s)
-        except TimeoutError as error:
-            child.kill()
-            raise RunFailedError(f"A worker process did not {what} within {limit_s:g} s.") from error
-        if "died" in reply:
-            died = f"exit code {reply['died']}. {child.last_words()}"
-            raise AttemptFailedError(f"The worker process of {self._function} died: {died}".strip())
-        return reply
+            for outcome in tuple(self._outcomes.values()):
+                if not outcome.done():
+                    outcome.set_result(("died", child.exit_code))
 
 
 def main(parent: Parent) -> None:
     """The child process: take calls until the parent closes its end."""
     function, timeout_s, workers, *imports = parent.arguments
+    problem: Outcome | None = None
     try:
         for module in imports:
             importlib.import_module(module)
         _load(function)
-    except Exception as error:  # noqa: BLE001 - told to the parent
-        parent.send({"id": _START, "error": _describe(error)})
-        return
-    parent.send({"id": _START})
+    except Exception as error:  # noqa: BLE001 - told to every caller
+        problem = "unknown", _describe(error)
     # A fork has the imports; the only threads here are the pool's own. Other systems than Linux cannot fork safely.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPool(int(workers), initializer=_prepare, initargs=(os.getpid(),), context=context)
     for calls in parent.messages():
         for call in calls:
-            future = pool.schedule(_answer, (function, call["arguments"]), timeout=float(timeout_s))
-            future.add_done_callback(partial(_reply, parent, call["id"]))
+            if problem is not None:
+                parent.send({"id": call["id"], "outcome": problem})
+                continue
+            future = pool.schedule(_outcome, (function, call["arguments"]), timeout=float(timeout_s))
+            future.add_done_callback(partial(_answer, parent, call["id"]))
     pool.stop()
     pool.join()
 
@@ -147,37 +147,33 @@ def _prepare(pool: int) -> None:
     end_with(pool)
     # The pool ends a worker by this signal, which Python would hear only between two of its instructions.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        import resource
-    except ImportError:
-        # Windows has no such limit.
-        return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _answer(function: str, arguments: Sequence[Any]) -> dict[str, Any]:
-    """In a worker: the result, checked to be JSON, or what went wrong."""
+def _outcome(function: str, arguments: Sequence[Any]) -> Outcome:
+    """In a worker: what came of the call."""
     try:
-        return {"value": json.loads(json.dumps(_load(function)(*arguments)))}
+        # A result that is no JSON is the function's failure.
+        return "value", json.loads(json.dumps(_load(function)(*arguments)))
     except MemoryError:
-        return {"memory": True}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the parent
-        return {"error": _describe(error)}
+        return "memory", None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the caller
+        return "failed", _describe(error)
 
 
-def _reply(parent: Parent, number: int, future: Future[dict[str, Any]]) -> None:
-    error = future.exception()
-    if error is None:
-        reply = future.result()
-    elif isinstance(error, TimeoutError):
-        reply = {"late": True}
-    elif isinstance(error, ProcessExpired):
-        reply = {"died": error.exitcode}
-    else:
-        reply = {"error": _describe(error)}
-    parent.send({"id": number, **reply})
+def _answer(parent: Parent, number: int, future: Future[Outcome]) -> None:
+    match future.exception():
+        case None:
+            outcome = future.result()
+        case TimeoutError():
+            outcome = "late", None
+        case ProcessExpired() as error:
+            outcome = "died", error.exitcode
+        case error:
+            outcome = "failed", _describe(error)
+    parent.send({"id": number, "outcome": outcome})
 
 
 def _load(function: str) -> Any:
