@@ -47,7 +47,6 @@ TOKEN_MODULES = (
     "spurline_collation_fast.tokenization.blocks",
     "spurline_collation_fast.tokenization.chunks",
     "spurline_collation_fast.tokenization.parallel",
-    "spurline_collation_fast.tokenization.slice_task",
     "spurline_collation_fast.tokenization.slice_worker",
     "spurline_collation_fast.tokenization.slice_workers",
     "spurline_collation_fast.tokenization.token_columns",

@@ -15,7 +15,7 @@ from spurline.errors import DataError
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine, SampleBlock
-from spurline_collation_fast.tokenization.slice_task import SliceTask, UnsharableDataError
+from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
     MEASURE_S,

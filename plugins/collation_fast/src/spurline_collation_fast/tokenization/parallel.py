@@ -29,7 +29,7 @@ from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.blocks import BlockSource
-from spurline_collation_fast.tokenization.slice_task import SliceTask
+from spurline_collation_fast.tokenization.slice_worker import SliceTask
 
 
 class _RowsPerSecond(ProgressColumn):
