@@ -7,10 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from spurline.config.run_config import DatasetConfig, RunConfig
+from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.collator import CollatorConfig
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig

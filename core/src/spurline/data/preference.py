@@ -26,7 +26,6 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.config.run_config import DatasetConfig
 from spurline.data.batch import TrainingBatch, sums_by_number
 from spurline.data.collators.packing import round_up
 from spurline.data.configs import PreferenceSourceConfig
@@ -39,7 +38,7 @@ from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, 
 from spurline.data.tokenization import distinct_labels
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import DataError
-from spurline.protocols.dataset import Dataset
+from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.config.run_config import DatasetConfig
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.order import DataOrder
@@ -20,6 +19,7 @@ from spurline.data.reading import open_datasets, share_read, tokenize
 from spurline.data.summary import summarize
 from spurline.data.tokenizer import pad_token_id
 from spurline.protocols.collator import Collator
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize

@@ -1,9 +1,4 @@
-"""Kind `backend`: where forward, backward and the optimizer run.
-
-A causal language model that is ready to generate, and the backends that lend theirs.
-
-Base of every backend's config: it must say its parallel layout before anything is loaded.
-"""
+"""Kind `backend`: where forward, backward and the optimizer run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Kind `reward`: score a response.
-
-The type of a setting that names rewards: a mapping of term names to reward components, with short ways to write it.
+"""Kind `reward`: score a response; and the type of a setting that names rewards, a mapping of terms to components.
 
 rewards: exact_match                               one reward; the term is called like it
 rewards: my_module:my_function                     the reward `function`; the term is called `my_function`

@@ -1,9 +1,9 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings that all sources of rollouts share, and those of source `rollouts`. Light: imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,10 +15,6 @@ from spurline.protocols.correction import CorrectionConfig
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.protocols.source import SourceConfig
-
-if TYPE_CHECKING:
-    from spurline.config.run_config import RunConfig
-
 
 OVERLONG = "overlong"
 """Reward term of `source.overlong`."""

@@ -1,13 +1,8 @@
-"""Mini-batches `whole`: the batch of a step is one optimizer step.
+"""Mini-batches `whole`, one optimizer step per batch, and `by_prompt`, which cuts a batch of rollouts between prompts.
 
-Where one prompt's rows end and the next one's begin, derived from the prompt uids of the rows themselves.
-
-Step-wise training makes one row per turn, so prompts differ in rows; nothing but the uids says which belong together.
-
-Mini-batches `by_prompt`: cut a batch of rollouts between prompts, counting prompts and never rows.
-
-The number of optimizer steps is prompts_per_step / prompts_per_minibatch x update_epochs, whatever the number of turns
-and rows, so a learning-rate schedule never drifts (semantics of SkyRL's step-wise training).
+`by_prompt` counts prompts and never rows: the number of optimizer steps is prompts_per_step / prompts_per_minibatch x
+update_epochs, whatever the number of turns, so a learning-rate schedule never drifts (semantics of SkyRL's step-wise
+training). Step-wise training makes one row per turn, so nothing but the prompt uids says which rows belong together.
 """
 
 from __future__ import annotations
@@ -32,36 +27,6 @@ class WholeBatch:
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
         return [batch.pad_rows(self._layout.data)]
-
-
-def prompt_boundaries(batch: TrainingBatch) -> list[tuple[str, int, int]]:
-    """(uid, first row, row after the last) of each prompt, in row order; padding rows must be gone.
-
-    Rows of one prompt must be neighbours, and all segments of a row must be of one prompt: a ValueError names the uid
-    for which that is not so.
-    """
-    assert not bool(batch.is_padding_row.any()), "padding rows belong to no prompt"
-    found: list[tuple[str, int, int]] = []
-    ended: set[str] = set()
-    for row in range(batch.num_rows):
-        uid = _uid_of_row(batch, row)
-        if found and found[-1][0] == uid:
-            found[-1] = (uid, found[-1][1], row + 1)
-            continue
-        if uid in ended:
-            raise ValueError(
-                f"the rows of prompt {uid!r} are not neighbours: row {row} comes after another prompt's rows"
-            )
-        ended.add(uid)
-        found.append((uid, row, row + 1))
-    return found
-
-
-def _uid_of_row(batch: TrainingBatch, row: int) -> str:
-    uids = sorted(set(batch.segments["uid"][row].tolist()))
-    if len(uids) != 1:
-        raise ValueError(f"row {row} holds segments of several prompts: {', '.join(map(str, uids))}")
-    return str(uids[0])
 
 
 class ByPrompt:
@@ -99,3 +64,33 @@ class ByPrompt:
             )
         size = self._prompts_per_minibatch
         return [(prompts[first][1], prompts[first + size - 1][2]) for first in range(0, len(prompts), size)]
+
+
+def prompt_boundaries(batch: TrainingBatch) -> list[tuple[str, int, int]]:
+    """(uid, first row, row after the last) of each prompt, in row order; padding rows must be gone.
+
+    Rows of one prompt must be neighbours, and all segments of a row must be of one prompt: a ValueError names the uid
+    for which that is not so.
+    """
+    assert not bool(batch.is_padding_row.any()), "padding rows belong to no prompt"
+    found: list[tuple[str, int, int]] = []
+    ended: set[str] = set()
+    for row in range(batch.num_rows):
+        uid = _uid_of_row(batch, row)
+        if found and found[-1][0] == uid:
+            found[-1] = (uid, found[-1][1], row + 1)
+            continue
+        if uid in ended:
+            raise ValueError(
+                f"the rows of prompt {uid!r} are not neighbours: row {row} comes after another prompt's rows"
+            )
+        ended.add(uid)
+        found.append((uid, row, row + 1))
+    return found
+
+
+def _uid_of_row(batch: TrainingBatch, row: int) -> str:
+    uids = sorted(set(batch.segments["uid"][row].tolist()))
+    if len(uids) != 1:
+        raise ValueError(f"row {row} holds segments of several prompts: {', '.join(map(str, uids))}")
+    return str(uids[0])
