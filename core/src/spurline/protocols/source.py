@@ -1,6 +1,7 @@
-"""Kind `source`: where the batches of a run come from. SFT, synchronous and async RL differ only here.
+"""Kind `source`: where the batches of a run come from.
 
-A source is given a SourceContext, supplies a batch per step, and says how held-out data is measured.
+SFT, synchronous and async RL differ only here. A source is given a SourceContext, supplies a batch per step, and says
+how held-out data is measured.
 """
 
 from __future__ import annotations
