@@ -19,7 +19,7 @@ from spurline import Run, load_config
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.source import MODEL_SETTINGS
+from spurline.protocols.source import MODEL_DROPOUT
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -243,7 +243,7 @@ def test_settings_that_do_not_go_together_are_refused(
     assert message in err
 
 
-@pytest.mark.parametrize("setting", MODEL_SETTINGS)
+@pytest.mark.parametrize("setting", MODEL_DROPOUT)
 def test_dropout_is_refused_where_logprobs_are_compared(rl_config: dict[str, Any], setting: str) -> None:
     rl_config["model"]["config_overrides"] = {setting: 0.1}
     with pytest.raises(ConfigError, match=rf"model\.config_overrides\.{setting} is 0\.1.*Set it to 0"):

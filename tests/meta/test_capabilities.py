@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import KINDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {path.name: path for path in sorted(ROOT.glob("*/src/*")) + sorted(ROOT.glob("plugins/*/src/*"))}
@@ -38,6 +39,15 @@ def checks_of_classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     node.lineno,
                     f"{node.func.id} of {', '.join(found)}: declare a property on the kind",
                 )
+
+
+def probes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """`getattr(run.source, "name", default)`: asks whether a component's settings have something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+            asked, name = node.args[:2]
+            if isinstance(asked, ast.Attribute) and asked.attr in KINDS and isinstance(name, ast.Constant):
+                yield node.lineno, f"getattr of {ast.unparse(asked)}: declare a property on the kind"
 
 
 def dotted_names(node: ast.expr) -> list[str]:
@@ -104,7 +114,7 @@ def complaints(path: Path, text: str, package: str, names: dict[str, set[str]]) 
     tree = ast.parse(text)
     found = list(private_imports(tree, package))
     if "config" not in path.parts:
-        found += checks_of_classes(tree)
+        found += [*checks_of_classes(tree), *probes(tree)]
     if path.name not in ("builtin.py", "plugin.py"):
         found += lists_of_components(tree, names)
     return [f"{path}:{line}: {problem}" for line, problem in sorted(found)]
@@ -135,6 +145,8 @@ def test_every_folder_is_called_after_its_subject() -> None:
         ("issubclass(kind, (int, configs.PackedCollatorConfig))", "issubclass of PackedCollatorConfig"),
         ("isinstance(source, int | PromptSourceConfig)", "isinstance of PromptSourceConfig"),
         ("isinstance(found, Section)", None),
+        ("most = getattr(run.collator, 'max_tokens', None)", "getattr of run.collator"),
+        ("value = getattr(run.sampling, name)", None),
         ("flat = name in ('packed', 'padded')", "a list of collator names, packed, padded"),
         ("_OWN = frozenset({'core/cross_entropy', 'dft'})", "a list of loss names, core/cross_entropy, dft"),
         ("classes = {'ppo': Ppo, 'gspo': Gspo}", "a list of loss names, gspo, ppo"),
