@@ -21,6 +21,7 @@ from spurline_async_rl.engines.member import Progress
 from spurline_async_rl.engines.vllm import launch
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments, engine_environment, engine_spec
 from spurline_async_rl.engines.vllm.response import Delta, Response
+from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.weights.buckets import from_wire, to_wire
 from spurline_async_rl.weights.configs import CudaIpcSyncConfig, NcclSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
@@ -54,7 +55,8 @@ def test_settings_reach_vllm_and_engine_args_take_precedence() -> None:
 
 def test_only_nccl_needs_vllms_own_weight_transfer(tmp_path: Path) -> None:
     run = run_config(tmp_path)
-    object.__setattr__(run, "source", type("Source", (), {"weight_sync": NcclSyncConfig()})())
+    source = AsyncRolloutsConfig.model_construct(name="async_rollouts", weight_sync=NcclSyncConfig())
+    object.__setattr__(run, "source", source)
     assert engine_arguments(engine_spec(VllmEngineConfig(), run), on_cpu=False)["weight_transfer_config"] == {
         "backend": "nccl"
     }
