@@ -29,6 +29,9 @@ from spurline.protocols.loss import Objective
 from spurline.reduction import token_mean
 from spurline.testing.data import PAD, make_view
 
+GRADIENT_ROUNDINGS = 8
+"""Roundings of its largest terms by which a gradient may differ between layouts; 6,000 random ones had up to 5.4."""
+
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
 
 
@@ -75,14 +78,20 @@ class BackendSuite:
 
 
 def assert_gradients_close(got: Any, wanted: Any, tolerance: float) -> None:
-    """Per parameter: norm of the difference over norm of the expected gradient. Takes (name, tensor) pairs."""
+    """Judge each parameter by the norm of the difference over the norm of the expected gradient.
+
+    Takes (name, tensor) pairs. A gradient sums terms as large as the largest gradient of the model. Where they cancel
+    (queries and keys of a token that attends to one token have none), their rounding errors stay, and bound the
+    difference instead.
+    """
     left, right = dict(got), dict(wanted)
     assert left.keys() == right.keys()
+    norms = {name: float(expected.double().norm()) for name, expected in right.items()}
     for name, expected in right.items():
+        rounding = GRADIENT_ROUNDINGS * torch.finfo(expected.dtype).eps * max(norms.values())
         difference = float((left[name].double() - expected.double()).norm())
-        scale = float(expected.double().norm())
-        assert difference <= tolerance * max(scale, 1e-12), (
-            f"gradient of {name}: relative difference {difference / scale}"
+        assert difference <= max(tolerance * norms[name], rounding), (
+            f"gradient of {name}: differs by {difference:.3g}, its norm is {norms[name]:.3g}"
         )
 
 
