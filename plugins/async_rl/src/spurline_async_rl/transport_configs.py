@@ -42,7 +42,7 @@ class DiskSyncConfig(WeightSyncConfig):
 
 
 class NcclSyncConfig(WeightSyncConfig):
-    """GPU to GPU over NCCL, by vLLM's own weight transfer."""
+    """GPU to GPU over NCCL, by vLLM's own weight transfer. Does not work yet: set `shared_memory` or `disk`."""
 
     name: str = "nccl"
 
