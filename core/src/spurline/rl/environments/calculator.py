@@ -10,6 +10,8 @@ from collections.abc import Callable
 Number = int | float
 
 _LONGEST_FORMULA = 1000
+_DEEPEST_FORMULA = 500
+"""Operations within one another: as many as a formula of this length can have between numbers."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_BITS = 4096
 """Bits of the largest whole number; more is an error, so that no formula can keep the machine busy."""
@@ -39,14 +41,17 @@ def calculator(expression: str) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-def _value(node: ast.expr) -> Number:
+def _value(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
+    """levels: how deep this part may be, whatever the interpreter's own limit is at the moment."""
+    if not levels:
+        raise RecursionError
     # bool is an int to Python, but True is no number in a formula.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(node.value)  # pyright: ignore[reportArgumentType]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
+        return _UNARY[type(node.op)](_value(node.operand, levels - 1))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _value(node.left, levels - 1), _value(node.right, levels - 1)
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
         return _bounded(_BINARY[type(node.op)](left, right))
