@@ -32,8 +32,9 @@ from timing import Gate, Timing, cost_gate, gates_as_json, print_gates, print_ti
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from spurline.config.run_config import DataConfig, DatasetConfig
+from spurline.config.run_config import DataConfig
 from spurline.data.token_store import TokenStore
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset

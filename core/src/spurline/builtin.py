@@ -10,7 +10,7 @@ from spurline.data import configs as data
 from spurline.losses import configs as losses
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline.plugins.registry import CORE
-from spurline.protocols.report_panel import ReportPanelConfig
+from spurline.protocols.report_panel import LongPanelConfig, ReportPanelConfig
 from spurline.rl.advantages import configs as advantages
 from spurline.rl.configs import RolloutSourceConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
@@ -72,8 +72,9 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(trackers.ConsoleTrackerConfig, "spurline.trackers.console:ConsoleTracker")
     add(trackers.TensorboardTrackerConfig, "spurline.trackers.tensorboard:TensorboardTracker")
     add(trackers.WandbTrackerConfig, "spurline.trackers.wandb:WandbTracker")
-    for name, panel in _REPORT_PANELS.items():
-        add(ReportPanelConfig, f"spurline.report.panels:{panel}", name=name)
+    for panels, config in ((_REPORT_PANELS, ReportPanelConfig), (_LONG_PANELS, LongPanelConfig)):
+        for name, panel in panels.items():
+            add(config, f"spurline.report.panels:{panel}", name=name)
 
 
 # In page order; panels without settings share one config class.
@@ -93,6 +94,5 @@ _REPORT_PANELS = {
     "time_split": "TimeSplitPanel",
     "sample_lengths": "SampleLengthsPanel",
     "packing": "PackingPanel",
-    "samples": "SamplesPanel",
-    "config": "ConfigPanel",
 }
+_LONG_PANELS = {"samples": "SamplesPanel", "config": "ConfigPanel"}

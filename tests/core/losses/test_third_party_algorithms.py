@@ -10,13 +10,12 @@ from fake_plugins import FakePlugins
 from pydantic import Field
 from torch import Tensor
 
-from spurline.config.section import ComponentConfig
 from spurline.losses.configs import KlConfig, PolicyLossConfig
 from spurline.losses.policy_loss import PolicyLoss, ratio_to_old
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.advantage import Advantage, AdvantageConfig
-from spurline.protocols.loss import Loss, TokenLossInputs, trains_on
+from spurline.protocols.loss import Loss, LossConfig, TokenLossInputs
 from spurline.rl.advantages.per_trajectory import relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
 from spurline.testing import LossContract
@@ -103,5 +102,5 @@ def test_kl_penalty_and_entropy_bonus_come_with_the_base_class(host: PluginHost)
 
 
 def test_a_policy_loss_says_that_it_trains_on_advantages_and_any_other_on_tokens() -> None:
-    assert trains_on(SquaredConfig()) == "advantages"
-    assert trains_on(ComponentConfig(name="focal")) == "tokens"
+    assert SquaredConfig().trains_on == "advantages"
+    assert LossConfig(name="focal").trains_on == "tokens"

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from spurline import load_config
 from spurline.data.configs import SftSourceConfig
-from spurline.errors import DataError
+from spurline.errors import ConfigError, DataError
 from spurline.protocols.advantage import Advantage
 from spurline.rl.advantages.configs import (
     DrGrpoConfig,
@@ -30,7 +31,6 @@ from spurline.rl.advantages.grpo import Grpo
 from spurline.rl.advantages.maxrl import MaxRl
 from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
 from spurline.rl.advantages.rloo import Rloo
-from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline.testing.advantage_contract import AdvantageContract
 
@@ -289,11 +289,19 @@ def test_maxrl_refuses_negative_returns() -> None:
     ],
 )
 def test_config_check_knows_how_many_samples_an_advantage_needs(config: Any, samples: int, accepted: bool) -> None:
-    source = PromptSourceConfig.model_construct(name="any", samples_per_prompt=samples)
-    run: Any = SimpleNamespace(source=source, critic=object() if isinstance(config, GaeConfig) else None)
-    problems = [problem.message for problem in config.problems(run)]
-    assert bool(problems) is not accepted
-    assert all(f"samples_per_prompt is {samples}. Set it to 2 or more" in message for message in problems)
+    source = {
+        "name": "rollouts",
+        "samples_per_prompt": samples,
+        "environment": {"rewards": "exact_match"},
+        "advantage": config.model_dump(),
+    }
+    run = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1, "source": source}
+    complete = {**run, "critic": {}} if config.uses_critic else run
+    if accepted:
+        load_config(complete)
+    else:
+        with pytest.raises(ConfigError, match=f"samples_per_prompt is {samples}. Set it to 2 or more"):
+            load_config(complete)
 
 
 def test_runs_without_prompts_have_no_samples_to_check() -> None:

@@ -11,10 +11,9 @@ import pytest
 from rl_attempts import run
 from scripted_groups import Behaviour, Prompt, Scripted, answer, one_token
 
-from spurline.config.section import ComponentConfig
 from spurline.errors import ConfigError, PluginError
-from spurline.protocols.environment import PolicyHandle, Task
-from spurline.protocols.rollout_engine import Sampling
+from spurline.protocols.environment import EnvironmentConfig, PolicyHandle, Task
+from spurline.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline.rl.advantages.configs import GrpoConfig
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
@@ -32,9 +31,9 @@ def make_attempts(behaviour: Behaviour = answer, **source: Any) -> tuple[Attempt
     context: Any = SimpleNamespace(
         config=SimpleNamespace(seed=0, data=None), host=SimpleNamespace(registry=registry), tokenizer=None
     )
-    anything = ComponentConfig(name="any")
+    parts = {"environment": EnvironmentConfig(name="any"), "engine": RolloutEngineConfig(name="any")}
     settings = {"prompts_per_step": 2, "samples_per_prompt": 2, "advantage": GrpoConfig(), **source}
-    return Attempts(RolloutSourceConfig(environment=anything, engine=anything, **settings), context), engine
+    return Attempts(RolloutSourceConfig(**parts, **settings), context), engine
 
 
 def with_sampling(**changes: Any) -> Behaviour:

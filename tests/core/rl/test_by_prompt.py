@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from spurline import load_config
 from spurline.config.run_config import RunConfig
-from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
 from spurline.data.configs import RolloutsCollatorConfig, SftSourceConfig
 from spurline.data.dealing import RankShards
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
+from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.trajectory import Trajectory
 from spurline.testing.inputs import PAD, fuzzing, make_trajectories
@@ -43,8 +45,13 @@ def rollouts(turns_by_prompt: list[list[int]], ranks: int = 1) -> TrainingBatch:
 
 
 def prompt_source(prompts: int) -> PromptSourceConfig:
-    parts = {kind: ComponentConfig(name="any") for kind in ("environment", "engine", "advantage")}
-    return PromptSourceConfig(name="rollouts", prompts_per_step=prompts, **parts)
+    return PromptSourceConfig(
+        name="rollouts",
+        prompts_per_step=prompts,
+        environment=EnvironmentConfig(name="any"),
+        engine=RolloutEngineConfig(name="any"),
+        advantage=AdvantageConfig(name="any"),
+    )
 
 
 def by_prompt(prompts: int, ranks: int = 1, **settings: Any) -> ByPrompt:

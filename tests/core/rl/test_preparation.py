@@ -10,10 +10,13 @@ import pytest
 from preparation_oracle import CAP, EPS, GAMMA, LAM, FakeBackend, Oracle, make_groups
 from rl_attempts import core_registry
 
-from spurline.config.section import ComponentConfig
 from spurline.data.configs import RolloutsCollatorConfig
 from spurline.losses.configs import KlConfig, PpoConfig, TruncatedImportanceSamplingConfig
+from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.minibatches import MiniBatchesConfig
+from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.rl.advantages.configs import GaeConfig, RlooConfig
 from spurline.rl.configs import KlInRewardConfig, RolloutSourceConfig, SamplingConfig
 from spurline.rl.preparation import Preparation, Prepared
@@ -26,15 +29,16 @@ GAE = GaeConfig(gamma=GAMMA, lam=LAM, eps=EPS)
 
 
 def prepare(
-    advantage: ComponentConfig,
+    advantage: AdvantageConfig,
     *,
     loss: PpoConfig | None = None,
+    minibatches: MiniBatchesConfig | None = None,
     pad_side: Literal["left", "right"] = "right",
     **source: Any,
 ) -> tuple[Prepared, FakeBackend]:
     config = RolloutSourceConfig(
-        environment=ComponentConfig(name="any"),
-        engine=ComponentConfig(name="any"),
+        environment=EnvironmentConfig(name="any"),
+        engine=RolloutEngineConfig(name="any"),
         prompts_per_step=PROMPTS,
         samples_per_prompt=SAMPLES,
         advantage=advantage,
@@ -45,7 +49,7 @@ def prepare(
     run = SimpleNamespace(
         collator=RolloutsCollatorConfig(pad_side=pad_side),
         loss=loss or PpoConfig(),
-        minibatches=ByPromptConfig(prompts_per_minibatch=PER_MINIBATCH),
+        minibatches=minibatches or ByPromptConfig(prompts_per_minibatch=PER_MINIBATCH),
     )
     context: Any = SimpleNamespace(
         config=run,
@@ -87,6 +91,20 @@ def test_columns_with_a_critic_are_those_of_the_oracle(
     assert_rows(prepared, Oracle(TEMPERATURE, kl, size, merged=turns == "merged", critic=True))
 
 
+class ThreeAndRestConfig(MiniBatchesConfig):
+    """As of a plugin: two mini-batches of three prompts and of what is left."""
+
+    name: str = "three_and_rest"
+
+    def minibatch_prompts(self, prompts_per_step: int) -> int:
+        return 3
+
+
+def test_the_scope_of_a_mini_batch_is_that_of_a_plugins_own_mini_batches() -> None:
+    prepared, _ = prepare(GAE, minibatches=ThreeAndRestConfig(), advantage_scope="minibatch")
+    assert_rows(prepared, Oracle(TEMPERATURE, 0.0, 3, merged=False, critic=True))
+
+
 @pytest.mark.parametrize("turns", ["separate", "merged"])
 @pytest.mark.parametrize("kl", [0.0, 0.3])
 def test_columns_without_a_critic_are_those_of_the_oracle(turns: str, kl: float) -> None:
@@ -96,7 +114,7 @@ def test_columns_without_a_critic_are_those_of_the_oracle(turns: str, kl: float)
 
 
 def test_only_models_that_the_recipe_needs_are_asked() -> None:
-    def roles(advantage: ComponentConfig, **settings: Any) -> set[str]:
+    def roles(advantage: AdvantageConfig, **settings: Any) -> set[str]:
         return {role for role, _ in prepare(advantage, **settings)[1].asked}
 
     assert roles(RlooConfig()) == {"policy"}

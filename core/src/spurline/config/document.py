@@ -1,11 +1,8 @@
-"""Read a config file (YAML 1.2, or TOML by suffix) into plain values, remembering the line of every key.
+"""Read a config file (YAML 1.2, or TOML by suffix) into plain values with the line of every key, and override values.
 
-Place on the way: file -> Document -> `config.loading` -> RunConfig. Nothing here knows what a setting means.
-
-Apply `--set key.path=value` to a document before it is validated.
-
-Values are YAML, so `a=1e-5` is a float and `a=[1]` a list. A path may go through lists by index, and through settings
-that the file writes in short: `collator: packed` or `data.train: rows.jsonl`.
+Place on the way: file -> Document -> `config.loading` -> RunConfig. Nothing here knows what a setting means. Values of
+`--set key.path=value` are YAML, so `a=1e-5` is a float and `a=[1]` a list; a path may go through lists by index, and
+through settings that the file writes in short: `collator: packed` or `data.train: rows.jsonl`.
 """
 
 from __future__ import annotations

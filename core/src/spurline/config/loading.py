@@ -22,6 +22,7 @@ from spurline.config.section import BARE, Section, expand_shorthand
 from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
+from spurline.protocols.source import SourceConfig
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> d
     name = cast("Mapping[str, Any]", source).get("name") if isinstance(source, Mapping) else None
     completed = dict(values)
     if isinstance(name, str) and name in registry.all_names("source"):
-        for setting, default in registry.get("source", name).config.run_defaults.items():
+        config = cast("type[SourceConfig]", registry.get("source", name).config)
+        for setting, default in config.run_defaults.items():
             given = completed.setdefault(setting, {})
             if isinstance(given, Mapping) and BARE not in given:
                 completed[setting] = {"name": default, **given}

@@ -1,9 +1,4 @@
-"""The sections that say how weights are updated: optimizer, schedule, and the critic with its own.
-
-The `reduction` section: which losses of an optimizer step count the same. What each one computes is in
-`spurline.update.reduction`.
-
-The sections that core itself owns, and `RunConfig`, the whole file.
+"""The sections that core itself owns, and `RunConfig`, the whole file.
 
 Fields marked with `Component(kind)` hold the settings of one component; loading replaces their type by a union of the
 configs that core and the enabled plugins registered for that kind.
@@ -20,7 +15,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from spurline.config.section import (
     Component,
-    ComponentConfig,
     NamedSection,
     OnResume,
     SchemaOfOneOrMany,
@@ -28,8 +22,19 @@ from spurline.config.section import (
     as_list,
 )
 from spurline.errors import Problem
+from spurline.protocols.backend import BackendConfig
+from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.dataset import DatasetConfig
-from spurline.protocols.loss import trains_on
+from spurline.protocols.loss import LossConfig
+from spurline.protocols.minibatches import MiniBatchesConfig
+from spurline.protocols.prefetch import PrefetchConfig
+from spurline.protocols.report_panel import ReportPanelConfig
+from spurline.protocols.reward import RewardConfig
+from spurline.protocols.source import SourceConfig
+from spurline.protocols.tokenization import TokenizationConfig
+from spurline.protocols.tracker import TrackerConfig
+
+FREE = OnResume.FREE
 
 
 class OptimizerConfig(Section):
@@ -79,9 +84,9 @@ class CriticConfig(Section):
                 completed[setting] = {"name": name, **cast("Mapping[str, Any]", given)}
         return completed
 
-    loss: Annotated[ComponentConfig, Component("loss")]
+    loss: Annotated[LossConfig, Component("loss")]
     """Error of its values, reduced to the mean over tokens; default is `value`."""
-    minibatches: Annotated[ComponentConfig, Component("minibatches")]
+    minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     """AdamW settings."""
@@ -89,11 +94,10 @@ class CriticConfig(Section):
     """Optimizer steps of the critic in which the learning rate rises from zero."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        advantage = getattr(run.source, "advantage", None)
-        if not getattr(advantage, "uses_critic", False):
-            what = f"the advantage '{advantage.name}'" if advantage is not None else f"the source '{run.source.name}'"
-            yield Problem("", f"would be trained for nothing: {what} uses no critic. Remove it, or choose gae.")
-        if trains_on(self.loss) != "returns":
+        idle = run.source.without_critic
+        if idle is not None:
+            yield Problem("", f"would be trained for nothing: {idle} uses no critic. Remove it, or choose gae.")
+        if self.loss.trains_on != "returns":
             yield Problem(
                 "loss",
                 f"is {self.loss.name}, which is no error of values: it would read the critic's values as logprobs. Set "
@@ -122,9 +126,6 @@ class ReductionConfig(NamedSection):
                 "length",
                 f"is for fixed_norm and has no meaning with {self.name}. Set reduction.name: fixed_norm, or remove it.",
             )
-
-
-FREE = OnResume.FREE
 
 
 DatasetList = Annotated[
@@ -186,7 +187,7 @@ class CheckpointConfig(Section):
 class GenerationEvalConfig(Section):
     """Generate answers to held-out prompts and score them."""
 
-    rewards: dict[str, Annotated[ComponentConfig, Component("reward")]] = Field(min_length=1)
+    rewards: dict[str, Annotated[RewardConfig, Component("reward")]] = Field(min_length=1)
     """Named scores, each a reward component: `{exact_match: exact_match}` logs `eval/exact_match`."""
     max_new_tokens: int = Field(default=128, gt=0)
     """Longest answer in tokens."""
@@ -216,7 +217,7 @@ class ReportConfig(Section):
 
     enabled: bool = True
     """Write the page when the run ends."""
-    panels: tuple[Annotated[ComponentConfig, Component("report_panel")], ...] | None = None
+    panels: tuple[Annotated[ReportPanelConfig, Component("report_panel")], ...] | None = None
     """Panels in page order; null shows every panel of core and of the enabled plugins."""
 
 
@@ -239,17 +240,17 @@ class RunConfig(Section):
     """Training steps; give this or `epochs`."""
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
     """Passes over the mixed training data; rounded up to whole batches, the last of which wraps into the next epoch."""
-    source: Annotated[ComponentConfig, Component("source")]
+    source: Annotated[SourceConfig, Component("source")]
     """Where batches come from."""
-    tokenization: Annotated[ComponentConfig, Component("tokenization")]
+    tokenization: Annotated[TokenizationConfig, Component("tokenization")]
     """How rows become tokens."""
-    collator: Annotated[ComponentConfig, Component("collator")]
+    collator: Annotated[CollatorConfig, Component("collator")]
     """How samples are laid out in a batch."""
-    prefetch: Annotated[ComponentConfig, Component("prefetch")]
+    prefetch: Annotated[PrefetchConfig, Component("prefetch")]
     """When batches are built: on demand, or ahead of need."""
-    minibatches: Annotated[ComponentConfig, Component("minibatches")]
+    minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into optimizer steps."""
-    loss: Annotated[ComponentConfig, Component("loss")]
+    loss: Annotated[LossConfig, Component("loss")]
     """The objective per token."""
     reduction: ReductionConfig = ReductionConfig()
     """Which losses of an optimizer step count the same: all tokens, or all samples whatever their length."""
@@ -259,13 +260,13 @@ class RunConfig(Section):
     """Learning-rate schedule."""
     critic: CriticConfig | None = None
     """The critic of an advantage that needs one, `gae`; null for none."""
-    backend: Annotated[ComponentConfig, Component("backend")]
+    backend: Annotated[BackendConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
-    trackers: Annotated[tuple[Annotated[ComponentConfig, Component("tracker")], ...], FREE] = ()
+    trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], FREE] = ()
     """Where metrics go besides RUN_DIR/metrics.jsonl and the terminal."""
     report: Annotated[ReportConfig, FREE] = ReportConfig()
     """The HTML report."""

@@ -1,15 +1,9 @@
-"""Base classes of every config section, and the marks a field can carry.
+"""Base classes of every config section, the marks a field can carry, and the short ways to write a setting.
 
-Light on purpose: pydantic and the standard library only.
-
-The short ways to write a setting: a bare string for a component, one item for a list of one.
-
-`collator: packed` is `{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. Which setting the string
-stands for is known only once the model is built, so an override that goes into a bare string keeps it under `BARE`.
-
-Sections that a bare string may stand for, such as `schedule: constant` or `reduction: token_mean`.
-
-Make the JSON schema of the config accept the short ways to write a setting, as loading does.
+A bare string may stand for a component or a named section, one item for a list of one: `collator: packed` is
+`{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. Which setting the string stands for is known only
+once the model is built, so an override that goes into a bare string keeps it under `BARE`. The JSON schema accepts the
+short ways as loading does. Light on purpose: pydantic and the standard library only.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from spurline.config.run_config import DatasetConfig, RunConfig
+from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.collator import CollatorConfig
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.prefetch import PrefetchConfig
-from spurline.protocols.source import SourceConfig, dropout_problems
+from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 
 
@@ -59,6 +60,14 @@ class PackedCollatorConfig(CollatorConfig):
     algorithm: Literal["ffd", "bfd", "multifit"] = "ffd"
     """First-fit-decreasing; best-fit-decreasing; or first-fit-decreasing with rows evened out over all ranks."""
 
+    @property
+    def row_capacity(self) -> int:
+        return self.max_tokens
+
+    @property
+    def sample_alignment(self) -> int:
+        return self.align_to
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.collator is self and run.data.max_length > self.max_tokens:
             yield Problem(
@@ -71,6 +80,7 @@ class PackedCollatorConfig(CollatorConfig):
 class RolloutsCollatorConfig(PaddedCollatorConfig):
     """One turn of a trajectory per row."""
 
+    one_turn_per_row = True
     name: str = "rollouts"
 
 
@@ -86,20 +96,18 @@ class SftSourceConfig(SourceConfig):
     name: str = "sft"
 
 
-_LOSSES_OF_ONE_ANSWER = ("cross_entropy", "dft")
-
-
 class PreferenceSourceConfig(SourceConfig):
     """Pairs of a chosen and a rejected answer to a prompt; `batch_size` counts pairs. Its loss is `dpo`."""
 
+    supplies = "pairs"
+    compares_logprobs = True
     run_defaults: ClassVar[Mapping[str, str]] = {"loss": "dpo"}
 
-    supplies = "pairs"
     name: str = "preference"
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        yield from dropout_problems(run)
-        if run.loss.name.removeprefix("core/") in _LOSSES_OF_ONE_ANSWER:
+        yield from super().problems(run)
+        if run.loss.trains_on == "tokens":
             yield Problem(
                 "name",
                 f"is {self.name}, but loss: {run.loss.name} would train on rejected answers as on chosen ones. Set "
@@ -117,7 +125,7 @@ class PreferenceSourceConfig(SourceConfig):
                     f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "
                     f"{entry.format}. Remove it; `columns` renames columns.",
                 )
-        capacity = getattr(run.collator, "max_tokens", None)
+        capacity = run.collator.row_capacity
         if capacity is not None and run.data.max_length <= capacity < 2 * run.data.max_length:
             yield Problem(
                 "name",

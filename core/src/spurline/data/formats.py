@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from spurline.config.run_config import DatasetConfig
 from spurline.data.messages import Message, assistant_turns, read_messages, read_tools, with_system
 from spurline.data.rows import BadRowError, RowView, describe, unknown_column_problem
 from spurline.errors import DataError, listing
+from spurline.protocols.dataset import DatasetConfig
 
 if TYPE_CHECKING:
     from spurline.protocols.tokenization import DatasetToTokenize

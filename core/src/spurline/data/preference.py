@@ -26,7 +26,6 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.config.run_config import DatasetConfig
 from spurline.data.batch import TrainingBatch, sums_by_number
 from spurline.data.collators.packing import round_up
 from spurline.data.configs import PreferenceSourceConfig
@@ -39,7 +38,7 @@ from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, 
 from spurline.data.tokenization import distinct_labels
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import DataError
-from spurline.protocols.dataset import Dataset
+from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 
@@ -235,7 +234,7 @@ class PairSet(SampleSet):
         self._pairs = np.concatenate(found)
         self._sizes = tuple(len(pairs) for pairs in found)
         # Both answers of a pair must be aligned as the collator would align two samples.
-        self._align_to = math.lcm(context.layout.align_to, getattr(context.config.collator, "align_to", 1))
+        self._align_to = math.lcm(context.layout.align_to, context.config.collator.sample_alignment)
         self._pad_token_id = pad_token_id(context.tokenizer)
 
     @property

@@ -13,13 +13,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.config.run_config import DataConfig, DatasetConfig
+from spurline.config.run_config import DataConfig
 from spurline.data.chat import ChatRenderer
 from spurline.data.encoding import encode_batch, require_chat_template, require_offsets
 from spurline.data.formats import ANSWER_COLUMNS, TextPair, TokenRow, detect_format, read_row
 from spurline.data.messages import Message, assistant_turns
 from spurline.data.rows import BadRowError, RowView, describe
 from spurline.errors import DataError
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 
 

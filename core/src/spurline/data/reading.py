@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spurline.config.run_config import DatasetConfig, RunConfig
-from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset
+from spurline.config.run_config import RunConfig
+from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization, Tokenized
 
 if TYPE_CHECKING:

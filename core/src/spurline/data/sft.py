@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.config.run_config import DatasetConfig
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.order import DataOrder
 from spurline.data.reading import open_datasets, share_read, tokenize
 from spurline.data.summary import summarize
 from spurline.data.tokenizer import pad_token_id
-from spurline.errors import CheckpointError
-from spurline.protocols.backend import Backend
 from spurline.protocols.collator import Collator
-from spurline.protocols.source import SourceContext
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.source import BatchSource, SourceContext
+from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 
 
@@ -66,7 +65,7 @@ class SampleSet:
         return opened
 
 
-class SftSource:
+class SftSource(BatchSource):
     """The batch of a step is a pure function of (config, step), so nothing is carried from step to step."""
 
     pure = True
@@ -99,27 +98,19 @@ class SftSource:
         }
         return {**self._samples.summary(), **facts}
 
-    def start(self, step: int, backend: Backend) -> None:
-        """Nothing to start."""
-
     def build(self, step: int) -> TrainingBatch:
         return self._samples.batch(self._order.batch(step, self._batch_size), training=True)
 
     def epoch(self, step: int) -> float:
         return step * self._batch_size / self._samples_per_epoch
 
-    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        return {}
-
     def state_dict(self) -> dict[str, object]:
         return {"data": self._samples.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        if state.get("data") != self._samples.fingerprint():
-            raise CheckpointError(
-                "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed "
-                "file, tokenizer or chat template). Restore them, or start anew with another run_dir."
-            )
-
-    def close(self) -> None:
-        """Nothing to stop."""
+        refuse_other_data(
+            state,
+            self._samples.fingerprint(),
+            "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed file, "
+            "tokenizer or chat template). Restore them, or start anew with another run_dir.",
+        )

@@ -1,9 +1,9 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of the losses and of the corrections for a mismatch with the engine. Light: imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,9 +12,6 @@ from spurline.config.section import Section
 from spurline.errors import Problem
 from spurline.protocols.correction import CorrectionConfig
 from spurline.protocols.loss import LossConfig, TrainsOn
-
-if TYPE_CHECKING:
-    from spurline.config.run_config import RunConfig
 
 
 class CrossEntropyConfig(LossConfig):

@@ -2,9 +2,8 @@
 
 A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. Only plugins that
 the config lists are imported. `PluginHost` is the typed facade over pluggy; one host exists per run and per process,
-and a child process builds its own from the plugin names.
-
-Check hookimpls before pluggy registers them: it would ignore a misspelled hook or a defaulted argument silently.
+and a child process builds its own from the plugin names. Hookimpls are checked before pluggy registers them: it would
+ignore a misspelled hook or a defaulted argument silently.
 """
 
 from __future__ import annotations
@@ -30,6 +29,10 @@ API_VERSION = 1
 ENTRY_POINT_GROUP = "spurline.plugins"
 COMMAND_GROUP = "spurline.commands"
 BUILTIN_MODULE = "spurline.builtin"
+REPLACEABLE_BY_CORE_ONLY = "train_step"
+
+OFFICIAL = ("async_rl", "collation_fast", "fsdp_backend", "megatron_backend")
+"""Plugins of this project. A hint to install is given for these alone: any other name may be anybody's package."""
 
 
 @dataclass(frozen=True)
@@ -171,10 +174,6 @@ class PluginHost:
             ) from error
 
 
-OFFICIAL = ("async_rl", "collation_fast", "fsdp_backend", "megatron_backend")
-"""Plugins of this project. A hint to install is given for these alone: any other name may be anybody's package."""
-
-
 def _how_to_install(name: str) -> str:
     if name in OFFICIAL:
         return f"Install it with: pip install spurline-{name.replace('_', '-')}."
@@ -248,9 +247,6 @@ def _refuse_rival(what: str, first: str, second: InstalledPlugin | CommandEntry)
             f"Two installed distributions provide the {what}: {first} and {second.distribution}. Uninstall one: "
             f"pip uninstall {second.distribution}."
         )
-
-
-REPLACEABLE_BY_CORE_ONLY = "train_step"
 
 
 def hook_names() -> list[str]:

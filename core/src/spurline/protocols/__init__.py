@@ -1,1 +1,1 @@
-"""One small file per component kind: what an implementation must provide."""
+"""One file per component kind: what an implementation must provide, and what its config declares."""

@@ -1,7 +1,4 @@
-"""Kind `advantage`: rewards of a group become per-token advantages.
-
-Base of every advantage's config: it says what the algorithm needs of a run. Light: no numpy.
-"""
+"""Kind `advantage`: rewards of a group become per-token advantages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Kind `backend`: where forward, backward and the optimizer run.
-
-A causal language model that is ready to generate, and the backends that lend theirs.
-
-Base of every backend's config: it must say its parallel layout before anything is loaded.
-"""
+"""Kind `backend`: where forward, backward and the optimizer run."""
 
 from __future__ import annotations
 
@@ -148,6 +143,11 @@ class BackendConfig(ComponentConfig):
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
+
+    @property
+    def dropout_rates(self) -> Mapping[str, float]:
+        """Dropout that the backend itself adds to the model: key path in this section -> rate."""
+        return {}
 
     def missing_here(self) -> str | None:
         """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""

@@ -19,6 +19,19 @@ class CollatorConfig(ComponentConfig):
     """Settings of a collator."""
 
     kind: ClassVar[str] = "collator"
+    one_turn_per_row: ClassVar[bool] = False
+    """Whether it lays out rollouts (`RolloutCollator`), each turn in a row of its own, so that a batch can be cut
+    between prompts afterwards."""
+
+    @property
+    def row_capacity(self) -> int | None:
+        """Tokens that one row can hold, padding included; None where rows are as long as they have to be."""
+        return None
+
+    @property
+    def sample_alignment(self) -> int:
+        """Each sample's length is rounded up to a multiple of this, beyond what the backend asks for."""
+        return 1
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -10,7 +10,7 @@ from spurline.config.section import ComponentConfig
 from spurline.errors import SpurlineError
 
 if TYPE_CHECKING:
-    from spurline.config.run_config import DatasetConfig
+    from spurline.protocols.dataset import DatasetConfig
     from spurline.protocols.rollout_engine import GenerationResult, Sampling
     from spurline.rl.trajectory import Trajectory, Turn
 
@@ -19,6 +19,11 @@ class EnvironmentConfig(ComponentConfig):
     """Settings of an environment."""
 
     kind: ClassVar[str] = "environment"
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
+        return None
 
 
 class AttemptFailedError(SpurlineError):

@@ -1,9 +1,7 @@
 """Kind `loss`: a token loss as a pure function of logprobs.
 
-What a loss learns from, said by its config, so that a source can refuse one that does not fit its batches.
-
-Light: the loss itself is built later, with torch. A loss whose config does not derive from `LossConfig` trains on
-tokens.
+Its config says what the loss learns from, so that a source can refuse one that does not fit its batches before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -84,21 +82,11 @@ TrainsOn = Literal["tokens", "advantages", "returns", "pairs"]
 
 
 class LossConfig(ComponentConfig):
-    """Settings of a loss that says what it trains on."""
+    """Settings of a loss."""
 
     kind: ClassVar[str] = "loss"
-
     trains_on: ClassVar[TrainsOn] = "tokens"
+    """What of a batch it learns from."""
     uses_rollout_logprobs: ClassVar[bool] = False
     """Whether the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
     where they come from older weights."""
-
-
-def trains_on(loss: ComponentConfig) -> TrainsOn:
-    """What the loss with these settings trains on."""
-    return loss.trains_on if isinstance(loss, LossConfig) else "tokens"
-
-
-def uses_rollout_logprobs(loss: ComponentConfig) -> bool:
-    """Whether the loss with these settings weighs tokens by the logprobs they were sampled with."""
-    return isinstance(loss, LossConfig) and loss.uses_rollout_logprobs

@@ -14,6 +14,14 @@ class ReportPanelConfig(ComponentConfig):
     """A section of the report without settings."""
 
     kind: ClassVar[str] = "report_panel"
+    at_end: ClassVar[bool] = False
+    """Whether a page for which no panels were chosen shows it after all others, those of plugins included."""
+
+
+class LongPanelConfig(ReportPanelConfig):
+    """A section of the report without settings, so long that it comes last: below it nobody looks for another one."""
+
+    at_end: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

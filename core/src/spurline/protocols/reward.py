@@ -1,6 +1,6 @@
 """Kind `reward`: score a response.
 
-The type of a setting that names rewards: a mapping of term names to reward components, with short ways to write it.
+`RewardTable` is the type of a setting that names rewards, a mapping of terms to components with short ways to write it:
 
 rewards: exact_match                               one reward; the term is called like it
 rewards: my_module:my_function                     the reward `function`; the term is called `my_function`
@@ -106,6 +106,6 @@ class _SchemaOfRewards:
 
 
 RewardTable = Annotated[
-    dict[str, Annotated[ComponentConfig, Component("reward")]], BeforeValidator(_expand), _SchemaOfRewards()
+    dict[str, Annotated[RewardConfig, Component("reward")]], BeforeValidator(_expand), _SchemaOfRewards()
 ]
 """Named reward terms, each a reward component."""

@@ -22,6 +22,11 @@ class RolloutEngineConfig(ComponentConfig):
 
     kind: ClassVar[str] = "rollout_engine"
 
+    @property
+    def num_engines(self) -> int:
+        """Engines that requests are spread over."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -144,12 +149,14 @@ class WeightBucket:
     transport: the way they take, such as `shared_memory`; says how to read `where`.
     places: what is in it. where: JSON-able, such as `{"segment": "psm_1f"}` or `{"path": "..."}`.
     tensors: the tensors themselves, in the order of `places`, for transports within this process; else empty.
+    within_machine: whether only processes of the sender's machine can read it.
     """
 
     transport: str
     places: tuple[TensorPlace, ...]
     where: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tensors: tuple[Tensor, ...] = ()
+    within_machine: bool = False
 
 
 @runtime_checkable

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+from spurline.errors import CheckpointError
+
 
 @runtime_checkable
 class Stateful(Protocol):
     """A component with state, which the run saves under `components/KIND/NAME`.
 
-    Asked are the source, the mini-batches, the loss and the trackers. What a source builds for itself (advantages,
-    environments, engines) is part of the source's own state; collators and prefetches keep none.
+    The run asks the source, the mini-batches, the loss and the trackers for theirs. What a source builds for itself
+    (advantages, environments, engines) is part of the source's own state; collators and prefetches keep none.
     """
 
     def state_dict(self) -> dict[str, object]:
@@ -21,3 +23,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned."""
         ...
+
+
+def refuse_other_data(state: Mapping[str, object], fingerprint: str, message: str) -> None:
+    """Compare data with that of a checkpoint, whose `state` has its fingerprint under `data`.
+
+    Raises CheckpointError with the message when they are not the same.
+    """
+    if state.get("data") != fingerprint:
+        raise CheckpointError(message)

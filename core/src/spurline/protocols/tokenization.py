@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
-    from spurline.config.run_config import DatasetConfig
     from spurline.data.token_store import TokenStore
-    from spurline.protocols.dataset import Dataset
+    from spurline.protocols.dataset import Dataset, DatasetConfig
 
 
 class TokenizationConfig(ComponentConfig):

@@ -17,6 +17,8 @@ class WeightSyncConfig(ComponentConfig):
     """Settings of a weight sync."""
 
     kind: ClassVar[str] = "weight_sync"
+    needs_gpu: ClassVar[bool] = False
+    """Whether it works between GPUs only, so that it is not chosen by default where there is none."""
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.section import ComponentConfig
 from spurline.errors import RunFailedError
 from spurline.files import replace_file
-from spurline.plugins.registry import CORE, Registry
-from spurline.protocols.report_panel import ReportPanel, RunRecord
+from spurline.plugins.registry import Registry
+from spurline.protocols.report_panel import ReportPanel, ReportPanelConfig, RunRecord
 from spurline.report.markup import text
 from spurline.report.record import read_record
 from spurline.run.directory import RunDirectory
@@ -158,10 +158,6 @@ def _asset(name: str) -> str:
     return files("spurline.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-_LAST = ("samples", "config")
-"""Core's panels that fill pages; below them nobody looks for another one."""
-
-
 def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
     """Render RUN_DIR/report.html from what the run left behind; returns its path."""
     registry = loaded.host.registry
@@ -181,5 +177,5 @@ def default_panels(registry: Registry) -> list[ComponentConfig]:
     """Every registered panel with default settings: core's, then those of plugins, and the long ones at the end."""
     entries = [entry for entry in registry.entries() if entry.kind == "report_panel"]
     # A stable sort: all others keep the order of registration.
-    entries.sort(key=lambda entry: entry.plugin == CORE and entry.name in _LAST)
+    entries.sort(key=lambda entry: cast("type[ReportPanelConfig]", entry.config).at_end)
     return [entry.config(name=entry.name) for entry in entries]

@@ -1,22 +1,20 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings that all sources of rollouts share, and those of source `rollouts`. Light: imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
-from spurline.config.section import Component, ComponentConfig, OnResume, Section
+from spurline.config.section import Component, OnResume, Section
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.advantage import AdvantageConfig
-from spurline.protocols.loss import trains_on
-from spurline.protocols.source import SourceConfig, dropout_problems
-
-if TYPE_CHECKING:
-    from spurline.config.run_config import RunConfig
-
+from spurline.protocols.correction import CorrectionConfig
+from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.rollout_engine import RolloutEngineConfig
+from spurline.protocols.source import SourceConfig
 
 OVERLONG = "overlong"
 """Reward term of `source.overlong`."""
@@ -101,15 +99,17 @@ class FaultsConfig(Section):
 class PromptSourceConfig(SourceConfig):
     """Base of the configs of sources that train on rollouts."""
 
+    supplies = "rollouts"
+    compares_logprobs = True
     run_defaults: ClassVar[Mapping[str, str]] = {"collator": "rollouts", "minibatches": "by_prompt", "loss": "ppo"}
 
     prompts_per_step: int = Field(default=32, gt=0)
     """Prompts whose rollouts make up the batch of one step."""
     samples_per_prompt: int = Field(default=8, gt=0)
     """Rollouts of each prompt: its group."""
-    environment: Annotated[ComponentConfig, Component("environment")]
+    environment: Annotated[EnvironmentConfig, Component("environment")]
     """How a prompt becomes a rewarded trajectory."""
-    engine: Annotated[ComponentConfig, Component("rollout_engine")]
+    engine: Annotated[RolloutEngineConfig, Component("rollout_engine")]
     """What generates."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn."""
@@ -119,7 +119,7 @@ class PromptSourceConfig(SourceConfig):
     """How rewards become advantages."""
     advantage_scope: Literal["batch", "minibatch"] = "batch"
     """What an advantage that normalises over more than a group normalises over."""
-    correction: Annotated[ComponentConfig, Component("correction")] | None = None
+    correction: Annotated[CorrectionConfig, Component("correction")] | None = None
     """Weights against a mismatch between the distributions that sampled and that train; null for none."""
     turns: Literal["separate", "merged"] = "separate"
     """A training row per turn (step-wise training), or one row for all turns of an attempt in which each goes on from
@@ -143,7 +143,7 @@ class PromptSourceConfig(SourceConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from self._run_problems(run)
-        yield from dropout_problems(run)
+        yield from super().problems(run)
         yield from self._reward_weight_problems()
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
@@ -164,6 +164,13 @@ class PromptSourceConfig(SourceConfig):
                 f"is {self.max_draws_per_step}, fewer than prompts_per_step: {self.prompts_per_step}. Raise it.",
             )
         yield from self._advantage_problems(run)
+        if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
+            yield Problem(
+                "advantage_scope",
+                f"is minibatch, but minibatches: {run.minibatches.name} do not say how many prompts one of them has. "
+                "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
+                "`minibatch_prompts` in their config.",
+            )
         cut = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self.sampling, name) != off]
         if self.correction is not None and cut:
             yield Problem(
@@ -199,10 +206,10 @@ class PromptSourceConfig(SourceConfig):
 
     def _reward_weight_problems(self) -> Iterable[Problem]:
         """Weights of terms that do not exist, where the environment's config names its terms."""
-        rewards: object = getattr(self.environment, "rewards", None)
-        if not isinstance(rewards, Mapping):
+        known = self.environment.reward_terms
+        if known is None:
             return
-        terms = {*cast("Mapping[str, object]", rewards), *([OVERLONG] if self.overlong is not None else ())}
+        terms = {*known, *([OVERLONG] if self.overlong is not None else ())}
         for name in self.reward_weights:
             if name not in terms:
                 yield Problem(
@@ -219,7 +226,7 @@ class PromptSourceConfig(SourceConfig):
             if setting in run.model_fields_set:
                 yield Problem("name", f"is {self.name}, with which '{setting}' has no meaning: {instead}. Remove it.")
         # A critic's loss refuses to be the policy's on its own.
-        if trains_on(run.loss) not in ("advantages", "returns"):
+        if run.loss.trains_on not in ("advantages", "returns"):
             yield Problem(
                 "name",
                 f"is {self.name}, but loss: {run.loss.name} reads no advantages: all answers would be learned alike, "
@@ -240,12 +247,24 @@ class PromptSourceConfig(SourceConfig):
                 f"is {self.name}, which evaluates with rollouts of its own. Remove evaluation.generate and set "
                 "source.held_out.",
             )
-        if run.collator.name.removeprefix("core/") in ("packed", "padded"):
+        if not run.collator.one_turn_per_row:
             yield Problem(
                 "name",
                 f"is {self.name}, which needs one turn per row so that batches can be cut between prompts, but the "
                 f"collator is {run.collator.name}. Set collator: rollouts, or remove the line.",
             )
+
+    @property
+    def num_prompts(self) -> int:
+        return self.prompts_per_step
+
+    @property
+    def sampling_temperature(self) -> float:
+        return self.sampling.temperature
+
+    @property
+    def without_critic(self) -> str | None:
+        return None if self.advantage.uses_critic else f"the advantage '{self.advantage.name}'"
 
     @property
     def draw_limit(self) -> int:

@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 import xxhash
 
-from spurline.config.run_config import DatasetConfig
 from spurline.data.order import DataOrder
 from spurline.data.reading import check_rows, open_datasets, share_read
 from spurline.data.tokenization import store_labels
 from spurline.errors import DataError
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.rl.given_up import SkippedRow, row_of

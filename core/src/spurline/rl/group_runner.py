@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, PluginError, SpurlineError
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
 from spurline.rl.concurrency import all_or_none, end_tasks, located

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spurline.errors import CheckpointError, DataError
+from spurline.errors import DataError
 from spurline.protocols.backend import Backend
+from spurline.protocols.source import HeldOutEvaluation
 from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw, PromptDraws
 from spurline.rl.given_up import SkippedRow
@@ -23,8 +24,13 @@ from spurline.rl.trajectory import Group
 RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
 
 
-class RolloutEvaluation:
+class RolloutEvaluation(HeldOutEvaluation):
     """run: makes the attempts at these prompts with the weights as they are, and waits for them."""
+
+    other_data = (
+        "The held-out prompts are not what the checkpoint was evaluated on, so its scores could not be compared. "
+        "Restore them, or start anew with another run_dir."
+    )
 
     def __init__(self, config: HeldOutConfig, prompts: PromptDraws, run: RunHeldOut) -> None:
         self._config = config
@@ -34,15 +40,8 @@ class RolloutEvaluation:
     def summary(self) -> Mapping[str, Any]:
         return self._prompts.summary()
 
-    def state_dict(self) -> dict[str, object]:
-        return {"data": self._prompts.fingerprint()}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        if state.get("data") != self._prompts.fingerprint():
-            raise CheckpointError(
-                "The held-out prompts are not what the checkpoint was evaluated on, so its scores could not be "
-                "compared. Restore them, or start anew with another run_dir."
-            )
+    def fingerprint(self) -> str:
+        return self._prompts.fingerprint()
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """`eval/reward`, `eval/rewards/TERM`, `eval/pass@1`, with several attempts `eval/pass@k`, `eval/time`.

@@ -34,7 +34,6 @@ from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.health import advantage_metrics, kl_reward_metrics, mismatch_metrics
 from spurline.rl.returns import subtract_kl, token_kl
 from spurline.rl.trajectory import Group, Trajectory, Turn, merge_turns, trajectories_of, turns_of, with_turns
-from spurline.update.configs import ByPromptConfig
 
 
 class TurnColumns:
@@ -99,9 +98,7 @@ class Preparation:
         loss: Loss = registry.create("loss", run.loss)
         self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
         self._needs_values = "values" in self._advantage.needs
-        cut = run.minibatches
-        size = cut.prompts_per_minibatch if isinstance(cut, ByPromptConfig) else None
-        self._prompts_per_minibatch = size or config.prompts_per_step
+        self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
         """How rewards become what the loss is weighed by, in sentences."""
@@ -186,6 +183,7 @@ class Preparation:
 
     def _with_advantages(self, groups: Sequence[Group]) -> list[Group]:
         size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
+        assert size is not None, "the config refuses this scope where it does not know the size"
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         return [group for scope in scopes for group in self._advantage.advantages(scope)]
 

@@ -6,14 +6,15 @@ them make a batch. Nothing here generates by itself.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spurline.data.batch import TrainingBatch
-from spurline.errors import CheckpointError, RunFailedError
+from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend
-from spurline.protocols.source import HeldOutEvaluation, SourceContext
+from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
+from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.draws import Draw, PromptDraws
@@ -92,10 +93,8 @@ async def collect_groups(
     return Collected(tuple(groups), tuple(every), next_draw, quarantined, skipped, short)
 
 
-class PromptSource(ABC):
+class PromptSource(BatchSource):
     """Base of sources whose batches are groups of scored attempts."""
-
-    pure = False
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run = context.config
@@ -154,11 +153,12 @@ class PromptSource(ABC):
 
     def _load_prompts_state(self, state: Mapping[str, object]) -> None:
         """Raises CheckpointError when the data is not what the checkpoint was trained on."""
-        if state.get("data") != self._prompts.fingerprint():
-            raise CheckpointError(
-                "The prompts are not those the checkpoint was trained on: a file changed. Restore it, or start anew "
-                "with another run_dir."
-            )
+        refuse_other_data(
+            state,
+            self._prompts.fingerprint(),
+            "The prompts are not those the checkpoint was trained on: a file changed. Restore it, or start anew with "
+            "another run_dir.",
+        )
         quarantine, prompts = state["quarantine"], state["prompts"]
         assert isinstance(quarantine, Mapping), quarantine
         assert isinstance(prompts, Mapping), prompts

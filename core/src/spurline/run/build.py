@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
-from spurline.config.section import ComponentConfig
 from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.backend import Backend, BackendConfig
+from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
-from spurline.protocols.source import BatchSource, EvaluatesItself, HeldOutEvaluation, ReadsHeldOut, SourceContext
-from spurline.protocols.tracker import Tracker
-from spurline.rl.configs import PromptSourceConfig
+from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
+from spurline.protocols.tracker import Tracker, TrackerConfig
 from spurline.run.evaluation import Evaluation
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
@@ -62,7 +60,7 @@ class Components:
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
     """Tokenizer, source, mini-batches, loss and evaluation. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
-    layout = cast("BackendConfig", config.backend).layout()
+    layout = config.backend.layout()
     context = SourceContext(config, loaded.host, load_tokenizer(config.model), layout, row_limit)
     source: BatchSource = registry.create("source", config.source, context=context)
     stack.callback(source.close)
@@ -79,9 +77,8 @@ def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = N
 def _evaluation(context: SourceContext, source: BatchSource, loss: Loss) -> HeldOutEvaluation | None:
     if not context.config.data.eval:
         return None
-    if isinstance(source, EvaluatesItself):
-        return source.evaluation()
-    return Evaluation(context, loss, source.held_out() if isinstance(source, ReadsHeldOut) else None)
+    own = source.evaluation()
+    return Evaluation(context, loss, source.held_out()) if own is None else own
 
 
 def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
@@ -104,12 +101,11 @@ def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) ->
 def build_update(components: Components, loaded: LoadedConfig) -> Update:
     """What trains on each batch."""
     config, registry, data = loaded.config, loaded.host.registry, components.data
-    source = config.source
     policy = Recipe(
         minibatches=data.minibatches,
         loss=data.loss,
         reduce=make_reduction(config.reduction),
-        temperature=source.sampling.temperature if isinstance(source, PromptSourceConfig) else 1.0,
+        temperature=config.source.sampling_temperature,
     )
     critic = None
     if config.critic is not None:
@@ -128,9 +124,9 @@ def build_trackers(loaded: LoadedConfig) -> tuple[tuple[str, ...], tuple[Tracker
     return tuple(config.name for config in configs), tuple(trackers)
 
 
-def _tracker_configs(config: RunConfig) -> list[ComponentConfig]:
+def _tracker_configs(config: RunConfig) -> list[TrackerConfig]:
     """metrics.jsonl first, then the terminal, then what the config lists."""
-    configs: list[ComponentConfig] = list(config.trackers)
+    configs: list[TrackerConfig] = list(config.trackers)
     chosen = {tracker.name for tracker in configs}
     always = [tracker for tracker in (JsonlTrackerConfig(), ConsoleTrackerConfig()) if tracker.name not in chosen]
     return [*always, *configs]

@@ -18,18 +18,23 @@ from spurline.config.run_config import GenerationEvalConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.prompts import GenerationExample, read_examples
 from spurline.data.sft import SampleSet
-from spurline.errors import CheckpointError, RunFailedError, SpurlineError
+from spurline.errors import RunFailedError, SpurlineError
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Loss, Objective
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.reward import Answer, Reward
-from spurline.protocols.source import Samples, SourceContext
+from spurline.protocols.source import HeldOutEvaluation, Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.update.update import with_reference_logprobs
 
 
-class Evaluation:
+class Evaluation(HeldOutEvaluation):
     """Evaluates a backend on the config's `data.eval`. samples: how that data is read, when not one sample per row."""
+
+    other_data = (
+        "The held-out data is not what the checkpoint was evaluated on, so its scores could not be compared. "
+        "Restore it, or start anew with another run_dir."
+    )
 
     def __init__(self, context: SourceContext, loss: Loss, samples: Samples | None = None) -> None:
         run = context.config
@@ -42,20 +47,10 @@ class Evaluation:
         self._answers = GeneratedAnswers(generate, answered, context) if generate is not None else None
 
     def summary(self) -> Mapping[str, Any]:
-        """Facts about the evaluation data, as `spurline.data.summary` gives them."""
         return self._samples.summary()
 
-    def state_dict(self) -> dict[str, object]:
-        """What a resume must find again: the held-out data."""
-        return {"data": self._samples.fingerprint()}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Compare with the data of the checkpoint. Raises CheckpointError when they differ."""
-        if state.get("data") != self._samples.fingerprint():
-            raise CheckpointError(
-                "The held-out data is not what the checkpoint was evaluated on, so its scores could not be compared. "
-                "Restore it, or start anew with another run_dir."
-            )
+    def fingerprint(self) -> str:
+        return self._samples.fingerprint()
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and sample answers.

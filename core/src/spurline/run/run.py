@@ -21,7 +21,7 @@ from spurline.data.configs import SerialPrefetchConfig
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
-from spurline.protocols.source import BatchSource, GivesUpPrompts
+from spurline.protocols.source import BatchSource
 from spurline.protocols.tracker import RunInfo
 from spurline.report.page import write_run_report
 from spurline.run import loop
@@ -235,9 +235,8 @@ class Run:
                 raise
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
         try:
-            given_up = self.source.given_up() if isinstance(self.source, GivesUpPrompts) else ()
             status = self._status() if error is None else "failed"
-            self._files.finish(status, None if error is None else str(error), given_up)
+            self._files.finish(status, None if error is None else str(error), self.source.given_up())
         except OSError as failure:
             if error is None:
                 raise RunFailedError(f"{self.directory.summary} cannot be written: {failure}.") from failure

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, RunFailedError
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.environment import Environment, Task
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 from spurline.rl.policy import EnginePolicy

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from spurline.config.run_config import DataConfig, DatasetConfig
+from spurline.config.run_config import DataConfig
 from spurline.errors import DataError
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization
 from spurline.testing.inputs import tiny_tokenizer
 

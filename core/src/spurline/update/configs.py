@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of the ways to cut a batch into optimizer steps. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.errors import Problem
 from spurline.protocols.minibatches import MiniBatchesConfig
-from spurline.rl.configs import PromptSourceConfig
 
 
 class WholeBatchConfig(MiniBatchesConfig):
     """One optimizer step per batch."""
 
     name: str = "whole"
+
+    def minibatch_prompts(self, prompts_per_step: int) -> int:
+        return prompts_per_step
 
 
 class ByPromptConfig(MiniBatchesConfig):
@@ -27,17 +29,20 @@ class ByPromptConfig(MiniBatchesConfig):
     update_epochs: int = Field(default=1, gt=0)
     """Passes over the batch."""
 
+    def minibatch_prompts(self, prompts_per_step: int) -> int:
+        return self.prompts_per_minibatch or prompts_per_step
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        source = run.source
-        if not isinstance(source, PromptSourceConfig):
+        num_prompts = run.source.num_prompts
+        if num_prompts is None:
             yield Problem(
                 "name",
-                f"is by_prompt, but the source '{source.name}' draws no prompts. Choose a source of rollouts, or "
+                f"is by_prompt, but the source '{run.source.name}' draws no prompts. Choose a source of rollouts, or "
                 "minibatches: whole.",
             )
-        elif self.prompts_per_minibatch is not None and source.prompts_per_step % self.prompts_per_minibatch:
+        elif self.prompts_per_minibatch is not None and num_prompts % self.prompts_per_minibatch:
             yield Problem(
                 "prompts_per_minibatch",
                 f"is {self.prompts_per_minibatch}, which does not divide source.prompts_per_step: "
-                f"{source.prompts_per_step}. Choose a divisor.",
+                f"{num_prompts}. Choose a divisor.",
             )

@@ -1,25 +1,18 @@
-"""Mini-batches `whole`: the batch of a step is one optimizer step.
+"""Mini-batches `whole`, one optimizer step per batch, and `by_prompt`, which cuts a batch of rollouts between prompts.
 
-Where one prompt's rows end and the next one's begin, derived from the prompt uids of the rows themselves.
-
-Step-wise training makes one row per turn, so prompts differ in rows; nothing but the uids says which belong together.
-
-Mini-batches `by_prompt`: cut a batch of rollouts between prompts, counting prompts and never rows.
-
-The number of optimizer steps is prompts_per_step / prompts_per_minibatch x update_epochs, whatever the number of turns
-and rows, so a learning-rate schedule never drifts (semantics of SkyRL's step-wise training).
+`by_prompt` counts prompts and never rows: the number of optimizer steps is prompts_per_step / prompts_per_minibatch x
+update_epochs, whatever the number of turns, so a learning-rate schedule never drifts (semantics of SkyRL's step-wise
+training). Step-wise training makes one row per turn, so nothing but the prompt uids says which rows belong together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import RunFailedError
 from spurline.protocols.collator import ParallelLayout
-from spurline.rl.configs import PromptSourceConfig
 from spurline.update.configs import ByPromptConfig, WholeBatchConfig
 
 
@@ -34,6 +27,43 @@ class WholeBatch:
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
         return [batch.pad_rows(self._layout.data)]
+
+
+class ByPrompt:
+    """Each mini-batch is padded on its own to the data-parallel size."""
+
+    def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
+        assert run.source.num_prompts is not None, "the config refuses a source without prompts"
+        self._prompts_per_step = run.source.num_prompts
+        self._prompts_per_minibatch = config.minibatch_prompts(self._prompts_per_step)
+        self._update_epochs = config.update_epochs
+        self._layout = layout
+
+    def steps_per_batch(self) -> int:
+        return self._prompts_per_step // self._prompts_per_minibatch * self._update_epochs
+
+    def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
+        real = batch.without_padding_rows()
+        parts = [real.take(range(start, stop)).pad_rows(self._layout.data) for start, stop in self.pairs(real)]
+        return parts * self._update_epochs
+
+    def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:
+        """(first row, row after the last) of each mini-batch of one pass over the batch.
+
+        Raises RunFailedError naming the prompt when rows of a prompt are apart, or when there are too few or too many.
+        """
+        try:
+            prompts = prompt_boundaries(batch)
+        except ValueError as error:
+            raise RunFailedError(f"The source's batch cannot be cut between prompts: {error}.") from error
+        if len(prompts) != self._prompts_per_step:
+            raise RunFailedError(
+                f"The source's batch has the rows of {len(prompts)} prompts, and source.prompts_per_step is "
+                f"{self._prompts_per_step} (last prompt: {prompts[-1][0]!r}). "
+                "A prompt drawn twice in one step needs a uid of its own each time."
+            )
+        size = self._prompts_per_minibatch
+        return [(prompts[first][1], prompts[first + size - 1][2]) for first in range(0, len(prompts), size)]
 
 
 def prompt_boundaries(batch: TrainingBatch) -> list[tuple[str, int, int]]:
@@ -64,39 +94,3 @@ def _uid_of_row(batch: TrainingBatch, row: int) -> str:
     if len(uids) != 1:
         raise ValueError(f"row {row} holds segments of several prompts: {', '.join(map(str, uids))}")
     return str(uids[0])
-
-
-class ByPrompt:
-    """Each mini-batch is padded on its own to the data-parallel size."""
-
-    def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
-        self._prompts_per_step = cast("PromptSourceConfig", run.source).prompts_per_step
-        self._prompts_per_minibatch = config.prompts_per_minibatch or self._prompts_per_step
-        self._update_epochs = config.update_epochs
-        self._layout = layout
-
-    def steps_per_batch(self) -> int:
-        return self._prompts_per_step // self._prompts_per_minibatch * self._update_epochs
-
-    def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
-        real = batch.without_padding_rows()
-        parts = [real.take(range(start, stop)).pad_rows(self._layout.data) for start, stop in self.pairs(real)]
-        return parts * self._update_epochs
-
-    def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:
-        """(first row, row after the last) of each mini-batch of one pass over the batch.
-
-        Raises RunFailedError naming the prompt when rows of a prompt are apart, or when there are too few or too many.
-        """
-        try:
-            prompts = prompt_boundaries(batch)
-        except ValueError as error:
-            raise RunFailedError(f"The source's batch cannot be cut between prompts: {error}.") from error
-        if len(prompts) != self._prompts_per_step:
-            raise RunFailedError(
-                f"The source's batch has the rows of {len(prompts)} prompts, and source.prompts_per_step is "
-                f"{self._prompts_per_step} (last prompt: {prompts[-1][0]!r}). "
-                "A prompt drawn twice in one step needs a uid of its own each time."
-            )
-        size = self._prompts_per_minibatch
-        return [(prompts[first][1], prompts[first + size - 1][2]) for first in range(0, len(prompts), size)]

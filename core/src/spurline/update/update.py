@@ -1,13 +1,8 @@
 """One batch becomes optimizer steps of the policy, and of the critic if there is one: cut, reduce, update.
 
 Place on the way: TrainingBatch -> mini-batches -> backend -> metrics. This is core's implementation of the `train_step`
-hook, the only one; plugins may wrap it. What depends on models, the factors of a correction too, a source that has them
-has written into the batch before (else the reference model is asked here, once); here it is only applied, mini-batch by
-mini-batch.
-
-Give a batch the log-probabilities of the reference model, for losses that compare with it.
-
-Place on the way: TrainingBatch -> this -> mini-batches, or evaluation. Not a source's work: sources without a model
+hook, the only one; plugins may wrap it. A source with models has written what they say into the batch before, the
+factors of a correction too. Only the reference model is asked here, where the loss needs it: sources without a model
 build their batches ahead of time, on other threads.
 """
 
@@ -25,6 +20,7 @@ from spurline.protocols.loss import Loss, Objective
 from spurline.protocols.minibatches import MiniBatches
 from spurline.update.reduction import Reduce, reduce_corrected, token_mean
 
+REFERENCE_LOGPROBS = "reference_logprobs"
 _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
 
@@ -58,7 +54,7 @@ class Update:
         that were computed before either moved.
         """
         batch = with_reference_logprobs(batch, self._policy.loss, self._backend)
-        critic = {} if self._critic is None else _of_critic(self._train("critic", self._critic, batch))
+        critic = {} if self._critic is None else _name_as_critics(self._train("critic", self._critic, batch))
         return {**critic, **self._train("policy", self._policy, batch), **batch.info}
 
     def _train(self, role: Role, recipe: Recipe, batch: TrainingBatch) -> dict[str, float]:
@@ -74,7 +70,7 @@ class Update:
         return self._backend.update(weighted, Objective(recipe.loss, normalizer, recipe.temperature), role=role)
 
 
-def _of_critic(metrics: Mapping[str, float]) -> dict[str, float]:
+def _name_as_critics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The critic's metrics under names that the policy's do not have; its loss's own have a name before the slash."""
     named: dict[str, float] = {}
     for name, value in metrics.items():
@@ -106,9 +102,6 @@ def _joined(name: str, values: Sequence[float]) -> float:
     if name.endswith("/min"):
         return min(values)
     return sum(values) / len(values)
-
-
-REFERENCE_LOGPROBS = "reference_logprobs"
 
 
 def with_reference_logprobs(batch: TrainingBatch, loss: Loss, backend: Backend) -> TrainingBatch:

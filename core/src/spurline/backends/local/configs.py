@@ -1,8 +1,8 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of backend `local`, adapters included. Light: imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -55,6 +55,10 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+
+    @property
+    def dropout_rates(self) -> Mapping[str, float]:
+        return {} if self.lora is None else {"lora.dropout": self.lora.dropout}
 
     def missing_here(self) -> str | None:
         # By name, as factories are: only torch knows about GPUs, and a config must not import it.

@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of the advantages, and what each of them needs of a run. Light: imports no torch."""
 
 from __future__ import annotations
 

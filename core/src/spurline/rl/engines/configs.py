@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of engine `in_process`. Light: imports no torch."""
 
 from __future__ import annotations
 

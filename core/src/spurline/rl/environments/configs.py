@@ -1,9 +1,9 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of core's environments. Light: imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -26,6 +26,10 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
 
     rewards: RewardTable = Field(min_length=1)
     """Named reward terms, each a reward component or `module:function`; `source.reward_weights` weighs them."""
+
+    @property
+    def reward_terms(self) -> Collection[str]:
+        return self.rewards
 
 
 class SingleTurnConfig(RewardedEnvironmentConfig):

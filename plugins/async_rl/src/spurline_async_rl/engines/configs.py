@@ -38,6 +38,10 @@ class PoolConfig(RolloutEngineConfig):
     """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
     weights: faster, and approximate, as later tokens then come from neither version."""
 
+    @property
+    def num_engines(self) -> int:
+        return self.engines
+
 
 class ChildProcessEngineConfig(PoolConfig):
     """The Hugging Face model in processes of its own: for CPUs, small models and tests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -56,6 +56,10 @@ class HarnessConfig(EnvironmentConfig):
     """Requests under way at the same time, of all attempts together; further ones are told to come again."""
     request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one request may take, waiting for the engine and for an update of the weights included."""
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        return self.rewards
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if (self.agent is None) == (self.command is None):

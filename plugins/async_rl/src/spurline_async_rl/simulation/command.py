@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
 import typer
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
+    from spurline.protocols.rollout_engine import RolloutEngineConfig
     from spurline_async_rl.simulation.prediction import Knobs
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -88,14 +89,33 @@ def simulate(
         typer.echo(f"plots: {write_page(plot, comparison, loaded.resolved())}", err=as_json)
 
 
+@runtime_checkable
+class GeneratesWhileTraining(Protocol):
+    """What the settings of a source say for it to be simulated; see `AsyncRolloutsConfig`."""
+
+    @property
+    def max_staleness(self) -> int: ...
+    @property
+    def prompts_per_step(self) -> int: ...
+    @property
+    def groups_at_once(self) -> int: ...
+    @property
+    def publish_every(self) -> int: ...
+    @property
+    def order(self) -> Literal["fifo", "window"]: ...
+    @property
+    def at_bound(self) -> Literal["wait", "mask"]: ...
+    @property
+    def engine(self) -> RolloutEngineConfig: ...
+
+
 def knobs_of(loaded: LoadedConfig) -> Knobs:
     """What the config chooses. Raises UserError for a run of another source."""
     from spurline.errors import UserError
     from spurline_async_rl.simulation.prediction import Knobs
-    from spurline_async_rl.source.configs import AsyncRolloutsConfig
 
     source = loaded.config.source
-    if not isinstance(source, AsyncRolloutsConfig):
+    if not isinstance(source, GeneratesWhileTraining):
         raise UserError(
             f"{loaded.origin}: source.name is {source.name}, but only source async_rollouts can be simulated. Add "
             "async_rl to `plugins` and set source.name: async_rollouts; `--set source.name=async_rollouts` tries it."
@@ -104,7 +124,7 @@ def knobs_of(loaded: LoadedConfig) -> Knobs:
         max_staleness=source.max_staleness,
         batch_size=source.prompts_per_step,
         max_running=source.groups_at_once,
-        engines=getattr(source.engine, "engines", 1),
+        engines=source.engine.num_engines,
         publish_every=source.publish_every,
         order=source.order,
         at_bound=source.at_bound,

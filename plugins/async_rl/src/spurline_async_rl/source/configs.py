@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from spurline.config.section import Component, ComponentConfig, OnResume
+from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
-from spurline.protocols.loss import uses_rollout_logprobs
+from spurline.protocols.weight_sync import WeightSyncConfig
 from spurline.rl.configs import PromptSourceConfig
 from spurline_async_rl.scheduling.limits import SchedulerLimits
 
@@ -37,7 +37,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     tokens over the bound, which get no loss and are counted. `mask` needs order: window."""
     publish_every: int = Field(default=1, gt=0)
     """Steps between two publishes of the weights; at most max_staleness + 1."""
-    weight_sync: Annotated[ComponentConfig, Component("weight_sync")] | None = None
+    weight_sync: Annotated[WeightSyncConfig, Component("weight_sync")] | None = None
     """The way of weights to the engines; null takes the best one that the engine reads."""
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the groups that each step trained on in RUN_DIR/groups; source `recorded_rollouts` trains on them again."""
@@ -60,6 +60,10 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         if self.max_concurrent_groups is not None:
             return self.max_concurrent_groups
         return self.prompts_per_step if self.max_staleness == 0 else -(-self.prompts_per_step // 4)
+
+    @property
+    def transport(self) -> str | None:
+        return None if self.weight_sync is None else self.weight_sync.name.rpartition("/")[2]
 
     def limits(self, num_batches: int) -> SchedulerLimits:
         """What the scheduler may do in a run of so many steps."""
@@ -117,7 +121,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 "is mask, but with order: fifo no token can get over the bound. Set order: window, or remove at_bound.",
             )
         yield from self._off_policy_problems(run)
-        engines = getattr(self.engine, "engines", 1)
+        engines = self.engine.num_engines
         if engines > self.groups_at_once * self.samples_per_prompt:
             yield Problem(
                 "engine.engines",
@@ -126,7 +130,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             )
 
     def _off_policy_problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.max_staleness == 0 or self.correction is not None or uses_rollout_logprobs(run.loss):
+        if self.max_staleness == 0 or self.correction is not None or run.loss.uses_rollout_logprobs:
             return
         yield Problem(
             "max_staleness",

@@ -151,11 +151,5 @@ class RecordedRolloutSource(PromptSource):
     def epoch(self, step: int) -> float:
         return step * self._config.prompts_per_step / self._prompts.prompts_per_epoch
 
-    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        return {}
-
     def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         raise AssertionError("its config refuses held-out prompts")
-
-    def close(self) -> None:
-        """Nothing was started."""

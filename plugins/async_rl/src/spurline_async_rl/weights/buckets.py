@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 def to_wire(bucket: WeightBucket) -> dict[str, Any]:
     """JSON-able; tensors of a transport within one process do not travel."""
     places = [[place.name, place.dtype, list(place.shape), place.offset] for place in bucket.places]
-    return {"transport": bucket.transport, "where": dict(bucket.where), "places": places}
+    facts = {"transport": bucket.transport, "within_machine": bucket.within_machine}
+    return {**facts, "where": dict(bucket.where), "places": places}
 
 
 def from_wire(wire: Mapping[str, Any]) -> WeightBucket:
     """The bucket that `to_wire` wrote."""
     places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in wire["places"])
-    return WeightBucket(wire["transport"], places, wire["where"])
+    return WeightBucket(wire["transport"], places, wire["where"], within_machine=wire["within_machine"])
 
 
 _ALIGNMENT = 64

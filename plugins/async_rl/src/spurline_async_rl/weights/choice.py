@@ -7,12 +7,15 @@ In: what the config says, the engine, the registered transports. Out: the config
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import ConfigError, Problem, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.rollout_engine import TakesWeights
+from spurline.protocols.weight_sync import WeightSyncConfig
 from spurline_async_rl.engines.vllm.launch import require_vllm
 
 
@@ -31,9 +34,6 @@ def require_gpu(transport: str) -> None:
     require_vllm()
 
 
-_NEED_GPU = frozenset({"nccl", "cuda_ipc"})
-
-
 def choose_sync(given: ComponentConfig | None, engine: TakesWeights, registry: Registry) -> ComponentConfig:
     """given: the config's `weight_sync`. Without one, the first of the engine's transports that can be used here.
 
@@ -50,8 +50,10 @@ def choose_sync(given: ComponentConfig | None, engine: TakesWeights, registry: R
         return given
     registered = registry.names("weight_sync")
     for name in engine.transports:
-        if name in registered and (name not in _NEED_GPU or torch.cuda.is_available()):
-            return registry.get("weight_sync", name).config(name=name)
+        if name in registered:
+            config = cast("type[WeightSyncConfig]", registry.get("weight_sync", name).config)
+            if torch.cuda.is_available() or not config.needs_gpu:
+                return config(name=name)
     raise _refused(
         "source.engine.name",
         f"chooses an engine, {reads}; this run has {listing(registered)} (without a GPU no nccl "

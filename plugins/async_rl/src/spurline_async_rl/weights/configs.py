@@ -45,10 +45,12 @@ class DiskSyncConfig(BucketSyncConfig):
 class NcclSyncConfig(BucketSyncConfig):
     """GPU to GPU over NCCL, by vLLM's own weight transfer. Does not work yet: set `shared_memory` or `disk`."""
 
+    needs_gpu = True
     name: str = "nccl"
 
 
 class CudaIpcSyncConfig(BucketSyncConfig):
     """Handles of GPU memory to engines on the same GPUs, by vLLM's own weight transfer."""
 
+    needs_gpu = True
     name: str = "cuda_ipc"

@@ -50,7 +50,8 @@ class CudaIpcSync(BucketSync):
             tensors = [tensor.detach().to(device).contiguous() for _, tensor in held]
             torch.cuda.synchronize(device)
             handles = pickle.dumps([reduce_tensor(tensor)[1] for tensor in tensors])
-            yield WeightBucket(self.transport, places, {_GPU: gpu, _HANDLES: base64.b64encode(handles).decode()})
+            where = {_GPU: gpu, _HANDLES: base64.b64encode(handles).decode()}
+            yield WeightBucket(self.transport, places, where, within_machine=True)
             del tensors
             torch.cuda.ipc_collect()
 

@@ -57,7 +57,7 @@ class SharedMemorySync(BucketSync):
         where = {_SEGMENT: self._segment.name}
         if self._config.checksum:
             where[_CHECKSUM] = checksum(_memory(self._segment), places)
-        return WeightBucket(self.transport, tuple(places), where)
+        return WeightBucket(self.transport, tuple(places), where, within_machine=True)
 
     def _room_for(self, place: TensorPlace) -> memoryview:
         """Memory that reaches to the end of this place. Raises RunFailedError when the machine has no more."""

@@ -68,8 +68,7 @@ class EngineSpec:
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
     """Of this run's engines."""
-    weight_sync = getattr(run.source, "weight_sync", None)
-    return EngineSpec(config, run.model, getattr(weight_sync, "name", "").rpartition("/")[2])
+    return EngineSpec(config, run.model, run.source.transport or "")
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class RayEngine:
     async def load_bucket(self, wire: Mapping[str, Any]) -> None:
         import ray
 
-        if wire["transport"] in ("shared_memory", "cuda_ipc") and self._node != ray.get_runtime_context().get_node_id():
+        if wire["within_machine"] and self._node != ray.get_runtime_context().get_node_id():
             raise ConfigError(
                 [
                     Problem(

@@ -1,0 +1,174 @@
+"""Code asks for capabilities and never for a name or a class; packages keep their private names to themselves."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spurline.plugins.host import PluginHost
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {path.name: path for path in sorted(ROOT.glob("*/src/*")) + sorted(ROOT.glob("plugins/*/src/*"))}
+PLUGINS = sorted(name.removeprefix("spurline_") for name in PACKAGES if name != "spurline")
+REFUSED_FOLDERS = {"builtin", "utils", "manager"}
+
+
+def component_names(plugins: list[str]) -> dict[str, set[str]]:
+    """Kind -> names of all components of core and of these plugins."""
+    names: dict[str, set[str]] = {}
+    for entry in PluginHost.load(plugins).registry.entries():
+        # Panels are called like what they show, `loss` or `config`, so their names say nothing.
+        if entry.kind != "report_panel":
+            names.setdefault(entry.kind, set()).add(entry.name)
+    return names
+
+
+def checks_of_classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Calls of isinstance and issubclass with a class that is called a config."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 2):
+            continue
+        if node.func.id in ("isinstance", "issubclass"):
+            classes = {name.split(".")[-1] for name in dotted_names(node.args[1])}
+            if found := sorted(name for name in classes if name.endswith("Config")):
+                yield (
+                    node.lineno,
+                    f"{node.func.id} of {', '.join(found)}: declare a property on the kind",
+                )
+
+
+def dotted_names(node: ast.expr) -> list[str]:
+    """Every name or attribute in a class, a tuple of classes or a union of them."""
+    return [ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))]
+
+
+def lists_of_components(tree: ast.Module, names: dict[str, set[str]]) -> Iterator[tuple[int, str]]:
+    """Tuples, lists and sets, and keys of dicts, that hold two or more names of components of one kind."""
+    skipped = set(parts_that_declare(tree))
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            items: list[ast.expr | None] = [*node.elts]
+        elif isinstance(node, ast.Dict):
+            items = [*node.keys]
+        else:
+            continue
+        texts = {item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)}
+        for kind, known in names.items():
+            found = sorted(text for text in texts if text.removeprefix("core/") in known)
+            if len(found) > 1:
+                yield node.lineno, f"a list of {kind} names, {', '.join(found)}: declare a property on the kind"
+
+
+def parts_that_declare(tree: ast.Module) -> Iterator[ast.AST]:
+    """Types such as `Literal["auto", "cpu"]`; an engine's `transports`, and the readers it has for their buckets."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript):
+            yield from ast.walk(node.slice)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            called = {ast.unparse(target).rpartition(".")[2].strip("_").lower() for target in targets}
+            if called & {"transports", "readers"}:
+                yield from ast.walk(node)
+        elif isinstance(node, ast.FunctionDef) and node.name.strip("_") == "transports":
+            yield from ast.walk(node)
+
+
+def private_imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
+    """Private modules and names of other packages of ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in imported:
+            first, *rest = name.split(".")
+            private = [part for part in rest if part.startswith("_") and not part.startswith("__")]
+            if first != package and first.startswith("spurline") and private:
+                yield node.lineno, f"imports {name}, which is private to {first}"
+
+
+def refused_folders(root: Path) -> list[str]:
+    """Folders whose name says nothing of a subject."""
+    return [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.name in REFUSED_FOLDERS]
+
+
+def complaints(path: Path, text: str, package: str, names: dict[str, set[str]]) -> list[str]:
+    """What is wrong with a source file, one line each."""
+    tree = ast.parse(text)
+    found = list(private_imports(tree, package))
+    if "config" not in path.parts:
+        found += checks_of_classes(tree)
+    if path.name not in ("builtin.py", "plugin.py"):
+        found += lists_of_components(tree, names)
+    return [f"{path}:{line}: {problem}" for line, problem in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, set[str]]:
+    return component_names(PLUGINS)
+
+
+def test_no_code_asks_which_component_it_has(names: dict[str, set[str]]) -> None:
+    assert {"packed", "padded"} <= names["collator"]
+    found: list[str] = []
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            found += complaints(path.relative_to(ROOT), path.read_text(encoding="utf-8"), package, names)
+    assert not found, "\n".join(found)
+
+
+def test_every_folder_is_called_after_its_subject() -> None:
+    assert not [name for folder in PACKAGES.values() for name in refused_folders(folder)]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("if isinstance(cut, ByPromptConfig): pass", "isinstance of ByPromptConfig"),
+        ("issubclass(kind, (int, configs.PackedCollatorConfig))", "issubclass of PackedCollatorConfig"),
+        ("isinstance(source, int | PromptSourceConfig)", "isinstance of PromptSourceConfig"),
+        ("isinstance(found, Section)", None),
+        ("flat = name in ('packed', 'padded')", "a list of collator names, packed, padded"),
+        ("_OWN = frozenset({'core/cross_entropy', 'dft'})", "a list of loss names, core/cross_entropy, dft"),
+        ("classes = {'ppo': Ppo, 'gspo': Gspo}", "a list of loss names, gspo, ppo"),
+        ("defaults = {'collator': 'rollouts', 'loss': 'ppo'}", None),
+        ("mode: Literal['serial', 'async'] = 'serial'", None),
+        ("transports = ('shared_memory', 'disk')", None),
+        ("self._readers = {'shared_memory': read, 'disk': read_file}", None),
+        ("ends_here = wire['transport'] in ('shared_memory', 'cuda_ipc')", "a list of weight_sync names"),
+        ("needs = ('loss', 'packed')", None),
+        ("from spurline.model._rows import cut", "imports spurline.model._rows.cut, which is private to spurline"),
+        ("from spurline.model.rows import _cut", "imports spurline.model.rows._cut"),
+        ("import spurline._rows", "imports spurline._rows"),
+        ("from spurline import __version__", None),
+        ("from spurline_mine.rows import _cut", None),
+        ("from torch import _C", None),
+    ],
+)
+def test_the_checks_see_what_they_are_for(text: str, problem: str | None, names: dict[str, set[str]]) -> None:
+    found = complaints(Path("mine/source.py"), text, "spurline_mine", names)
+    if problem is None:
+        assert not found
+    else:
+        assert len(found) == 1
+        assert problem in found[0]
+
+
+def test_config_and_the_tables_of_components_may_hold_what_other_files_may_not(names: dict[str, set[str]]) -> None:
+    asks, lists = "isinstance(owner, ComponentConfig)", "names = ('packed', 'padded')"
+    assert not complaints(Path("spurline/config/explain.py"), asks, "spurline", names)
+    assert not complaints(Path("spurline/builtin.py"), lists, "spurline", names)
+    assert complaints(Path("spurline/builtin.py"), asks, "spurline", names)
+
+
+def test_a_folder_for_everything_is_seen(tmp_path: Path) -> None:
+    for name in ("rows/utils", "builtin/rows", "rows/build"):
+        (tmp_path / name).mkdir(parents=True)
+    assert refused_folders(tmp_path) == ["builtin", "rows/utils"]
