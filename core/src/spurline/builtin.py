@@ -55,7 +55,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(losses.SequenceRejectionConfig, "spurline.losses.corrections.rejection:SequenceRejection")
 
     add(advantages.GrpoConfig, "spurline.rl.advantages.grpo:Grpo", default=True)
-    add(advantages.DrGrpoConfig, "spurline.rl.advantages.dr_grpo:DrGrpo")
+    add(advantages.DrGrpoConfig, "spurline.rl.advantages.grpo:DrGrpo")
     add(advantages.RlooConfig, "spurline.rl.advantages.rloo:Rloo")
     add(advantages.MaxRlConfig, "spurline.rl.advantages.maxrl:MaxRl")
     add(advantages.ReinforcePlusPlusConfig, "spurline.rl.advantages.reinforce_pp:ReinforcePlusPlus")

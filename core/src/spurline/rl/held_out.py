@@ -13,18 +13,16 @@ from typing import Any
 from spurline.errors import CheckpointError, DataError
 from spurline.protocols.backend import Backend
 from spurline.rl.configs import HeldOutConfig
-from spurline.rl.draws import Draw, PromptDraws
-from spurline.rl.given_up import SkippedRow
+from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 from spurline.rl.group_runner import Outcome
 from spurline.rl.health import all_returns, mean_terms
-from spurline.rl.returns import group_returns
-from spurline.rl.trajectory import Group
+from spurline.rl.trajectory import Group, group_returns
 
 RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
 
 
 class RolloutEvaluation:
-    """run: makes the attempts at these prompts with the weights as they are, and waits for them."""
+    """Evaluates on held-out prompts. run: makes the attempts at prompts with the weights as they are, and waits."""
 
     def __init__(self, config: HeldOutConfig, prompts: PromptDraws, run: RunHeldOut) -> None:
         self._config = config

@@ -1,8 +1,7 @@
-"""Seeds of sampled text: a pure function of who asks, so that a resumed run samples what the first would have.
+"""The policy as an environment sees it: one handle per attempt that asks the engine and remembers every turn.
 
-The policy as an environment sees it: one handle per attempt that asks the engine and remembers every turn.
-
-Place on the way: environment -> token ids -> this -> request with seed and name -> rollout engine -> Turn.
+Place on the way: environment -> token ids -> EnginePolicy -> request with seed and name -> rollout engine -> Turn.
+Seeds are a pure function of who asks, so that a resumed run samples what the first would have.
 """
 
 from __future__ import annotations

@@ -1,20 +1,7 @@
-"""Soft punishment of answers that come close to the length limit, as DAPO does (Yu et al. 2025, arXiv:2503.14476).
+"""Score attempts: reward components on an answer, and their weighted sum on the tokens of a trajectory.
 
-    0                                   for |y| <= L - B
-    ((L - B) - |y|) / B                 for L - B < |y| <= L
-    -1                                  beyond
-
-|y|: tokens of the answer, L: `longest`, B: `buffer`. Added to the reward as a term of its own, usually with weight 1.
-Pure; what it is added to is not decided here.
-
-Call reward components on an answer, and see to it that what they return is a number.
-
-Place on the way: Answer -> rewards by name -> named terms of a trajectory, or scores of an evaluation.
-
-Put the reward of an attempt on its tokens: named terms times weights, on the last token the model wrote.
-
-Place on the way: trajectory with named terms -> this -> trajectory whose turns all have `rewards` [A] -> advantages.
-Rewards per turn that the environment set stay and are added to.
+Place on the way: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
+have `rewards` [A] -> advantages. Evaluation takes the terms as they are.
 """
 
 from __future__ import annotations
@@ -31,13 +18,6 @@ from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer, Reward, ScoresOnLoop
 from spurline.rl.concurrency import in_thread, located
 from spurline.rl.trajectory import Trajectory, Turn
-
-
-def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
-    """A reward term between -1 and 0. Needs 0 < buffer <= longest."""
-    assert 0 < buffer <= longest, (buffer, longest)
-    return -min(1.0, max(0.0, (num_tokens - (longest - buffer)) / buffer))
-
 
 _SHOWN_CHARACTERS = 200
 
@@ -99,8 +79,22 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
+def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
+    """A reward term between -1 and 0 for answers that come close to the length limit (DAPO, arXiv:2503.14476).
+
+        0                                   for |y| <= L - B
+        ((L - B) - |y|) / B                 for L - B < |y| <= L
+        -1                                  beyond
+
+    |y|: `num_tokens`, L: `longest`, B: `buffer`. Needs 0 < buffer <= longest.
+    """
+    assert 0 < buffer <= longest, (buffer, longest)
+    return -min(1.0, max(0.0, (num_tokens - (longest - buffer)) / buffer))
+
+
 def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
-    """The trajectory with rewards on every turn: those it has, plus the sum of weight x term on the last token.
+    """The trajectory with rewards on every turn: those its environment set, plus the sum of weight x term on the last
+    token the model wrote.
 
     weights: of reward terms; 1 where none is given. The last token is that of the last turn that has any.
     Raises ConfigError for the weight of a term that the environment does not give, AttemptFailedError for a reward that

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spurline.rl.advantages.per_token import discounted_sums, normalized, read_tokens, write_tokens
+from spurline.rl.advantages.shared import discounted_sums, normalized, read_tokens, write_tokens
 from spurline.rl.trajectory import Group
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Gae:
-    """Discounted sums of the critic's surprises."""
+    """The discounted sum of the critic's surprises from each token on."""
 
     needs: frozenset[str] = frozenset({"values"})
 
