@@ -48,11 +48,10 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(losses.CispoConfig, "spurline.losses.cispo:Cispo")
     add(losses.SapoConfig, "spurline.losses.sapo:Sapo")
     add(losses.ValueLossConfig, "spurline.losses.value:ValueLoss")
-    importance_sampling = "spurline.losses.corrections.importance_sampling"
-    add(losses.TruncatedImportanceSamplingConfig, f"{importance_sampling}:TruncatedImportanceSampling")
-    add(losses.MaskedImportanceSamplingConfig, f"{importance_sampling}:MaskedImportanceSampling")
-    add(losses.GeometricRejectionConfig, "spurline.losses.corrections.rejection:GeometricRejection")
-    add(losses.SequenceRejectionConfig, "spurline.losses.corrections.rejection:SequenceRejection")
+    add(losses.TruncatedImportanceSamplingConfig, "spurline.losses.corrections:TruncatedImportanceSampling")
+    add(losses.MaskedImportanceSamplingConfig, "spurline.losses.corrections:MaskedImportanceSampling")
+    add(losses.GeometricRejectionConfig, "spurline.losses.corrections:GeometricRejection")
+    add(losses.SequenceRejectionConfig, "spurline.losses.corrections:SequenceRejection")
 
     add(advantages.GrpoConfig, "spurline.rl.advantages.grpo:Grpo", default=True)
     add(advantages.DrGrpoConfig, "spurline.rl.advantages.grpo:DrGrpo")

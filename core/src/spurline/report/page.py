@@ -1,9 +1,7 @@
-"""Assemble panels into RUN_DIR/report.html: one file that opens anywhere, without a network.
+"""Write RUN_DIR/report.html: the panels that the config selects, in one file that opens anywhere, without a network.
 
-In: a RunRecord and panels in page order. Out: the page, written atomically. The page carries plotly.js, its style and
+A RunRecord and panels in page order go in; the page comes out, written atomically. It carries plotly.js, its style and
 its script; a content security policy forbids it to load anything.
-
-Write the report of a run directory with the panels its config selects.
 """
 
 from __future__ import annotations

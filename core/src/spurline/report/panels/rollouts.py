@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
+from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import (
     Trace,
     band,
@@ -17,7 +17,7 @@ from spurline.report.figure import (
     step_figure,
     thinned,
 )
-from spurline.report.markup import block, caption, columns, table, text
+from spurline.report.markup import Panel, block, caption, columns, table, text
 from spurline.report.record import HELD_OUT_REWARD, HELD_OUT_TERM, recorded_names
 
 REWARD = "reward/mean"
@@ -28,13 +28,10 @@ _REASONS = {"stop": "stopped", "length": "cut off at the limit", "abort": "abort
 _PROMPTS_SHOWN = 10
 
 
-class RewardPanel:
+class RewardPanel(Panel):
     """Mean reward with its spread, held-out rewards beside it, and each term where there are several."""
 
     title = "Reward"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no rewards were recorded."""
@@ -48,13 +45,10 @@ class RewardPanel:
         return block(head, columns(plot, _term_plot(record, terms)), wide=True)
 
 
-class GroupsPanel:
+class GroupsPanel(Panel):
     """How many groups taught nothing, were left out, or failed."""
 
     title = "Groups"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no groups were recorded."""
@@ -75,13 +69,10 @@ class GroupsPanel:
         return block(caption(_fates(record)), plot, _failures(record), _reasons(record))
 
 
-class ResponsesPanel:
+class ResponsesPanel(Panel):
     """Response lengths, and how responses ended."""
 
     title = "Responses"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no response lengths were recorded."""

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
-from spurline.report.markup import block, caption, table, text
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.markup import Panel, block, caption, table, text
 from spurline.trackers.jsonl import read_json_lines
 
 SAMPLES_FILE = "eval_samples.jsonl"
@@ -24,13 +24,10 @@ _MAX_CHARACTERS = 2000
 Answer = Mapping[str, Any]
 
 
-class SamplesPanel:
+class SamplesPanel(Panel):
     """Answers at the first and at the latest evaluation, marked by their scores."""
 
     title = "Sample answers"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no answers were generated."""
