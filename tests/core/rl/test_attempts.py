@@ -89,7 +89,7 @@ def test_a_turn_of_another_distribution_may_be_evaluated_or_accepted(changes: di
     attempts, _ = make_attempts(with_sampling(**changes))
     assert returns_of(run(attempts.evaluate(PROMPTS))) == [1.0, 1.0]
     accepting, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(allow_truncated=True))
-    assert returns_of(run(accepting.train(PROMPTS))) == 4 * [1.0]
+    assert returns_of(run(accepting.training.run_groups(PROMPTS))) == 4 * [1.0]
     [(name, value)] = changes.items()
     assert {getattr(request.sampling, name) for request in engine.requests} == {value}
 

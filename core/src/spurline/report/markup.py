@@ -1,4 +1,4 @@
-"""What panels are made of: their base, and small HTML pieces. Everything that comes from a run passes through `text`."""
+"""What panels are made of: their base, and HTML pieces. Everything that comes from a run passes through `text`."""
 
 from __future__ import annotations
 

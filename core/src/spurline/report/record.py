@@ -14,7 +14,7 @@ from typing import Any
 
 from spurline.errors import RunDirectoryError, listing
 from spurline.protocols.report_panel import RunRecord
-from spurline.trackers.jsonl import METRICS_FILE, read_metrics
+from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 
 CONFIG_FILE = "config.json"
 """The resolved config, inside the run directory."""
@@ -37,7 +37,7 @@ def read_record(run_dir: Path) -> RunRecord:
         )
     return RunRecord(
         run_dir=run_dir,
-        metrics=read_metrics(run_dir / METRICS_FILE),
+        metrics=read_json_lines(run_dir / METRICS_FILE),
         config=_read_mapping(run_dir / CONFIG_FILE),
         summary=_read_mapping(run_dir / SUMMARY_FILE),
     )

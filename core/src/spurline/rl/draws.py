@@ -1,4 +1,4 @@
-"""Which prompt is drawn when: an endless order over the rows of the datasets, a pure function of the seed.
+"""Draw prompts: an endless order over the rows of the datasets, a pure function of the seed.
 
 Place on the way: rows -> draws (each with a uid of its own) -> attempts. Rows are read one at a time, when drawn. Rows
 that turned out to be unusable are remembered, so that none of them costs anything when its turn comes again.
@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 import xxhash
 
-from spurline.config.run_config import DatasetConfig
 from spurline.data.order import DataOrder
 from spurline.data.reading import check_rows, open_datasets, share_read
 from spurline.data.tokenization import store_labels
 from spurline.errors import DataError
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 

@@ -156,21 +156,21 @@ class GroupRunner:
                 async with self._places:
                     return await self._attempt(task, attempt)
             except PrefixError as error:
-                raise _GiveUp(_reason(task, attempt, error)) from error
+                raise _GiveUp(_explain_failure(task, attempt, error)) from error
             except DataError as error:
-                raise _bad_row(task, error) from error
+                raise _explain_bad_row(task, error) from error
             except Exception as error:
                 if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
                     raise
                 if attempt == self._retries:
-                    raise _GiveUp(_reason(task, attempt, error)) from error
+                    raise _GiveUp(_explain_failure(task, attempt, error)) from error
             attempt += 1
             self._retries_of[task.uid] += 1
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
-        run = _surviving(self._environment.run(task, self._make_policy(task, attempt)))
+        run = _survive_exit(self._environment.run(task, self._make_policy(task, attempt)))
         what = f"{type(self._environment).__name__}.run for {_name(task)}"
-        trajectory = await _within(run, self._attempt_timeout_s, what, self._seconds_down)
+        trajectory = await _run_within(run, self._attempt_timeout_s, what, self._seconds_down)
         self._check(trajectory, task)
         return self._score(trajectory)
 
@@ -196,7 +196,7 @@ class GroupRunner:
                     )
 
 
-async def _surviving(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
+async def _survive_exit(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
     """What `run` returns. `sys.exit()` in an environment or reward is a failure of the attempt: asyncio would let it
     end the event loop, and with it every attempt, without a word."""
     try:
@@ -205,7 +205,7 @@ async def _surviving(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
         raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
 
 
-async def _within(
+async def _run_within(
     run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: str, seconds_down: Callable[[], float]
 ) -> Trajectory:
     """The result of `run`; AttemptFailedError after `timeout_s`, or when it was cancelled by its own code."""
@@ -235,7 +235,7 @@ def _name(task: Task) -> str:
     return f"sample {task.sample} of prompt {task.uid}"
 
 
-def _bad_row(task: Task, error: DataError) -> DataError:
+def _explain_bad_row(task: Task, error: DataError) -> DataError:
     """The error with the row's location in front and the way out behind, where it does not say them itself."""
     text = str(error)
     place = "" if task.location in text else f"{task.location}: "
@@ -243,7 +243,7 @@ def _bad_row(task: Task, error: DataError) -> DataError:
     return DataError(f"{place}{text}{fix}")
 
 
-def _reason(task: Task, attempt: int, error: Exception) -> str:
+def _explain_failure(task: Task, attempt: int, error: Exception) -> str:
     """Which attempt failed, and how; for an unexpected error also where in the code."""
     tries = f", after {attempt + 1} attempts" if attempt else ""
     text = str(error) if isinstance(error, SpurlineError) else located(error)

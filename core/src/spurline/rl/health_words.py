@@ -54,7 +54,7 @@ def _mismatch(metrics: Mapping[str, float]) -> str:
 
 
 def _equal_rewards(metrics: Mapping[str, float]) -> str:
-    """Not for groups of one, nor with a critic: equal rewards leave advantages other than 0 there."""
+    """With groups of one or a critic there is nothing to say: equal rewards leave advantages other than 0 there."""
     largest = max(abs(metrics.get("advantage/max", 0.0)), abs(metrics.get("advantage/min", 0.0)))
     if metrics.get("groups/zero_variance", 0.0) < 1 or largest > _NO_ADVANTAGE:
         return ""

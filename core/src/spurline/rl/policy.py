@@ -36,9 +36,9 @@ _DISTRIBUTION = ("temperature", "top_p", "top_k")
 class EnginePolicy:
     """A PolicyHandle on a rollout engine.
 
-    attempt: how often this task has failed before; part of every seed, so that a retry does not repeat what failed.
-    any_distribution: turns may be sampled with another temperature, top_p or top_k than `sampling` has. Not where they
-    are trained on: the trainer computes all logprobs for those of the run.
+    attempt: how often this task has failed before; part of every seed. any_distribution: turns may be sampled with
+    another temperature, top_p or top_k than `sampling` has, which must not be where they are trained on: the trainer
+    computes all logprobs for those of the run.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EnginePolicy:
             name=f"{task.uid} sample {task.sample} turn {number}{retry}",
         )
         result = await self._engine.generate(request)
-        self._finished[number] = _turn(request, result)
+        self._finished[number] = _make_turn(request, result)
         return result
 
     def _check_distribution(self, sampling: Sampling) -> None:
@@ -112,16 +112,16 @@ class EnginePolicy:
         turn_rewards: Sequence[float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """All turns as the attempt's trajectory. Raises ValueError when there is not one reward for each turn."""
+        """Make the attempt's trajectory of all turns. Raises ValueError when there is not one reward for each turn."""
         turns = self.turns
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):
                 raise ValueError(f"{len(turn_rewards)} turn rewards for {len(turns)} turns; give one for each")
-            turns = tuple(_rewarded(turn, reward) for turn, reward in zip(turns, turn_rewards, strict=True))
+            turns = tuple(_reward_turn(turn, reward) for turn, reward in zip(turns, turn_rewards, strict=True))
         return Trajectory(self._task.uid, self._task.sample, turns, dict(rewards or {}), dict(info or {}))
 
 
-def _turn(request: GenerationRequest, result: GenerationResult) -> Turn:
+def _make_turn(request: GenerationRequest, result: GenerationResult) -> Turn:
     length = len(result.token_ids)
     assert len(result.logprobs) == len(result.versions) == length, f"the engine's answer to {request.name} is ragged"
     return Turn(
@@ -134,7 +134,7 @@ def _turn(request: GenerationRequest, result: GenerationResult) -> Turn:
     )
 
 
-def _rewarded(turn: Turn, reward: float) -> Turn:
+def _reward_turn(turn: Turn, reward: float) -> Turn:
     if not len(turn.response_ids) and reward:
         raise AttemptFailedError(f"A turn without response tokens has no place for its reward of {reward:g}.")
     values = np.zeros(len(turn.response_ids), dtype=np.float32)

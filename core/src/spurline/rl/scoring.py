@@ -29,11 +29,11 @@ async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[st
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
     """The value as a finite float. Raises AttemptFailedError for anything else."""
-    number = _number(value)
+    number = _read_number(value)
     if number is None:
         hint = " Does it lack a return statement?" if value is None else ""
         raise AttemptFailedError(
-            f"Reward '{name}' returned {_shown(value)} for {_place(answer)}; it must return a number.{hint}"
+            f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )
     if not math.isfinite(number):
         raise AttemptFailedError(f"Reward '{name}' returned {number} for {_place(answer)}; it must be finite.")
@@ -63,18 +63,18 @@ async def _call(name: str, reward: Reward, answer: Answer) -> float:
     return checked_score(name, value, answer)
 
 
-def _number(value: Any) -> float | None:
-    """A Python or numpy number, or an array or tensor of no dimension."""
+def _read_number(value: Any) -> float | None:
+    """The value of a Python or numpy number, or of an array or tensor of no dimension; None for anything else."""
     if not isinstance(value, (int, float, np.number, np.bool_)) and getattr(value, "shape", None) == ():
         value = value.item()
     return float(value) if isinstance(value, (int, float, np.number, np.bool_)) else None
 
 
 def _place(answer: Answer) -> str:
-    return f"the response {_shown(answer.response)}"
+    return f"the response {_shorten(answer.response)}"
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
@@ -106,7 +106,7 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
         if not math.isfinite(value):
             raise AttemptFailedError(f"{where}: reward '{name}' is {value}; it must be finite.")
     total = math.fsum(weights.get(name, 1.0) * value for name, value in trajectory.rewards.items())
-    turns = [_with_rewards(turn, f"{where}, turn {number}") for number, turn in enumerate(trajectory.turns)]
+    turns = [_prepare_rewards(turn, f"{where}, turn {number}") for number, turn in enumerate(trajectory.turns)]
     last = max((number for number, turn in enumerate(turns) if len(turn.response_ids)), default=None)
     if last is None:
         raise AttemptFailedError(
@@ -134,7 +134,7 @@ def _check_names(terms: Mapping[str, float], weights: Mapping[str, float]) -> No
         )
 
 
-def _with_rewards(turn: Turn, where: str) -> Turn:
+def _prepare_rewards(turn: Turn, where: str) -> Turn:
     """The turn with an array of rewards of its own."""
     if turn.rewards is None:
         return replace(turn, rewards=np.zeros(len(turn.response_ids), dtype=np.float32))

@@ -129,7 +129,7 @@ def _advantages(record: RunRecord) -> str:
 
 
 def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis: Any) -> str:
-    """Those of the series that are not 0 throughout."""
+    """Draw those of the series that are not 0 throughout."""
     traces: list[Trace] = []
     for index, (name, label) in enumerate(labels.items()):
         steps, values = record.series(name)
@@ -139,7 +139,7 @@ def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis:
 
 
 def _differences(record: RunRecord) -> str:
-    """On a logarithmic axis: the largest difference is many times the mean one."""
+    """Draw on a logarithmic axis: the largest difference is many times the mean one."""
     traces: list[Trace] = []
     for name, label, color in (
         ("mismatch/logprob_diff/max", "largest |difference|", "--series-8"),

@@ -46,7 +46,7 @@ class RewardPanel(Panel):
 
 
 class GroupsPanel(Panel):
-    """How many groups taught nothing, were left out, or failed."""
+    """How many groups taught nothing, were filtered, or were given up."""
 
     title = "Groups"
 
@@ -56,14 +56,13 @@ class GroupsPanel(Panel):
         if not steps:
             return None
         traces = one_of_several("equal rewards", steps, equal, "--series-2", hovertemplate="%{y:.1%}")
-        left_out = [
+        filtered = [
             (int(metrics["step"]), metrics["groups/filtered"] / metrics["groups/drawn"])
             for metrics in record.metrics
             if metrics.get("groups/drawn", 0) > 0 and "groups/filtered" in metrics
         ]
-        if any(share > 0 for _, share in left_out):
-            shares = [share for _, share in left_out]
-            found = [step for step, _ in left_out]
+        if any(share > 0 for _, share in filtered):
+            found, shares = [step for step, _ in filtered], [share for _, share in filtered]
             traces += one_of_several("left out", found, shares, "--series-8", hovertemplate="%{y:.1%}")
         plot = step_figure(traces, "Share of groups", label="Groups over steps", tickformat=".0%", range=[-0.02, 1.02])
         return block(caption(_fates(record)), plot, _failures(record), _reasons(record))
@@ -117,7 +116,7 @@ def _mean_reward(record: RunRecord) -> list[Trace]:
 
 
 def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
-    """Before weights, as the reward functions returned them; those of held-out prompts dashed."""
+    """Draw terms before weights, as the reward functions returned them; those of held-out prompts are dashed."""
     traces: list[Trace] = []
     for index, term in enumerate(terms):
         name, color = term.removeprefix(_TERM), series_color(index + 2)
@@ -167,7 +166,7 @@ def _failures(record: RunRecord) -> str:
 
 
 def _reasons(record: RunRecord) -> str:
-    """Which prompts were given up, and why; known when the run ends."""
+    """List which prompts were given up, and why; that is known when the run ends."""
     reasons = record.summary.get("given_up") or []
     if not reasons:
         return ""

@@ -98,7 +98,7 @@ class TimeSplitPanel(Panel):
             for name in names
         ]
         steps = [int(metrics["step"]) for metrics in record.metrics if "time/step" in metrics]
-        plot = _stacked(steps, lines, {name: _part(name, inside) for name in names})
+        plot = _plot_stacked(steps, lines, {name: _part(name, inside) for name in names})
         return block(
             f'<div class="columns"><div>{plot}</div><div>{shares(rows)}{_list_overlapping(record, inside)}</div></div>',
             wide=True,
@@ -142,7 +142,7 @@ def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
     return caption(f"Also measured, overlapping the above: {listed}") if listed else ""
 
 
-def _stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
+def _plot_stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
     """Bars for a few steps; areas over means of stretches of steps for many. labels: the parts, bottom first."""
     stretch = math.ceil(len(lines) / _MAX_AREA_POINTS)
     stretches = [lines[start : start + stretch] for start in range(0, len(lines), stretch)]
