@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from typing import Any, cast
 
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError
@@ -80,6 +80,7 @@ class _GiveUp(Exception):  # noqa: N818 - how an attempt tells its group
     """An attempt failed for good; the text says where and why."""
 
 
+@dataclass(eq=False)
 class GroupRunner:
     """Runs groups on one event loop.
 
@@ -94,27 +95,18 @@ class GroupRunner:
     After a PrefixError it is given up at once: that depends on what the model wrote as well as on the row.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        make_policy: Callable[[Task, int], PolicyHandle],
-        score: Callable[[Trajectory], Trajectory],
-        given_up: GivenUpPrompts,
-        *,
-        samples_per_prompt: int,
-        retries: int,
-        attempt_timeout_s: float,
-        max_concurrent: int,
-        seconds_down: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._environment = environment
-        self._make_policy = make_policy
-        self._score = score
-        self._given_up = given_up
-        self._samples_per_prompt = samples_per_prompt
-        self._retries = retries
-        self._attempt_timeout_s = attempt_timeout_s
-        self._seconds_down = seconds_down
+    environment: Environment
+    make_policy: Callable[[Task, int], PolicyHandle]
+    score: Callable[[Trajectory], Trajectory]
+    given_up: GivenUpPrompts
+    _: KW_ONLY
+    samples_per_prompt: int
+    retries: int
+    attempt_timeout_s: float
+    max_concurrent: InitVar[int]
+    seconds_down: Callable[[], float] = lambda: 0.0
+
+    def __post_init__(self, max_concurrent: int) -> None:
         self._places = asyncio.Semaphore(max_concurrent)
         self._retries_of: Counter[str] = Counter()
 
@@ -130,13 +122,13 @@ class GroupRunner:
         """
         tasks = [
             Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
-            for sample in range(self._samples_per_prompt)
+            for sample in range(self.samples_per_prompt)
         ]
         try:
             trajectories = await all_or_none([self._run_task(task) for task in tasks], "work")
         except _GiveUp as failure:
             lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
-            self._given_up.add(lost)
+            self.given_up.add(lost)
             return lost
         except DataError as error:
             if prompt.dataset.on_bad_row == "error":
@@ -162,21 +154,21 @@ class GroupRunner:
             except Exception as error:
                 if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
                     raise
-                if attempt == self._retries:
+                if attempt == self.retries:
                     raise _GiveUp(_explain_failure(task, attempt, error)) from error
             attempt += 1
             self._retries_of[task.uid] += 1
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
-        run = _survive_exit(self._environment.run(task, self._make_policy(task, attempt)))
-        what = f"{type(self._environment).__name__}.run for {_name(task)}"
-        trajectory = await _run_within(run, self._attempt_timeout_s, what, self._seconds_down)
+        run = _survive_exit(self.environment.run(task, self.make_policy(task, attempt)))
+        what = f"{type(self.environment).__name__}.run for {_name(task)}"
+        trajectory = await _run_within(run, self.attempt_timeout_s, what, self.seconds_down)
         self._check(trajectory, task)
-        return self._score(trajectory)
+        return self.score(trajectory)
 
     def _check(self, trajectory: Any, task: Task) -> None:
         """Raise PluginError for an environment that does not keep its contract."""
-        name = type(self._environment).__name__
+        name = type(self.environment).__name__
         if not isinstance(trajectory, Trajectory):
             raise PluginError(f"{name}.run returned a {type(trajectory).__name__}, not a Trajectory.")
         if (trajectory.uid, trajectory.sample) != (task.uid, task.sample):

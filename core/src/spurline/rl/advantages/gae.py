@@ -12,15 +12,12 @@ the count).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spurline.rl.advantages.configs import GaeConfig
 from spurline.rl.advantages.shared import discounted_sums, normalized, read_tokens, write_tokens
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import GaeConfig
 
 
 class Gae:

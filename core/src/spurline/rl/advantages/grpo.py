@@ -13,13 +13,10 @@ the answer's length, is `reduction: fixed_norm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from spurline.rl.advantages.configs import DrGrpoConfig, GrpoConfig
 from spurline.rl.advantages.shared import Returns, center, relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import DrGrpoConfig, GrpoConfig
 
 
 class Grpo:

@@ -10,14 +10,11 @@ asks for rewards >= 0; a group without success has returns that are all equal, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from spurline.errors import DataError
+from spurline.rl.advantages.configs import MaxRlConfig
 from spurline.rl.advantages.shared import Returns, center, relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import MaxRlConfig
 
 
 class MaxRl:

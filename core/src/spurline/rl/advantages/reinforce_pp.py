@@ -17,10 +17,10 @@ along the tokens of a trajectory, with mean and std over all trained tokens pass
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spurline.rl.advantages.configs import ReinforcePlusPlusConfig
 from spurline.rl.advantages.shared import (
     center,
     discounted_sums,
@@ -31,9 +31,6 @@ from spurline.rl.advantages.shared import (
     write_tokens,
 )
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import ReinforcePlusPlusConfig
 
 
 class ReinforcePlusPlus:

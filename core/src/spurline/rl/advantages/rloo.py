@@ -9,13 +9,10 @@ return, which keeps the policy gradient unbiased.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from spurline.rl.advantages.configs import RlooConfig
 from spurline.rl.advantages.shared import Returns, center, relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import RlooConfig
 
 
 class Rloo:

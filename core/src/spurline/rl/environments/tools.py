@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,14 +28,10 @@ from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Tas
 from spurline.protocols.reward import Answer, Reward
 from spurline.rl.chat_front import ChatFront, PrefixError, Reply
 from spurline.rl.concurrency import within
-from spurline.rl.environments.configs import BUILT_IN_TOOLS
+from spurline.rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline.rl.rewards.function import load_function
 from spurline.rl.scoring import close_all, reward_terms
 from spurline.rl.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from spurline.rl.environments.configs import ToolsConfig
-
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _JSON_TYPES = {
