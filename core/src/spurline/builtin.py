@@ -40,7 +40,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(LocalBackendConfig, "spurline.backends.local.backend:LocalBackend", default=True)
 
     add(losses.CrossEntropyConfig, "spurline.losses.cross_entropy:CrossEntropy", default=True)
-    add(losses.DynamicFineTuningConfig, "spurline.losses.dft:DynamicFineTuning")
+    add(losses.DynamicFineTuningConfig, "spurline.losses.cross_entropy:DynamicFineTuning")
     add(losses.DpoConfig, "spurline.losses.dpo:Dpo")
     add(losses.PolicyGradientConfig, "spurline.losses.policy_gradient:PolicyGradient")
     add(losses.PpoConfig, "spurline.losses.ppo:Ppo")

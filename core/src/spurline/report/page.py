@@ -53,7 +53,7 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
             failures.append((type(panel).__name__, error))
             fragment = _error_fragment(panel, error)
         if fragment is not None:
-            sections.append(_section(panel.title, fragment))
+            sections.append(f'<section class="panel"><h2>{text(panel.title)}</h2>{fragment}</section>')
     # A sample may hold half a surrogate pair, which no file can.
     replace_file(out, _page(record, sections).encode(errors="replace").decode())
     if failures:
@@ -63,10 +63,6 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
             "Leave them out of report.panels, or fix the plugin that they come from."
         ) from failures[0][1]
     return out
-
-
-def _section(title: str, fragment: str) -> str:
-    return f'<section class="panel"><h2>{text(title)}</h2>{fragment}</section>'
 
 
 def _error_fragment(panel: ReportPanel, error: Exception) -> str:

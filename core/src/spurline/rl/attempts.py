@@ -120,15 +120,11 @@ class Attempts:
         if overlong is None:
             return score(trajectory, weights)
         if OVERLONG in trajectory.rewards:
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.overlong",
-                        f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
-                        "environment's, or remove source.overlong.",
-                    )
-                ]
+            clash = (
+                f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
+                "environment's, or remove source.overlong."
             )
+            raise ConfigError([Problem("source.overlong", clash)])
         if not punishes_length:
             return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})
         longest = self._config.sampling.max_new_tokens

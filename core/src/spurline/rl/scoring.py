@@ -122,15 +122,10 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
 def _check_names(terms: Mapping[str, float], weights: Mapping[str, float]) -> None:
     unknown = sorted(set(weights) - set(terms))
     if unknown:
+        text = "names no reward term of the environment, which must give the same terms in every attempt."
+        known = f"Terms: {listing(terms)}."
         raise ConfigError(
-            [
-                Problem(
-                    f"source.reward_weights.{name}",
-                    f"names no reward term of the environment, which must give the same terms in every attempt."
-                    f"{suggestion(name, terms)} Terms: {listing(terms)}.",
-                )
-                for name in unknown
-            ]
+            [Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} {known}") for name in unknown]
         )
 
 

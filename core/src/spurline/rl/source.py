@@ -36,16 +36,11 @@ class RolloutSource(PromptSource):
         """Lend the backend's weights to the engine. Raises ConfigError when the engine cannot take them."""
         engine = self._attempts.engine
         if not isinstance(engine, SharesWeights):
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.engine.name",
-                        f"is {self._config.engine.name}, which generates with weights of its own, but the source "
-                        f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous "
-                        "source.",
-                    )
-                ]
+            mismatch = (
+                f"is {self._config.engine.name}, which generates with weights of its own, but the source "
+                f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous source."
             )
+            raise ConfigError([Problem("source.engine.name", mismatch)])
         engine.share(backend)
         engine.set_version(step - 1)
         self._engine = engine

@@ -148,16 +148,12 @@ class InProcessEngine:
 
     def share(self, backend: Backend) -> None:
         if not isinstance(backend, LendsModel):
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.engine.name",
-                        f"is in_process, which here shares the weights of the backend, but {type(backend).__name__} "
-                        "does not hold its whole model in this process. Set backend.name: local, or choose a source "
-                        "that publishes weights.",
-                    )
-                ]
+            mismatch = (
+                f"is in_process, which here shares the weights of the backend, but {type(backend).__name__} does not "
+                "hold its whole model in this process. Set backend.name: local, or choose a source that publishes "
+                "weights."
             )
+            raise ConfigError([Problem("source.engine.name", mismatch)])
         assert not self._in_flight, f"still in flight: {[response.request.name for response in self._in_flight]}"
         self._open_model = backend.generation_model
         self._decoder = None
