@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from spurline.backends.local.backend import LocalBackend
 from spurline.data.batch import TrainingBatch
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.losses.dft import DynamicFineTuning
+from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.protocols.loss import Loss, Objective
 from spurline.testing.backend_contract import assert_gradients_close
 

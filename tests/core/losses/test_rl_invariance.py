@@ -27,9 +27,8 @@ from spurline.data.ragged import Ragged
 from spurline.losses import configs as losses_configs
 from spurline.losses.cispo import Cispo
 from spurline.losses.configs import KlConfig
-from spurline.losses.corrections.importance_sampling import MaskedImportanceSampling, TruncatedImportanceSampling
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.losses.dft import DynamicFineTuning
+from spurline.losses.corrections import MaskedImportanceSampling, TruncatedImportanceSampling
+from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.losses.gspo import Gspo
 from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo
