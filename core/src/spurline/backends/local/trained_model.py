@@ -1,13 +1,7 @@
-"""A model with its optimizer: what the local backend has one of for the policy, and one for the critic.
+"""A model with its optimizer, of which the local backend has one for the policy and one for the critic.
 
 Place on the way: gradients -> clipping -> AdamW -> weights; and all of it to disk and back. Who computes gradients, of
-which loss, is the backend's work.
-
-The reference model of full fine-tuning: the weights that the run started from, loaded a second time.
-
-Place on the way: `model` section -> this -> logprobs of role `reference`. Checkpoints hold a digest of these weights,
-not the weights themselves: files that changed since are refused instead of measured against. Runs with adapters need
-no second model: they turn the adapters off.
+which loss, is the backend's work. The frozen reference model is loaded here too.
 """
 
 from __future__ import annotations
@@ -94,7 +88,10 @@ class TrainedModel:
 def load_reference(
     run: RunConfig, profile: DeviceProfile, initial_weights: str, logits_chunk_tokens: int
 ) -> StreamModel:
-    """The frozen model. Raises CheckpointError when it is not the one with the digest `initial_weights`."""
+    """The weights that the run started from, loaded again and frozen; runs with adapters turn those off instead.
+
+    Checkpoints hold a digest of them, not the weights. Raises CheckpointError unless they have `initial_weights`.
+    """
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
     if weights_digest(causal) != initial_weights:

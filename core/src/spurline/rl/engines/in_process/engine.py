@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, ModelError, Problem, RunFailedError, listing, suggestion
 from spurline.model.device_profile import device_profile
@@ -72,16 +71,11 @@ class ModelThread:
 
 def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationModel:
     """Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            [Problem("source.engine.device", "is cuda, but torch sees no GPU. Set device: auto, or check nvidia-smi.")]
-        )
-    backend = LocalBackendConfig(device=config.device, precision=config.precision)
-    profile = device_profile(backend)
+    profile = device_profile(config.device, config.precision, setting="source.engine.device")
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
     limit = check_config(causal, run.model.path, run.data.max_length)
-    model = StreamModel(causal.requires_grad_(False).eval(), backend.logits_chunk_tokens)
+    model = StreamModel(causal.requires_grad_(False).eval())
     check_exactness(model, profile, run.model.path)
     return generation_model(causal, profile, limit)
 
