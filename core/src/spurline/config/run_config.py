@@ -28,6 +28,7 @@ from spurline.config.section import (
     as_list,
 )
 from spurline.errors import Problem
+from spurline.protocols.backend import BackendConfig
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.loss import trains_on
 
@@ -209,6 +210,12 @@ class EvaluationConfig(Section):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if not run.data.eval and (self.generate is not None or self.every_steps is not None):
             yield Problem("", "needs held-out data, and `data.eval` is empty. Set data.eval, or remove this section.")
+        if self.generate is not None and not run.backend.generates:
+            yield Problem(
+                "generate",
+                f"asks for answers, and backend '{run.backend.name}' does not generate. Remove evaluation.generate, "
+                "which leaves the held-out loss, or set backend.name: local.",
+            )
 
 
 class ReportConfig(Section):
@@ -259,7 +266,7 @@ class RunConfig(Section):
     """Learning-rate schedule."""
     critic: CriticConfig | None = None
     """The critic of an advantage that needs one, `gae`; null for none."""
-    backend: Annotated[ComponentConfig, Component("backend")]
+    backend: Annotated[BackendConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""

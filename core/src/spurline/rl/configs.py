@@ -12,6 +12,7 @@ from spurline.config.section import Component, ComponentConfig, OnResume, Sectio
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.loss import trains_on
+from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.protocols.source import SourceConfig, dropout_problems
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class PromptSourceConfig(SourceConfig):
     """Rollouts of each prompt: its group."""
     environment: Annotated[ComponentConfig, Component("environment")]
     """How a prompt becomes a rewarded trajectory."""
-    engine: Annotated[ComponentConfig, Component("rollout_engine")]
+    engine: Annotated[RolloutEngineConfig, Component("rollout_engine")]
     """What generates."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are drawn."""
@@ -257,3 +258,13 @@ class RolloutSourceConfig(PromptSourceConfig):
     """Synchronous reinforcement learning: each step generates with the weights of the step before."""
 
     name: str = "rollouts"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if self.engine.borrows_model and not run.backend.lends_model:
+            yield Problem(
+                "engine.name",
+                f"is {self.engine.name}, which here generates with the very model of the backend, but backend "
+                f"'{run.backend.name}' does not hold its whole model in this process. Set backend.name: local, or "
+                "choose a source that publishes weights.",
+            )

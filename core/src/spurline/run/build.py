@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig
 from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.backend import Backend, BackendConfig
+from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, EvaluatesItself, HeldOutEvaluation, ReadsHeldOut, SourceContext
@@ -62,15 +62,14 @@ class Components:
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
     """Tokenizer, source, mini-batches, loss and evaluation. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
-    layout = cast("BackendConfig", config.backend).layout()
-    context = SourceContext(config, loaded.host, load_tokenizer(config.model), layout, row_limit)
+    context = SourceContext(config, loaded.host, load_tokenizer(config.model), config.backend.layout(), row_limit)
     source: BatchSource = registry.create("source", config.source, context=context)
     stack.callback(source.close)
     loss: Loss = registry.create("loss", config.loss)
     return DataComponents(
         context=context,
         source=source,
-        minibatches=registry.create("minibatches", config.minibatches, run=config, layout=layout),
+        minibatches=registry.create("minibatches", config.minibatches, run=config, layout=context.layout),
         loss=loss,
         evaluation=_evaluation(context, source, loss),
     )

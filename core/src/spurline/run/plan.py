@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import ReductionConfig
 from spurline.data.summary import describe
 from spurline.errors import ConfigError, Problem, UserError
 from spurline.plugins.registry import CORE, group_by_kind
-from spurline.protocols.backend import BackendConfig
 from spurline.protocols.loss import Loss
 from spurline.rl.configs import PromptSourceConfig
 from spurline.run.build import DataComponents, build_data, build_trackers
@@ -43,7 +42,7 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT) -> Plan:
     plan = Plan()
     plan.sections["plugins"] = _plugins(loaded)
     _attempt(plan, lambda: build_trackers(loaded))
-    warning = _attempt(plan, cast("BackendConfig", loaded.config.backend).missing_here)
+    warning = _attempt(plan, loaded.config.backend.missing_here)
     if warning:
         plan.sections["on this machine"] = [warning]
     with ExitStack() as stack:
@@ -146,8 +145,7 @@ def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
 
 
 def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int) -> None:
-    backend = cast("BackendConfig", loaded.config.backend)
-    parts = backend.estimate_memory(loaded.config, row_length, tokens)
+    parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
     if not parts:
         return
     # Without a batch, what grows with its tokens comes out as 0.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ from spurline.protocols.backend import BackendConfig
 
 class LocalBackendConfig(BackendConfig):
     """One process, on CPU or one GPU."""
+
+    generates: ClassVar[bool] = True
+    lends_model: ClassVar[bool] = True
 
     name: str = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"

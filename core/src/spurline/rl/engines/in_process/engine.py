@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError, ModelError, Problem, RunFailedError, listing, suggestion
+from spurline.errors import ModelError, RunFailedError, listing, suggestion
 from spurline.model.device_profile import device_profile
 from spurline.model.generation import generation_model
 from spurline.model.loading import check_config, load_model
@@ -143,17 +143,7 @@ class InProcessEngine:
         self._thread = ModelThread(config.timeout_s)
 
     def share(self, backend: Backend) -> None:
-        if not isinstance(backend, LendsModel):
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.engine.name",
-                        f"is in_process, which here shares the weights of the backend, but {type(backend).__name__} "
-                        "does not hold its whole model in this process. Set backend.name: local, or choose a source "
-                        "that publishes weights.",
-                    )
-                ]
-            )
+        assert isinstance(backend, LendsModel), f"{type(backend).__name__} lends no model, whatever its config says"
         assert not self._in_flight, f"still in flight: {[row.request.name for row in self._in_flight]}"
         self._open_model = backend.generation_model
         self._decoder = None
