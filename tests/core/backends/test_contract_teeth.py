@@ -138,3 +138,9 @@ def test_the_backend_contract_catches_an_evaluation_that_draws_random_numbers(
     monkeypatch.setattr(LocalBackend, "evaluate", drawing)
     with pytest.raises(AssertionError):
         Local().test_an_update_is_bit_identical_after_an_evaluation(tiny_model, tmp_path)
+
+
+def test_the_backend_contract_takes_a_model_whose_output_layer_is_its_embedding(tmp_path: Path) -> None:
+    tied = write_tiny_model(tmp_path, tie_word_embeddings=True)
+    Local().test_weights_have_their_hugging_face_names_and_values(tied)
+    Local().test_facts_count_the_parameters(tied)

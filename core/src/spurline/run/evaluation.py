@@ -1,7 +1,8 @@
 """Held-out evaluation: mean loss per token with the loss's own metrics, and scores of generated answers.
 
 Place on the way: eval datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> `eval/...`
-metrics. Draws no random numbers, so evaluating more or less often never changes what is trained.
+metrics; and prompts -> answers of the backend -> rewards, called as those of rollouts are. Draws no random numbers that
+training could miss, so evaluating more or less often never changes what is trained.
 """
 
 from __future__ import annotations
