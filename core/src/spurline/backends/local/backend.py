@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spurline.backends.local.checkpoint import read_training_state, save_training_state
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.backends.local.trained_model import TrainedModel, load_reference
 from spurline.config.run_config import OptimizerConfig, RunConfig
@@ -137,16 +138,16 @@ class LocalBackend:
         }
 
     def save(self, path: Path) -> None:
-        self._policy.save(path)
+        save_training_state(path, self._policy)
         if self._critic is not None:
-            self._critic.save(path / _CRITIC_FOLDER)
+            save_training_state(path / _CRITIC_FOLDER, self._critic)
 
     def load(self, path: Path) -> None:
-        policy = self._policy.read(path)
+        policy = read_training_state(path, self._policy)
         if self._critic is not None:
             # Before anything is changed: all of it fits, or nothing is.
-            self._critic.restore(self._critic.read(path / _CRITIC_FOLDER))
-        self._policy.restore(policy)
+            read_training_state(path / _CRITIC_FOLDER, self._critic).put_into(self._critic)
+        policy.put_into(self._policy)
 
     def close(self) -> None:
         for name in ("_model", "_reference", "_policy", "_critic"):

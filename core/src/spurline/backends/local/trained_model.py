@@ -1,25 +1,24 @@
 """A model with its optimizer, of which the local backend has one for the policy and one for the critic.
 
-Place on the way: gradients -> clipping -> AdamW -> weights; and all of it to disk and back. Who computes gradients, of
-which loss, is the backend's work. The frozen reference model is loaded here too.
+Place on the way: gradients -> clipping -> AdamW -> weights. Who computes gradients, of which loss, is the backend's
+work. The frozen reference model is loaded here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from spurline.backends.local.checkpoint import SavedState, TrainingState, read_training_state, save_training_state
 from spurline.config.run_config import OptimizerConfig, RunConfig
 from spurline.errors import CheckpointError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import load_model
 from spurline.model.optimizer import make_optimizer, set_learning_rate
 from spurline.model.stream_model import StreamModel
-from spurline.model.weights import weights_digest
+from spurline.model.weights import frozen_digest, weights_digest
 
 
 class TrainedModel:
@@ -36,8 +35,7 @@ class TrainedModel:
         self.updates = 0
         self._config = config
         self._rate = rate
-        self._optimizer = make_optimizer(self.parameters, config)
-        self._state = TrainingState(model.causal, self.parameters, self._optimizer)
+        self.optimizer = make_optimizer(self.parameters, config)
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """(name, gradient) of each parameter, on CPU."""
@@ -60,8 +58,8 @@ class TrainedModel:
         if limit is not None and grad_norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
         rate = self._rate(self.updates + 1)
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
         self.updates += 1
         return rate
 
@@ -69,20 +67,10 @@ class TrainedModel:
         for value in self.parameters.values():
             value.grad = None
 
-    def save(self, path: Path) -> None:
-        """Write into this folder. Raises CheckpointWriteError."""
-        save_training_state(path, self._state, self.updates, self.initial_weights)
-
-    def read(self, path: Path) -> SavedState:
-        """What `save` wrote, checked against this model and not yet put into it. Raises CheckpointError."""
-        return read_training_state(path, self._state)
-
-    def restore(self, saved: SavedState) -> None:
-        """Continue where `saved` was, random generators included."""
-        saved.put_into(self._state)
-        self.updates = saved.updates
-        if saved.initial_weights is not None:
-            self.initial_weights = saved.initial_weights
+    @cached_property
+    def frozen_weights(self) -> str:
+        """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
+        return frozen_digest(self.model.causal)
 
 
 def load_reference(
