@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError, ModelError, Problem, RunFailedError, listing, suggestion
+from spurline.errors import ModelError, RunFailedError, listing, suggestion
 from spurline.model.device_profile import device_profile
 from spurline.model.generation import generation_model
 from spurline.model.loading import check_config, load_model
@@ -66,20 +65,12 @@ class ModelThread:
 
 
 def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationModel:
-    """A copy of the model of the section `model`, with the weights that the local backend starts from.
-
-    Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there.
-    """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            [Problem("source.engine.device", "is cuda, but torch sees no GPU. Set device: auto, or check nvidia-smi.")]
-        )
-    backend = LocalBackendConfig(device=config.device, precision=config.precision)
-    profile = device_profile(backend)
+    """Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there."""
+    profile = device_profile(config.device, config.precision, setting="source.engine.device")
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
     limit = check_config(causal, run.model.path, run.data.max_length)
-    model = StreamModel(causal.requires_grad_(False).eval(), backend.logits_chunk_tokens)
+    model = StreamModel(causal.requires_grad_(False).eval())
     check_exactness(model, profile, run.model.path)
     return generation_model(causal, profile, limit)
 
@@ -147,13 +138,7 @@ class InProcessEngine:
         self._thread = ModelThread(config.timeout_s)
 
     def share(self, backend: Backend) -> None:
-        if not isinstance(backend, LendsModel):
-            mismatch = (
-                f"is in_process, which here shares the weights of the backend, but {type(backend).__name__} does not "
-                "hold its whole model in this process. Set backend.name: local, or choose a source that publishes "
-                "weights."
-            )
-            raise ConfigError([Problem("source.engine.name", mismatch)])
+        assert isinstance(backend, LendsModel), f"{type(backend).__name__} lends no model, whatever its config says"
         assert not self._in_flight, f"still in flight: {[response.request.name for response in self._in_flight]}"
         self._open_model = backend.generation_model
         self._decoder = None

@@ -152,3 +152,9 @@ def test_gradients_that_cancel_are_judged_by_their_rounding_and_all_others_by_th
     double = {name: gradient.double() for name, gradient in expected.items()}
     with pytest.raises(AssertionError, match="cancelled"):
         assert_gradients_close(double | {"cancelled": cancelled + 1e-13}, double, 1e-10)
+
+
+def test_the_backend_contract_takes_a_model_whose_output_layer_is_its_embedding(tmp_path: Path) -> None:
+    tied = write_tiny_model(tmp_path, tie_word_embeddings=True)
+    Local().test_weights_have_their_hugging_face_names_and_values(tied)
+    Local().test_facts_count_the_parameters(tied)
