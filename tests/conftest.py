@@ -1,4 +1,7 @@
-"""What every test shares: one CPU thread, no network, a cache of its own, a small hypothesis budget unless soaking."""
+"""What every test shares: one CPU thread, no network, a cache of its own, and examples that are the same in every run.
+
+`--reverse` runs the tests last to first: none may depend on another.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,43 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SPURLINE_CACHE"] = tempfile.mkdtemp(prefix="spurline-test-cache-")
 atexit.register(shutil.rmtree, os.environ["SPURLINE_CACHE"], ignore_errors=True)
 
-from hypothesis import HealthCheck, settings  # noqa: E402 - transformers reads the environment when a test imports it
+import pytest  # noqa: E402 - transformers reads the environment when a test imports it
+from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
-# How fast examples are made says something about the machine, not about the test.
-settings.register_profile("spurline", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+SOAK = bool(os.environ.get("SPURLINE_SOAK"))
+
+# How fast examples are made says something about the machine, not about the test. Found failures are printed as a
+# decorator to paste; a database of them would make the next run another one.
+settings.register_profile(
+    "spurline",
+    deadline=None,
+    print_blob=True,
+    database=None,
+    derandomize=not SOAK,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("spurline")
+set_hypothesis_home_dir(os.environ["SPURLINE_CACHE"])
+if not SOAK:
+    # Examples would hold constants of whichever modules earlier tests have imported, and so depend on those.
+    assert callable(providers._get_local_constants)
+    providers._get_local_constants = lambda: providers._local_constants
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reverse", action="store_true", help="run the tests in reverse order")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--reverse"):
+        items.reverse()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    used = os.times()
+    started = used.children_user + used.children_system
+    total = used.user + used.system + started
+    terminalreporter.write_line(f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started")

@@ -20,8 +20,7 @@ from spurline.data.configs import (
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.data.tokenization import SequentialTokenization
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.losses.dft import DynamicFineTuning
+from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
 from spurline.protocols.report_panel import ReportPanelConfig

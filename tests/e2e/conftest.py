@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from warm_runs import WarmRuns
 
 from spurline.cli import main
 
@@ -29,6 +30,14 @@ def fails_on_some_rows(answer):
         raise KeyError("seven")
     return early_letters(answer)
 '''
+
+
+@pytest.fixture(scope="session")
+def warm_runs() -> Iterator[WarmRuns]:
+    """Starts `spurline` in processes that need no imports."""
+    runs = WarmRuns()
+    yield runs
+    runs.close()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once
-from run_helpers import assert_same_weights, deterministic, read_metrics, train_command, wait_for
+from run_helpers import assert_same_weights, deterministic, num_lines, read_metrics, wait_for
+from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
@@ -122,7 +122,7 @@ def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_controller_killed_again_and_again_leaves_no_process_and_no_memory_and_loses_no_prompt(
-    child_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
+    child_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
 ) -> None:
     kills = 20 if os.environ.get("SPURLINE_SOAK") else 3
     (tmp_path / "modules" / "faulty_rewards.py").write_text(FAULTY_REWARDS, encoding="utf-8")
@@ -131,19 +131,20 @@ def test_a_controller_killed_again_and_again_leaves_no_process_and_no_memory_and
         "reward_weights": {},
         "faults": {"retries": 1, "attempt_timeout_s": 5.0, "max_quarantined": 64},
     }
-    child_config |= {"steps": 40 * kills, "checkpoint": {"every_steps": 3}}
+    child_config["source"]["engine"]["engines"] = 1
+    child_config |= {"steps": 15 * kills, "checkpoint": {"every_steps": 3}}
     path = write_config(child_config)
     instants = random.Random(5)
     metrics = Path(child_config["run_dir"]) / "metrics.jsonl"
     for kill in range(kills):
-        written = metrics.stat().st_size if metrics.exists() else 0
-        controller = subprocess.Popen(train_command(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        # Every fourth while the engines start.
-        if kill % 4 != 3:
-            wait_for(lambda: metrics.exists() and metrics.stat().st_size != written, "a first step after the start")  # noqa: B023
+        before, steps = num_lines(metrics), instants.randint(1, 5)
+        controller = warm_runs.start("train", path)
+        # Every third while the engines start.
+        if kill % 3 != 2:
+            wait_for(lambda: abs(num_lines(metrics) - before) >= steps, f"{steps} steps after the start")  # noqa: B023
         else:
             wait_for(lambda: bool(engines_of(controller.pid)), "an engine process")  # noqa: B023
-        time.sleep(instants.uniform(0, 0.8))
+        time.sleep(instants.uniform(0, 0.1))
         assert controller.poll() is None, "the run ended before it could be killed"
         controller.kill()
         controller.wait(10)

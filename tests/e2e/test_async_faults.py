@@ -12,6 +12,7 @@ import pytest
 from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once, quarantined_reasons
 from run_helpers import train_and_kill
 from torch import Tensor
+from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
@@ -57,15 +58,15 @@ def test_environments_that_raise_and_hang_cost_prompts_but_lose_none(faulty_conf
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_killed_again_and_again_trains_on_every_prompt_once(
-    faulty_config: dict[str, Any], write_config: WriteConfig
+    faulty_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns
 ) -> None:
     kills = 20 if os.environ.get("SPURLINE_SOAK") else 5
-    faulty_config |= {"steps": 40 * kills, "checkpoint": {"every_steps": 3}}
+    faulty_config |= {"steps": 20 * kills, "checkpoint": {"every_steps": 3}}
     path = write_config(faulty_config)
     instants = random.Random(5)
     metrics = Path(faulty_config["run_dir"]) / "metrics.jsonl"
     for _ in range(kills):
-        train_and_kill(path, metrics, instants.uniform(0, 0.8))
+        train_and_kill(warm_runs, path, metrics, steps=instants.randint(1, 8), wait_s=instants.uniform(0, 0.1))
     assert Run(load_config(path)).train().status == "finished"
     assert_every_prompt_ended_once(faulty_config)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill, train_command
+from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill
+from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.run.checkpoint import CheckpointStore
@@ -22,27 +22,28 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     base_config: dict[str, Any],
     write_config: Callable[[dict[str, Any]], Path],
     spurline_chat_file: Path,
+    warm_runs: WarmRuns,
     tmp_path: Path,
 ) -> None:
     kills = 100 if os.environ.get("SPURLINE_SOAK") else 20
     config = base_config | {
-        "steps": 30 * kills,
-        "checkpoint": {"every_steps": 7},
-        "evaluation": {"every_steps": 25},
+        "steps": 12 * kills,
+        "checkpoint": {"every_steps": 3},
+        "evaluation": {"every_steps": 10},
         "report": {"enabled": False},
     }
     config["data"]["eval"] = str(spurline_chat_file)
     config["model"]["config_overrides"] = {"attention_dropout": 0.1}
     whole = config | {"run_dir": str(tmp_path / "whole")}
-    subprocess.run(train_command(write_config(whole)), check=True, capture_output=True, timeout=900)
+    Run(load_config(whole)).train()
     path = write_config(config)
     random_instants = random.Random(7)
     metrics = Path(config["run_dir"]) / "metrics.jsonl"
     for kill in range(kills):
-        # Every fourth somewhere in the start: imports, reading, restoring, cutting the metrics back.
-        in_start = kill % 4 == 3
-        wait = random_instants.uniform(2, 5) if in_start else random_instants.uniform(0, 0.5)
-        train_and_kill(path, metrics, wait, after_first_step=not in_start)
+        # Every fourth somewhere in the start: reading, restoring, cutting the metrics back.
+        steps = random_instants.randint(1, 6) if kill % 4 != 3 else None
+        wait_s = random_instants.uniform(0, 0.4 if steps is None else 0.03)
+        train_and_kill(warm_runs, path, metrics, steps=steps, wait_s=wait_s)
         if (Path(config["run_dir"]) / "checkpoints").exists():
             CheckpointStore(Path(config["run_dir"]) / "checkpoints").latest()
     assert Run(load_config(path)).train().status == "finished"

@@ -6,14 +6,14 @@ import json
 import os
 import random
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill, train_command
+from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill
 from safetensors.torch import load_file, save_file
+from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.backends.local.configs import LocalBackendConfig
@@ -297,17 +297,17 @@ def test_a_plan_says_what_is_optimised(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
-    rl_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
+    rl_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
 ) -> None:
     kills = 100 if os.environ.get("SPURLINE_SOAK") else 20
-    config = rl_config | {"steps": 12 * kills, "checkpoint": {"every_steps": 3}, "report": {"enabled": False}}
+    config = rl_config | {"steps": 7 * kills, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
     whole = config | {"run_dir": str(tmp_path / "whole")}
-    subprocess.run(train_command(write_config(whole)), check=True, capture_output=True, timeout=900)
+    Run(load_config(whole)).train()
     path = write_config(config)
     instants = random.Random(11)
     metrics = Path(config["run_dir"]) / "metrics.jsonl"
     for _ in range(kills):
-        train_and_kill(path, metrics, instants.uniform(0, 0.6))
+        train_and_kill(warm_runs, path, metrics, steps=instants.randint(1, 3), wait_s=instants.uniform(0, 0.15))
     assert Run(load_config(path)).train().status == "finished"
     assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
     assert_same_weights(tmp_path / "run", tmp_path / "whole")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from warm_runs import WarmRuns
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
@@ -37,32 +39,42 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120, every_s: float = 0.02) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)
 
 
 def train_command(config: Path) -> list[str]:
     return [sys.executable, "-m", "spurline.cli", "train", str(config)]
 
 
-def train_and_kill(config: Path, metrics: Path, wait_s: float, *, after_first_step: bool = True) -> None:
-    """Start a training process and kill it `wait_s` after its first step, or after its start."""
-    process = subprocess.Popen(train_command(config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    before = metrics.stat().st_size if metrics.exists() else 0
-    if after_first_step:
-        wait_for(
-            lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size != before),
-            "a first step after the start",
-        )
-    try:
-        process.wait(wait_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(10)
+def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> None:
+    """Start a training process and kill it `wait_s` after it has done this many steps.
+
+    steps: None to kill it in its start, `wait_s` after that or with its first step.
+    """
+    process = runs.start("train", config, output=config.with_suffix(".log"))
+    before = num_lines(metrics)
+    if steps is None:
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and num_lines(metrics) == before:
+            time.sleep(0.002)
     else:
-        raise AssertionError(f"the run ended before it could be killed: {process.communicate(timeout=10)[1]}")
-    assert process.stderr is not None
-    process.stderr.close()
+        # Resuming cuts the lines of steps away that no checkpoint covers.
+        for more in (1, steps):
+            wait_for(
+                lambda: process.poll() is not None or abs(num_lines(metrics) - before) >= more,  # noqa: B023
+                f"{steps} steps after the start",
+                every_s=0.002,
+            )
+            before = num_lines(metrics)
+        time.sleep(wait_s)
+    assert process.poll() is None, "the run ended before it could be killed: " + config.with_suffix(".log").read_text()
+    process.kill()
+    process.wait(10)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from spurline.config.run_config import DatasetConfig
 from spurline.protocols.environment import PolicyHandle, Task
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.given_up import Quarantine
-from spurline.rl.group_runner import GroupRunner, Outcome
+from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline.rl.policy import EnginePolicy
 from spurline.rl.scoring import score
 from spurline.rl.trajectory import Trajectory
@@ -62,15 +61,13 @@ def make_runner(behaviour: Behaviour = answer, **settings: Any) -> GroupRunner:
     """engine, run_seed, max_groups and weights besides the runner's own settings."""
     engine = settings.pop("engine", ScriptedEngine(one_token))
     run_seed, weights = settings.pop("run_seed", 0), settings.pop("weights", {})
-    quarantine = settings.pop("quarantine", Quarantine(settings.pop("max_groups", 0)))
+    given_up = settings.pop("given_up", GivenUpPrompts(settings.pop("max_groups", 0)))
 
     def policy(task: Task, attempt: int) -> PolicyHandle:
         return EnginePolicy(engine, Sampling(), run_seed=run_seed, task=task, attempt=attempt)
 
     defaults = {"samples_per_prompt": 3, "retries": 2, "attempt_timeout_s": 60.0, "max_concurrent": 64}
-    return GroupRunner(
-        Scripted(behaviour), policy, lambda it: score(it, weights), quarantine, **{**defaults, **settings}
-    )
+    return GroupRunner(Scripted(behaviour), policy, lambda it: score(it, weights), given_up, **{**defaults, **settings})
 
 
 def run_and_leave_nothing(runner: GroupRunner, *prompts: Prompt) -> list[Outcome]:

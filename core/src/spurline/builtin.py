@@ -40,7 +40,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(LocalBackendConfig, "spurline.backends.local.backend:LocalBackend", default=True)
 
     add(losses.CrossEntropyConfig, "spurline.losses.cross_entropy:CrossEntropy", default=True)
-    add(losses.DynamicFineTuningConfig, "spurline.losses.dft:DynamicFineTuning")
+    add(losses.DynamicFineTuningConfig, "spurline.losses.cross_entropy:DynamicFineTuning")
     add(losses.DpoConfig, "spurline.losses.dpo:Dpo")
     add(losses.PolicyGradientConfig, "spurline.losses.policy_gradient:PolicyGradient")
     add(losses.PpoConfig, "spurline.losses.ppo:Ppo")
@@ -48,14 +48,13 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(losses.CispoConfig, "spurline.losses.cispo:Cispo")
     add(losses.SapoConfig, "spurline.losses.sapo:Sapo")
     add(losses.ValueLossConfig, "spurline.losses.value:ValueLoss")
-    importance_sampling = "spurline.losses.corrections.importance_sampling"
-    add(losses.TruncatedImportanceSamplingConfig, f"{importance_sampling}:TruncatedImportanceSampling")
-    add(losses.MaskedImportanceSamplingConfig, f"{importance_sampling}:MaskedImportanceSampling")
-    add(losses.GeometricRejectionConfig, "spurline.losses.corrections.rejection:GeometricRejection")
-    add(losses.SequenceRejectionConfig, "spurline.losses.corrections.rejection:SequenceRejection")
+    add(losses.TruncatedImportanceSamplingConfig, "spurline.losses.corrections:TruncatedImportanceSampling")
+    add(losses.MaskedImportanceSamplingConfig, "spurline.losses.corrections:MaskedImportanceSampling")
+    add(losses.GeometricRejectionConfig, "spurline.losses.corrections:GeometricRejection")
+    add(losses.SequenceRejectionConfig, "spurline.losses.corrections:SequenceRejection")
 
     add(advantages.GrpoConfig, "spurline.rl.advantages.grpo:Grpo", default=True)
-    add(advantages.DrGrpoConfig, "spurline.rl.advantages.dr_grpo:DrGrpo")
+    add(advantages.DrGrpoConfig, "spurline.rl.advantages.grpo:DrGrpo")
     add(advantages.RlooConfig, "spurline.rl.advantages.rloo:Rloo")
     add(advantages.MaxRlConfig, "spurline.rl.advantages.maxrl:MaxRl")
     add(advantages.ReinforcePlusPlusConfig, "spurline.rl.advantages.reinforce_pp:ReinforcePlusPlus")

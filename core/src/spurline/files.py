@@ -1,7 +1,4 @@
-"""Write files so that a kill or a power cut leaves either the old content or the new, never a mixture.
-
-Replacing files for trackers and the report, with errors that tell a user what to do about them. No torch.
-"""
+"""Write files so that a kill or a power cut leaves either the old content or the new, never a mixture."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ def write_text(path: Path, text: str) -> None:
     sync_file(path.parent)
 
 
-def share(path: Path) -> None:
-    """Give a file the permissions that the umask leaves; some libraries create theirs readable by the owner alone."""
+def give_default_permissions(path: Path) -> None:
+    """Make a file readable by whom the umask lets; some libraries create theirs readable by the owner alone."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)

@@ -19,8 +19,12 @@ from spurline.losses.configs import (
     SequenceRejectionConfig,
     TruncatedImportanceSamplingConfig,
 )
-from spurline.losses.corrections.importance_sampling import MaskedImportanceSampling, TruncatedImportanceSampling
-from spurline.losses.corrections.rejection import GeometricRejection, SequenceRejection
+from spurline.losses.corrections import (
+    GeometricRejection,
+    MaskedImportanceSampling,
+    SequenceRejection,
+    TruncatedImportanceSampling,
+)
 from spurline.protocols.correction import Correction
 from spurline.testing.loss_contract import CorrectionContract
 

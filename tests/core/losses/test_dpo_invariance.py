@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from spurline.losses.configs import DpoConfig
 from spurline.losses.dpo import Dpo
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.loss import Objective
+from spurline.testing.backend_contract import assert_gradients_close
 from spurline.update.reduction import REDUCTIONS
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
@@ -134,7 +134,7 @@ def test_any_layout_split_and_number_of_ranks_gives_the_gradients_of_one_padded_
     batch, other_normalizer = REDUCTIONS[reduction](layouts[data.draw(st.sampled_from(sorted(layouts)))]())
     assert other_normalizer == pytest.approx(normalizer, rel=1e-12)
     got = rank_gradients(precision, batch, Objective(LOSSES[loss], normalizer), data.draw(st.integers(1, 4)), split)
-    assert largest_difference(got, expected) <= TOLERANCES[precision]
+    assert_gradients_close(got, expected, TOLERANCES[precision])
 
 
 def test_every_reduction_is_the_mean_over_pairs() -> None:
@@ -151,13 +151,4 @@ def test_every_reduction_is_the_mean_over_pairs() -> None:
         assert normalizer == pytest.approx(6 if name == "sequence_mean" else 3, rel=1e-6)
         got = dict(backend("fp64").gradients(reduced, Objective(LOSSES["sigmoid"], normalizer)))
         # The weights of a pair are float32, so that they sum to 1 only up to its rounding.
-        assert largest_difference(got, expected) <= 3e-7
-
-
-def largest_difference(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Norm of the difference relative to that of the gradient, of the worst parameter."""
-    scale = torch.stack([gradient.norm() for gradient in expected.values()]).max()
-    return max(
-        float((got[name] - gradient).norm() / torch.maximum(gradient.norm(), 1e-3 * scale).clamp(min=1e-12))
-        for name, gradient in expected.items()
-    )
+        assert_gradients_close(got, expected, 3e-7)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.losses.dft import DynamicFineTuning
+from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.protocols.loss import TokenLossInputs
 
 

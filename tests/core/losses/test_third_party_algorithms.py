@@ -16,7 +16,7 @@ from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.advantage import Advantage, AdvantageConfig
 from spurline.protocols.loss import Loss, LossConfig, TokenLossInputs
-from spurline.rl.advantages.per_trajectory import relative_to_group, spread_over_tokens
+from spurline.rl.advantages.shared import relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
 from spurline.testing import LossContract
 from spurline.testing.advantage_contract import AdvantageContract

@@ -25,9 +25,8 @@ from spurline.rl.advantages.configs import (
     ReinforcePlusPlusConfig,
     RlooConfig,
 )
-from spurline.rl.advantages.dr_grpo import DrGrpo
 from spurline.rl.advantages.gae import Gae
-from spurline.rl.advantages.grpo import Grpo
+from spurline.rl.advantages.grpo import DrGrpo, Grpo
 from spurline.rl.advantages.maxrl import MaxRl
 from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
 from spurline.rl.advantages.rloo import Rloo

@@ -17,8 +17,7 @@ from spurline.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline.rl.advantages.configs import GrpoConfig
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
-from spurline.rl.returns import group_returns
-from spurline.rl.trajectory import Group, Trajectory
+from spurline.rl.trajectory import Group, Trajectory, group_returns
 from spurline.testing.environment_contract import ScriptedEngine
 
 PROMPTS: Any = [Prompt(0), Prompt(1)]
@@ -66,7 +65,7 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
         Sampling(temperature=0.3, max_new_tokens=9, stop=("x",))
     ]
     engine.requests.clear()
-    run(attempts.train(PROMPTS))
+    run(attempts.training.run_groups(PROMPTS))
     assert [request.sampling for request in engine.requests] == 4 * [
         Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("x",))
     ]
@@ -80,7 +79,7 @@ def test_a_turn_of_another_distribution_cannot_be_trained_on(changes: dict[str, 
     attempts, engine = make_attempts(with_sampling(**changes))
     [(name, value)] = changes.items()
     with pytest.raises(PluginError, match=rf"jsonl:1: the environment samples a turn with {name} {value}, but the run"):
-        run(attempts.train(PROMPTS))
+        run(attempts.training.run_groups(PROMPTS))
     assert engine.requests == []
 
 
@@ -89,7 +88,7 @@ def test_a_turn_of_another_distribution_may_be_evaluated_or_accepted(changes: di
     attempts, _ = make_attempts(with_sampling(**changes))
     assert returns_of(run(attempts.evaluate(PROMPTS))) == [1.0, 1.0]
     accepting, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(allow_truncated=True))
-    assert returns_of(run(accepting.train(PROMPTS))) == 4 * [1.0]
+    assert returns_of(run(accepting.training.run_groups(PROMPTS))) == 4 * [1.0]
     [(name, value)] = changes.items()
     assert {getattr(request.sampling, name) for request in engine.requests} == {value}
 
@@ -97,20 +96,20 @@ def test_a_turn_of_another_distribution_may_be_evaluated_or_accepted(changes: di
 def test_the_end_of_a_turn_may_be_changed_in_training() -> None:
     changes = {"max_new_tokens": 3, "stop": ("y",), "stop_token_ids": (4,)}
     attempts, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(temperature=0.7))
-    assert returns_of(run(attempts.train(PROMPTS))) == 4 * [1.0]
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [1.0]
     assert {request.sampling for request in engine.requests} == {Sampling(temperature=0.7, **changes)}
 
 
 def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> None:
     attempts, _ = make_attempts(gives_overlong, overlong=OverlongConfig(buffer_tokens=4))
-    for attempt in (attempts.train, attempts.evaluate):
+    for attempt in (attempts.training.run_groups, attempts.evaluate):
         with pytest.raises(ConfigError, match=r"source\.overlong adds a reward term 'overlong', but the environment"):
             run(attempt(PROMPTS))
 
 
 def test_without_the_one_of_the_source_a_term_named_overlong_is_one_like_others() -> None:
     attempts, _ = make_attempts(gives_overlong, reward_weights={"overlong": 4.0})
-    assert returns_of(run(attempts.train(PROMPTS))) == 4 * [2.0]
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [2.0]
     assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [2.0]
 
 
@@ -120,5 +119,5 @@ def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_e
         reward_weights={"overlong": 3.0},
         sampling=SamplingConfig(max_new_tokens=1),
     )
-    assert returns_of(run(attempts.train(PROMPTS))) == 4 * [1.0 - 3.0]
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [1.0 - 3.0]
     assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [1.0]

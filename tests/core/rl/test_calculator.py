@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from spurline.rl.environments.calculator import calculator
@@ -38,3 +40,18 @@ def test_the_calculator_computes(formula, value):
 def test_the_calculator_refuses_everything_else(formula):
     with pytest.raises(ValueError, match=r"."):
         calculator(formula)
+
+
+@pytest.mark.parametrize("limit", [400, 1_000, 10_000])
+def test_a_formula_is_too_deep_whatever_the_interpreter_allows(limit):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        with pytest.raises(ValueError, match="nested too deeply"):
+            calculator("-" * 600 + "1")
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_the_longest_sum_is_not_too_deep():
+    assert calculator("1" + "+1" * 499) == "500"

@@ -18,7 +18,7 @@ from spurline.errors import DataError, ModelError
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
-from spurline.rl.engines.in_process.response import Row, StopTexts
+from spurline.rl.engines.in_process.response import Response, StopTexts
 from spurline.testing.inputs import tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]
@@ -54,29 +54,29 @@ def make_backend(folder: Path, **changes: Any) -> LocalBackend:
 
 
 def make_decoder(backend: LocalBackend, rows_per_pass: int | None = None, **limits: int) -> Decoder:
-    limits = {"max_rows": 256, "max_cache_tokens": 100_000} | limits
+    limits = {"max_responses": 256, "max_cache_tokens": 100_000} | limits
     return Decoder(backend.generation_model(), tiny_tokenizer(), rows_per_pass=rows_per_pass, **limits)
 
 
-def row(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> Row:
+def row(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> Response:
     fields: dict[str, Any] = {"max_new_tokens": 12, **sampling}
     request = GenerationRequest(prompt, Sampling(**fields), seed, f"row {list(prompt)[:3]}")
     stop = request.sampling.stop
-    return Row(request, list(prompt), StopTexts(tiny_tokenizer(), stop) if stop else None)
+    return Response(request, list(prompt), StopTexts(tiny_tokenizer(), stop) if stop else None)
 
 
-def write(decoder: Decoder, arrivals: dict[int, list[Row]], torch_threads: int = 1) -> int:
+def write(decoder: Decoder, arrivals: dict[int, list[Response]], torch_threads: int = 1) -> int:
     """Decode until all rows have ended; arrivals: from the step at which they come. Returns the most rows at once."""
-    waiting: deque[Row] = deque()
+    waiting: deque[Response] = deque()
     most, step = 0, 0
     before = torch.get_num_threads()
     torch.set_num_threads(torch_threads)
     try:
         with generating(decoder.model.causal):
-            while waiting or decoder.rows or any(later >= step for later in arrivals):
+            while waiting or decoder.responses or any(later >= step for later in arrivals):
                 waiting.extend(arrivals.get(step, []))
                 taken, _ = decoder.take(waiting)
-                most = max(most, len(decoder.rows) + len(taken))
+                most = max(most, len(decoder.responses) + len(taken))
                 decoder.advance(taken, step)
                 step += 1
     finally:
@@ -113,7 +113,9 @@ def test_logprobs_do_not_depend_on_who_else_is_decoded(tmp_path: Path, rows_per_
     for alone in expected:
         write(make_decoder(backend, rows_per_pass), {0: [alone]})
     together = [row(prompt, seed) for seed, prompt in enumerate(PROMPTS * 6)]
-    write(make_decoder(backend, rows_per_pass, max_rows=7), {0: together[:11], 3: together[11:13], 4: together[13:]})
+    write(
+        make_decoder(backend, rows_per_pass, max_responses=7), {0: together[:11], 3: together[11:13], 4: together[13:]}
+    )
     for got, wanted in zip(together, expected, strict=True):
         assert got.tokens == wanted.tokens
         assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
@@ -143,15 +145,15 @@ def deterministic_rows_per_pass(backend: LocalBackend, torch_threads: int) -> in
         torch.set_num_threads(before)
 
 
-def fuzzed_schedule(seed: int, requests: list[GenerationRequest]) -> Iterator[tuple[int, dict[int, list[Row]]]]:
+def fuzzed_schedule(seed: int, requests: list[GenerationRequest]) -> Iterator[tuple[int, dict[int, list[Response]]]]:
     """The requests in random order, some left out, arriving at random steps; with the width of the batch."""
     draw = random.Random(seed)
     for _ in range(3):
         chosen = draw.sample(requests, draw.randint(1, len(requests)))
-        arrivals: dict[int, list[Row]] = {}
+        arrivals: dict[int, list[Response]] = {}
         for request in chosen:
             arrivals.setdefault(draw.choice([0, 0, 0, 1, 3, 8]), []).append(
-                Row(request, list(request.prompt_ids), None)
+                Response(request, list(request.prompt_ids), None)
             )
         yield draw.choice([1, 2, 5, 16, 33, 64, 100]), arrivals
 
@@ -178,11 +180,11 @@ def test_deterministic_decoding_gives_the_same_bits_alone_and_in_any_company(
     assert rows_per_pass == (1 if model == "experts" else 32)
     expected: dict[int, Any] = {}
     for request in requests:
-        alone = Row(request, list(request.prompt_ids), None)
+        alone = Response(request, list(request.prompt_ids), None)
         write(make_decoder(backend, rows_per_pass), {0: [alone]}, torch_threads)
         expected[request.seed] = (alone.tokens, alone.logprobs, alone.raw_logprobs)
-    for max_rows, arrivals in fuzzed_schedule(torch_threads, requests):
-        write(make_decoder(backend, rows_per_pass, max_rows=max_rows), arrivals, torch_threads)
+    for max_responses, arrivals in fuzzed_schedule(torch_threads, requests):
+        write(make_decoder(backend, rows_per_pass, max_responses=max_responses), arrivals, torch_threads)
         for written in (one for arrived in arrivals.values() for one in arrived):
             assert (written.tokens, written.logprobs, written.raw_logprobs) == expected[written.request.seed]
 
@@ -205,28 +207,28 @@ def test_where_a_full_pass_computes_its_rows_differently_each_row_gets_a_pass_of
 
 def test_the_batch_keeps_to_its_rows_and_tokens_and_to_the_order_of_requests(tmp_path: Path) -> None:
     backend = make_backend(tmp_path / "model")
-    decoder = make_decoder(backend, max_rows=3, max_cache_tokens=40)
+    decoder = make_decoder(backend, max_responses=3, max_cache_tokens=40)
     short, long = [row([5, 6, 7], max_new_tokens=8) for _ in range(5)], row([5] * 30, max_new_tokens=30)
     waiting = deque([*short[:4], long, short[4]])
     assert decoder.take(waiting)[0] == short[:3]
-    decoder.rows = short[:2]
+    decoder.responses = short[:2]
     assert decoder.take(waiting)[0] == short[3:4]
-    decoder.rows = short[3:4]
+    decoder.responses = short[3:4]
     assert decoder.take(waiting)[0] == [], "the long one waits, and nobody overtakes it"
-    decoder.rows = []
+    decoder.responses = []
     assert decoder.take(waiting)[0] == [long], "alone it may exceed the limit"
-    decoder.rows = [long]
+    decoder.responses = [long]
     assert decoder.take(waiting)[0] == []
 
 
 def test_all_requests_are_written_whatever_the_limits(tmp_path: Path) -> None:
     backend = make_backend(tmp_path / "model")
-    for limits in ({"max_rows": 1}, {"max_rows": 3}, {"max_cache_tokens": 45}, {"max_cache_tokens": 1}):
+    for limits in ({"max_responses": 1}, {"max_responses": 3}, {"max_cache_tokens": 45}, {"max_cache_tokens": 1}):
         rows = [row(prompt, temperature=0.0, max_new_tokens=4 + 4 * number) for number, prompt in enumerate(PROMPTS)]
         most = write(make_decoder(backend, **limits), {0: rows})
         assert (
             most
-            == {"max_rows": limits.get("max_rows"), "max_cache_tokens": 3 if 45 in limits.values() else 1}[
+            == {"max_responses": limits.get("max_responses"), "max_cache_tokens": 3 if 45 in limits.values() else 1}[
                 next(iter(limits))
             ]
         )
@@ -314,7 +316,7 @@ def test_models_with_plain_attention_pass_the_probe(tmp_path: Path, model: str, 
     for make in (excite, lambda backend: backend):
         backend = make(local_backend(write_model_folder(tmp_path / "model", **MODELS[model]), precision=precision))
         decoder = probed_decoder(lambda rows, backend=backend: make_decoder(backend, rows), deterministic=False)
-        assert decoder.rows == []
+        assert decoder.responses == []
 
 
 def test_stop_texts_are_found_at_the_very_token_whatever_the_bytes() -> None:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, RunFailedError
-from spurline.rl.draws import Draw
-from spurline.rl.given_up import QuarantinedGroup, SkippedRow
-from spurline.rl.group_runner import Outcome
+from spurline.rl.draws import Draw, SkippedRow
+from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.prompt_source import Collected, collect_groups
 from spurline.rl.trajectory import Group, Trajectory, Turn
 
@@ -39,13 +38,13 @@ def collect(outcomes: Sequence[str] | Callable[[int], str], rounds: list[int] | 
         ]
 
     def outcome(draw: Draw) -> Outcome:
-        lost = {LOST: QuarantinedGroup, BAD: SkippedRow}.get(fate(draw.number))
+        lost = {LOST: GivenUpPrompt, BAD: SkippedRow}.get(fate(draw.number))
         return group(draw, fate) if lost is None else lost(draw.uid, draw.number, "broken")
 
     async def run(draws: Sequence[Draw]) -> list[Outcome]:
         return [outcome(draw) for draw in draws]
 
-    defaults = {"first_draw": 0, "count": 2, "draw_limit": 16, "leave_out_equal": True}
+    defaults = {"first_draw": 0, "count": 2, "draw_limit": 16, "filters": True}
     return asyncio.run(collect_groups(take, run, **{**defaults, **settings}))
 
 
@@ -71,20 +70,20 @@ def test_groups_with_equal_rewards_make_way_for_exactly_as_many_further_prompts(
 
 
 def test_without_dynamic_sampling_they_are_trained_on():
-    collected = collect([EQUAL, EQUAL], leave_out_equal=False)
+    collected = collect([EQUAL, EQUAL], filters=False)
     assert (drawn(collected), collected.next_draw) == ([0, 1], 2)
 
 
 def test_a_prompt_that_was_given_up_is_replaced():
-    collected = collect([LOST, VARIED, VARIED], leave_out_equal=False)
-    assert (drawn(collected), collected.quarantined, collected.next_draw) == ([1, 2], 1, 3)
+    collected = collect([LOST, VARIED, VARIED], filters=False)
+    assert (drawn(collected), collected.given_up, collected.next_draw) == ([1, 2], 1, 3)
 
 
 def test_rows_that_cannot_be_used_are_replaced_and_are_no_part_of_the_limit():
     rounds: list[int] = []
     collected = collect([BAD, UNREADABLE, UNREADABLE, BAD, VARIED, BAD, VARIED], rounds, draw_limit=2)
     assert rounds == [2, 2, 2, 1]
-    assert (drawn(collected), collected.skipped, collected.quarantined, collected.next_draw) == ([4, 6], 5, 0, 7)
+    assert (drawn(collected), collected.skipped, collected.given_up, collected.next_draw) == ([4, 6], 5, 0, 7)
 
 
 def test_when_no_row_is_left_the_reason_goes_on():
@@ -122,7 +121,7 @@ def test_every_drawn_prompt_is_accounted_for_and_none_is_drawn_without_need(fate
     fate = lambda number: fates[number] if number < len(fates) else VARIED  # noqa: E731
     usable = (number for number in itertools.count(first) if fate(number) not in (BAD, UNREADABLE))
     within_limit = list(itertools.islice(usable, limit))
-    settings = {"first_draw": first, "count": count, "draw_limit": limit, "leave_out_equal": leave_out}
+    settings = {"first_draw": first, "count": count, "draw_limit": limit, "filters": leave_out}
     try:
         collected = collect(fate, **settings)
     except RunFailedError:
@@ -130,10 +129,10 @@ def test_every_drawn_prompt_is_accounted_for_and_none_is_drawn_without_need(fate
         return
     taken = [fate(number) for number in range(first, collected.next_draw)]
     assert len(collected.groups) == count
-    assert len(taken) == len(collected.every) + collected.quarantined + collected.skipped
+    assert len(taken) == len(collected.every) + collected.given_up + collected.skipped
     assert len(taken) - collected.skipped <= limit
     assert collected.skipped == taken.count(BAD) + taken.count(UNREADABLE)
-    assert collected.quarantined == taken.count(LOST)
+    assert collected.given_up == taken.count(LOST)
     assert drawn(collected) == sorted(drawn(collected))
     wanted = [fate for fate in taken if fate == VARIED or (fate == EQUAL and not leave_out)]
     assert collected.refill_missing == count - len(wanted)

@@ -17,13 +17,13 @@ from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leav
 from spurline.errors import PluginError, RunFailedError
 from spurline.protocols.environment import PolicyHandle, Task
 from spurline.rl import concurrency as task_ends
-from spurline.rl.given_up import QuarantinedGroup
+from spurline.rl.group_runner import GivenUpPrompt
 from spurline.rl.trajectory import Group, Trajectory
 from spurline.testing.environment_contract import ScriptedEngine
 from spurline.testing.inputs import fuzzing
 
 
-def tokens(groups: list[Group | QuarantinedGroup]) -> list[Any]:
+def tokens(groups: list[Group | GivenUpPrompt]) -> list[Any]:
     return [
         [turn.response_ids.tolist() for trajectory in group.trajectories for turn in trajectory.turns]
         for group in groups
@@ -190,4 +190,4 @@ def test_time_without_an_engine_does_not_count_against_an_attempt():
         return run_and_leave_nothing(runner, Prompt(0))[0]
 
     assert isinstance(outcome(time.monotonic), Group), "down all the time"
-    assert isinstance(outcome(lambda: 0.0), QuarantinedGroup)
+    assert isinstance(outcome(lambda: 0.0), GivenUpPrompt)

@@ -106,7 +106,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     step = Decoder.step
 
     def gated(self: Decoder, version: int) -> None:
-        if not self.rows[0].request.name.startswith("start-up"):
+        if not self.responses[0].request.name.startswith("start-up"):
             gate.reached.set()
             assert gate.steps.acquire(timeout=30), "the test let no further step pass"
         step(self, version)
@@ -240,7 +240,7 @@ def test_whoever_asks_again_at_once_joins_the_very_next_step(
     step = Decoder.step
 
     def counted(self: Decoder, version: int) -> None:
-        sizes.append(len(self.rows))
+        sizes.append(len(self.responses))
         step(self, version)
 
     async def use(engine: InProcessEngine) -> None:

@@ -11,8 +11,7 @@ import pytest
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.rl.draws import Draw, PromptDraws
-from spurline.rl.given_up import SkippedRow
+from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 
 
 class Rows:

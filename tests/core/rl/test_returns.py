@@ -1,4 +1,4 @@
-"""Returns, zero variance, and the reward terms that come from length and from the reference model."""
+"""Returns, equal returns, and the reward terms that come from length and from the reference model."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.errors import DataError
-from spurline.rl.returns import group_returns, has_zero_variance, subtract_kl, token_kl, trajectory_return
+from spurline.losses.policy_loss import kl_estimate
 from spurline.rl.scoring import overlong_penalty
-from spurline.rl.trajectory import Group, Trajectory, Turn
+from spurline.rl.trajectory import Group, Trajectory, Turn, group_returns, has_equal_returns, trajectory_return
 
 
 def turn(rewards: list[float]) -> Turn:
@@ -38,12 +39,12 @@ def test_reward_that_is_no_number_is_refused_with_sample_and_prompt(value: float
         group_returns(group([1.0], [0.0, value]))
 
 
-def test_samples_that_did_equally_well_have_zero_variance() -> None:
-    assert has_zero_variance(group([1.0], [0.5, 0.5], [0.0, 1.0]))
-    assert has_zero_variance(group([0.0], [0.0]))
-    assert has_zero_variance(group([0.3], [0.1, 0.2]))
-    assert not has_zero_variance(group([1.0], [1.0], [0.999]))
-    assert not has_zero_variance(group([0.0], [1e-30]))
+def test_samples_that_did_equally_well_have_equal_returns() -> None:
+    assert has_equal_returns(group([1.0], [0.5, 0.5], [0.0, 1.0]))
+    assert has_equal_returns(group([0.0], [0.0]))
+    assert has_equal_returns(group([0.3], [0.1, 0.2]))
+    assert not has_equal_returns(group([1.0], [1.0], [0.999]))
+    assert not has_equal_returns(group([0.0], [1e-30]))
 
 
 @given(num_tokens=st.integers(0, 300), longest=st.integers(1, 200), share=st.floats(0.01, 1))
@@ -65,12 +66,11 @@ def test_kl_is_charged_to_each_token(estimator: str) -> None:
     for p, q in zip(logprobs, reference, strict=True):
         k = {"k1": p - q, "k2": 0.5 * (p - q) ** 2, "k3": math.exp(q - p) - (q - p) - 1}[estimator]
         expected.append(1.0 - 0.1 * k)
-    rewards, now, before = (np.array(values, np.float32) for values in ([1.0, 1.0, 1.0], logprobs, reference))
-    result = subtract_kl(rewards, token_kl(now, before, estimator), coefficient=0.1)  # type: ignore[arg-type]
-    assert result.dtype == np.float32
+    now, before = (torch.tensor(values, dtype=torch.float32).double() for values in (logprobs, reference))
+    result = 1.0 - 0.1 * kl_estimate(now, before, estimator)  # type: ignore[arg-type]
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_kl_in_the_reward_does_not_overflow() -> None:
-    tokens = np.array([-1e4], np.float32)
-    assert np.isfinite(subtract_kl(0 * tokens, token_kl(tokens, 0 * tokens, "k3"), coefficient=1.0)).all()
+    tokens = torch.tensor([-1e4], dtype=torch.float64)
+    assert torch.isfinite(kl_estimate(tokens, 0 * tokens, "k3")).all()

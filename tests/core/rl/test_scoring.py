@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from spurline.errors import ConfigError
 from spurline.protocols.environment import AttemptFailedError
-from spurline.rl.returns import trajectory_return
 from spurline.rl.scoring import score
-from spurline.rl.trajectory import Trajectory, Turn
+from spurline.rl.trajectory import Trajectory, Turn, trajectory_return
 
 
 def make_turn(length: int, rewards: list[float] | None = None) -> Turn:

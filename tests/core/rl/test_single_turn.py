@@ -16,7 +16,7 @@ from spurline.errors import DataError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError, Environment
 from spurline.rl.environments.configs import SingleTurnConfig
 from spurline.rl.environments.single_turn import SingleTurn
-from spurline.rl.given_up import Quarantine, QuarantinedGroup
+from spurline.rl.group_runner import GivenUpPrompt, GivenUpPrompts
 from spurline.testing.environment_contract import EnvironmentContract, ScriptedEngine
 from spurline.testing.inputs import tiny_tokenizer
 
@@ -158,12 +158,12 @@ def test_a_reward_that_misbehaves_is_tried_again_and_then_the_prompt_is_given_up
     runner = make_runner(
         make_environment({"units": reward}).run,
         engine=ScriptedEngine(lambda request: answer),
-        quarantine=Quarantine(1),
+        given_up=GivenUpPrompts(1),
         samples_per_prompt=1,
         retries=1,
     )
     [group] = run_and_leave_nothing(runner, Prompt(0, SORT_ROW))
-    assert isinstance(group, QuarantinedGroup)
+    assert isinstance(group, GivenUpPrompt)
     assert group.reason.startswith("rows.jsonl:1 (sample 0 of prompt train:0@0, after 2 attempts): Reward 'units' ")
     assert why in group.reason
     assert runner.take_retries(group.uid) == 1

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
-from spurline.trackers.jsonl import JsonlTracker, cut_back, encode_line, read_metrics
+from spurline.trackers.jsonl import JsonlTracker, cut_back, encode_line, read_json_lines
 
 _WRITER = """
 import resource, sys
@@ -46,13 +46,13 @@ def started(run_dir: Path, resume_step: int = 0) -> JsonlTracker:
 
 
 def steps_of(path: Path) -> list[int]:
-    return [line["step"] for line in read_metrics(path)]
+    return [line["step"] for line in read_json_lines(path)]
 
 
 def test_a_logged_step_is_readable_before_the_tracker_is_closed(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     tracker.log(1, {"loss": 2.5, "tokens": 640})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "tokens": 640}]
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "tokens": 640}]
     tracker.close()
     tracker.close()
 
@@ -83,7 +83,7 @@ def test_resume_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> No
     second = started(tmp_path, resume_step=4)
     second.log(5, {"loss": 50.0})
     second.close()
-    lines = read_metrics(tmp_path / "metrics.jsonl")
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[-1]["loss"] == 50.0
 
@@ -125,7 +125,7 @@ def test_an_unreadable_line_in_the_middle_is_an_error_that_names_it(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: unreadable line"):
-        read_metrics(path)
+        read_json_lines(path)
 
 
 def test_rubbish_that_a_power_cut_left_after_the_checkpoint_is_cut_off(tmp_path: Path) -> None:

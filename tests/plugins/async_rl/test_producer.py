@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, RunFailedError
-from spurline.rl.draws import Draw
-from spurline.rl.given_up import QuarantinedGroup, SkippedRow
-from spurline.rl.group_runner import Outcome
+from spurline.rl.draws import Draw, SkippedRow
+from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.ledger import State
 from spurline_async_rl.scheduling.limits import SchedulerLimits
@@ -62,7 +61,7 @@ class ScriptedGroups:
         if fate == BROKEN:
             raise DataError("row 3 is broken")
         if fate == GIVEN_UP:
-            return QuarantinedGroup(prompt.uid, prompt.number, "it failed")
+            return GivenUpPrompt(prompt.uid, prompt.number, "it failed")
         if fate == BAD_ROW:
             return SkippedRow(prompt.uid, prompt.number, "no prompt")
         return scored_group(prompt, [1.0, 1.0] if fate == EQUAL else [0.0, 1.0], version)
@@ -184,7 +183,7 @@ def test_what_a_step_cost_is_told_with_it() -> None:
     collected, retries = asyncio.run(first())
     assert [group.draw for group in collected.groups] == [0, 5]
     assert [group.draw for group in collected.every] == [0, 1, 5]
-    assert (collected.quarantined, collected.skipped, collected.refill_missing) == (1, 2, 0)
+    assert (collected.given_up, collected.skipped, collected.refill_missing) == (1, 2, 0)
     assert retries == sum(draw % 3 for draw in (0, 1, 3, 4, 5))
     assert collected.next_draw == 6
 

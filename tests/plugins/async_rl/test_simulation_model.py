@@ -16,8 +16,8 @@ from schedules import limits, outcomes
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError
-from spurline.rl.draws import Draw
-from spurline.rl.given_up import QuarantinedGroup, SkippedRow
+from spurline.rl.draws import Draw, SkippedRow
+from spurline.rl.group_runner import GivenUpPrompt
 from spurline.rl.prompt_source import collect_groups
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.limits import SchedulerLimits
@@ -115,7 +115,7 @@ def synchronous_batches(setup: Setup) -> dict[int, list[int]]:
     def outcome(draw: Draw) -> Any:
         kind = setup.fate(draw.number).outcome
         if kind in ("quarantined", "skipped"):
-            record = QuarantinedGroup if kind == "quarantined" else SkippedRow
+            record = GivenUpPrompt if kind == "quarantined" else SkippedRow
             return record(draw.uid, draw.number, "broken")
         rewards = (0.0, 1.0) if kind == "kept" else (1.0, 1.0)
         turns = [Turn([1], [2], [1], rewards=np.array([reward], np.float32)) for reward in rewards]
@@ -131,7 +131,7 @@ def synchronous_batches(setup: Setup) -> dict[int, list[int]]:
                 first_draw=first,
                 count=given.batch_size,
                 draw_limit=given.draw_limit,
-                leave_out_equal=True,
+                filters=True,
             )
         )
         first, batches[step] = collected.next_draw, [group.draw for group in collected.groups]

@@ -210,6 +210,12 @@ class EvaluationConfig(Section):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if not run.data.eval and (self.generate is not None or self.every_steps is not None):
             yield Problem("", "needs held-out data, and `data.eval` is empty. Set data.eval, or remove this section.")
+        if self.generate is not None and not run.backend.generates:
+            yield Problem(
+                "generate",
+                f"asks for answers, and backend '{run.backend.name}' does not generate. Remove evaluation.generate, "
+                "which leaves the held-out loss, or set backend.name: local.",
+            )
 
 
 class ReportConfig(Section):

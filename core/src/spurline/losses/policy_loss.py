@@ -1,20 +1,4 @@
-"""The probability ratio of two models on the same tokens, from their logprobs.
-
-    r = exp(log p - log q)
-
-Place on the way: logprobs of two models -> ratio -> policy losses, KL, corrections.
-
-KL divergence from the reference model, estimated per token (Schulman 2020, "Approximating KL Divergence").
-
-With d = log p_ref - log p, and tokens drawn from p:
-
-    k1: -d                    unbiased, may be negative; its gradient is 0 on average
-    k2: d^2 / 2               biased; its gradient is that of the KL divergence
-    k3: exp(d) - 1 - d        unbiased, never negative; what GRPO uses (arXiv:2402.03300)
-
-Differentiable, for the penalty in a loss. In a reward, where nothing is differentiated: `spurline.rl.returns`.
-
-What policy losses share: a surrogate, plus a KL penalty, minus an entropy bonus.
+"""What policy losses share: a surrogate, plus a KL penalty, minus an entropy bonus.
 
     l = surrogate + kl.coefficient * KL(p || p_ref) - entropy_coefficient * H(p)
 
@@ -43,7 +27,14 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Nats per token, the shape of the arguments."""
+    """KL divergence from the reference, estimated per token in nats; all tensors of one shape. Differentiable.
+
+    With d = log p_ref - log p, and tokens drawn from p (Schulman 2020, "Approximating KL Divergence"):
+
+        k1: -d                    unbiased, may be negative; its gradient is 0 on average
+        k2: d^2 / 2               biased; its gradient is that of the KL divergence
+        k3: exp(d) - 1 - d        unbiased, never negative; what GRPO uses (arXiv:2402.03300)
+    """
     distance = reference - logprobs
     if estimator == "k1":
         return -distance
@@ -76,7 +67,7 @@ class PolicyLoss:
         return {}
 
     def describe_surrogate(self) -> str:
-        """The surrogate in words, without a full stop."""
+        """Say the surrogate in words, without a full stop."""
         raise NotImplementedError("subclass PolicyLoss with describe_surrogate(self)")
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:

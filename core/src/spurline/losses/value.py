@@ -32,13 +32,13 @@ class ValueLoss:
         values, target = inputs.logprobs, inputs.columns["returns"]
         error = (values - target).square()
         if self.config.clip is not None:
-            error = torch.maximum(error, (self._clipped(inputs) - target).square())
+            error = torch.maximum(error, (self._clip_values(inputs) - target).square())
         return error / 2
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
         found = {"value/predicted": inputs.logprobs, "value/return": inputs.columns["returns"]}
         if self.config.clip is not None:
-            moved = self._clipped(inputs) != inputs.logprobs
+            moved = self._clip_values(inputs) != inputs.logprobs
             found["value/clip_fraction"] = moved.to(inputs.logprobs.dtype)
         return found
 
@@ -46,7 +46,7 @@ class ValueLoss:
         clip = f", clipped to {self.config.clip:g} around its value before the update" if self.config.clip else ""
         return f"Critic: half the squared difference of its value and the return{clip}."
 
-    def _clipped(self, inputs: TokenLossInputs) -> Tensor:
+    def _clip_values(self, inputs: TokenLossInputs) -> Tensor:
         assert self.config.clip is not None
         old = inputs.columns["values"]
         return torch.clamp(inputs.logprobs, old - self.config.clip, old + self.config.clip)

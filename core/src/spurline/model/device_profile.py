@@ -1,10 +1,4 @@
-"""Keep a float64 model in float64.
-
-Hugging Face models round to float32 inside norms, softmax and rotary tables, whatever dtype the weights have. A float64
-test would then rest on 1e-16 differences never crossing a float32 rounding boundary, which they do now and then. Active
-only with `precision: fp64`, which is for numerical tests.
-
-The one place of the local backend that branches on CPU versus CUDA and on fp32, bf16 and fp64.
+"""The one place where a model's computation branches on CPU versus CUDA and on fp32, bf16 and fp64.
 
 Everything else asks the profile: which dtype weights have, under which context the model runs, how a host tensor gets
 to the device. It holds no model.
@@ -15,31 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.errors import ConfigError, Problem
-
-
-class KeepDouble(TorchFunctionMode):
-    """Turn every conversion to float32 into one to float64, in forward and in recomputation."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        elif func is torch.Tensor.to:
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
-
 
 # Padded slots that cost as much as one more attention call, measured: on a CPU core only segments of a few tokens are
 # worth padding; on a GPU (fp32, or half precision without the varlen kernel) a call is a dozen kernel launches.
@@ -95,16 +71,41 @@ class DeviceProfile:
             torch.cuda.empty_cache()
 
 
-def device_profile(config: LocalBackendConfig) -> DeviceProfile:
-    """The profile the config asks for. Raises ConfigError for a GPU that is not there."""
+def device_profile(
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32",
+    *,
+    setting: str = "backend.device",
+) -> DeviceProfile:
+    """The profile for a device and a precision. Raises ConfigError, naming `setting`, for a GPU that is not there."""
     available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
+    if device == "cuda" and not available:
         raise ConfigError(
-            [Problem("backend.device", "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")]
+            [Problem(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")]
         )
-    name = "cuda" if available and config.device != "cpu" else "cpu"
+    name = "cuda" if available and device != "cpu" else "cpu"
     return DeviceProfile(
         device=torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name),
-        weight_dtype=torch.float64 if config.precision == "fp64" else torch.float32,
-        autocast_dtype=torch.bfloat16 if config.precision == "bf16" else None,
+        weight_dtype=torch.float64 if precision == "fp64" else torch.float32,
+        autocast_dtype=torch.bfloat16 if precision == "bf16" else None,
     )
+
+
+class KeepDouble(TorchFunctionMode):
+    """Turns every conversion to float32 into one to float64, in forward and in recomputation, for `precision: fp64`.
+
+    Hugging Face models round to float32 inside norms, softmax and rotary tables, whatever dtype the weights have. A
+    float64 test would then rest on 1e-16 differences never crossing a float32 rounding boundary.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        elif func is torch.Tensor.to:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Greedy continuations of prompts with the weights being trained, for evaluation during a run.
 
-Place on the way: prompt tokens -> this -> response tokens -> rewards. It uses Hugging Face generation with a KV
-cache; fast sampling for RL is a rollout engine's work, not this file's.
+It uses Hugging Face generation with a KV cache; fast sampling for RL is a rollout engine's work. What an engine needs
+to know of a borrowed model is put together here too.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spurline.backends.local.configs import LoraConfig
 from spurline.errors import ModelError, listing
+from spurline.model.configs import LoraConfig
 
 try:
     import peft

@@ -1,17 +1,20 @@
 """Estimate the device memory of a run without loading a weight, for `spurline plan`.
 
-Place on the way: config -> meta-device model -> bytes by part. Weights, gradients and optimizer are exact sums of
-shapes; activations are a rule of thumb over the shapes of the linear layers.
+Weights, gradients and optimizer are exact sums of shapes, read from the model on the meta device; activations are a
+rule of thumb over the shapes of the linear layers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from spurline.backends.local.configs import LocalBackendConfig
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import ModelConfig
+from spurline.model.configs import LoraConfig
 from spurline.model.loading import load_model_config
 from spurline.model.stream_model import vocabulary_size
 
@@ -19,67 +22,85 @@ _ELEMENTWISE_TENSORS_PER_LAYER = 8
 """Hidden-sized tensors a layer keeps for backward besides the inputs of its matrices: norms, residuals, rotary."""
 
 
-def estimate_memory(run: RunConfig, config: LocalBackendConfig, tokens_per_microbatch: int) -> dict[str, int]:
-    """Bytes of `weights`, `gradients`, `optimizer`, `activations` and `logits`. Raises ModelError.
+@dataclass(frozen=True)
+class Shapes:
+    """What memory depends on in a model.
 
-    `critic`, if there is one: its weights and optimizer; all else of it is never there together with the policy's.
-    tokens_per_microbatch: non-padding tokens of one micro-batch, all of which are taken to carry loss.
+    parameters: all of them, adapters included. trained: those that ask for gradients.
+    linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits.
     """
-    model_config = load_model_config(run.model)
+
+    parameters: int
+    trained: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    linear: int
+
+    def activations_per_token(self, checkpointing: bool) -> int:
+        """Elements kept for the backward pass. checkpointing: whether layers are recomputed there."""
+        everything = self.linear + self.layers * self.hidden * _ELEMENTWISE_TENSORS_PER_LAYER
+        # Each layer keeps its input only; one layer at a time is recomputed in full.
+        return self.layers * self.hidden + everything // self.layers if checkpointing else everything
+
+
+def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
+    """The shapes of `model.path`, with adapters if there are some. Raises ModelError."""
+    config = load_model_config(model)
     with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(model_config, trust_remote_code=run.model.trust_remote_code)
-    weight_bytes = 8 if config.precision == "fp64" else 4
-    activation_bytes = {"fp64": 8, "fp32": 4, "bf16": 2}[config.precision]
-    all_parameters = sum(parameter.numel() for parameter in causal.parameters())
-    adapters = 0 if config.lora is None else _adapter_parameters(causal, config)
-    trained = adapters or all_parameters
-    parts = {
-        "weights": (all_parameters + adapters) * weight_bytes,
-        "gradients": trained * weight_bytes,
-        "optimizer": 2 * trained * weight_bytes,
-        "activations": tokens_per_microbatch * _activation_elements_per_token(causal, config) * activation_bytes,
-        "logits": _logit_bytes(causal, config, tokens_per_microbatch, weight_bytes, activation_bytes),
+        causal = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    head = causal.get_output_embeddings()
+    linear = {
+        name: module.in_features + module.out_features
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
     }
-    if run.critic is not None:
-        # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
-        parts["critic"] = parts["weights"] + parts["optimizer"]
-    return parts
-
-
-def _activation_elements_per_token(causal: PreTrainedModel, config: LocalBackendConfig) -> int:
-    text = causal.config.get_text_config()
-    layers, hidden = text.num_hidden_layers, text.hidden_size
-    matrices = sum(module.in_features + module.out_features for _, module in _linear_layers(causal))
-    everything = matrices + layers * hidden * _ELEMENTWISE_TENSORS_PER_LAYER
-    if not config.activation_checkpointing:
-        return everything
-    # Each layer keeps its input only; one layer at a time is recomputed in full.
-    return layers * hidden + everything // layers
-
-
-def _logit_bytes(
-    causal: PreTrainedModel, config: LocalBackendConfig, tokens: int, softmax_bytes: int, activation_bytes: int
-) -> int:
-    vocabulary = vocabulary_size(causal)
-    # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
-    return min(tokens, config.logits_chunk_tokens) * vocabulary * (2 * softmax_bytes + activation_bytes)
-
-
-def _adapter_parameters(causal: PreTrainedModel, config: LocalBackendConfig) -> int:
-    assert config.lora is not None
-    targets = config.lora.target_modules
-    return sum(
-        config.lora.rank * (module.in_features + module.out_features)
-        for name, module in _linear_layers(causal)
-        if targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)
+    base = sum(parameter.numel() for parameter in causal.parameters())
+    adapters = 0 if lora is None else sum(lora.rank * size for name, size in linear.items() if _is_target(name, lora))
+    text = config.get_text_config()
+    return Shapes(
+        parameters=base + adapters,
+        trained=adapters or base,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=vocabulary_size(causal),
+        linear=sum(linear.values()),
     )
 
 
-def _linear_layers(causal: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
-    """All but the output layer, whose cost is that of the logits."""
-    head = causal.get_output_embeddings()
-    return [
-        (name, module)
-        for name, module in causal.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    ]
+def _is_target(name: str, lora: LoraConfig) -> bool:
+    targets = lora.target_modules
+    return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def estimate_memory(
+    model: ModelConfig,
+    tokens: int,
+    *,
+    precision: Literal["fp32", "bf16", "fp64"],
+    lora: LoraConfig | None,
+    activation_checkpointing: bool,
+    logits_chunk_tokens: int,
+    critic: bool,
+) -> dict[str, int]:
+    """Bytes of `weights`, `gradients`, `optimizer`, `activations` and `logits` in one process. Raises ModelError.
+
+    tokens: non-padding tokens of one micro-batch, all of which are taken to carry loss.
+    critic: adds `critic`, its weights and optimizer; all else of it is never there together with the policy's.
+    """
+    shapes = model_shapes(model, lora)
+    weight_bytes = 8 if precision == "fp64" else 4
+    computed_bytes = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
+    # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
+    bytes_per_logit = 2 * weight_bytes + computed_bytes
+    parts = {
+        "weights": shapes.parameters * weight_bytes,
+        "gradients": shapes.trained * weight_bytes,
+        "optimizer": 2 * shapes.trained * weight_bytes,
+        "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
+        "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
+    }
+    if critic:
+        # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
+        parts["critic"] = parts["weights"] + parts["optimizer"]
+    return parts

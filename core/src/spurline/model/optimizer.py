@@ -1,11 +1,7 @@
-"""AdamW over the trainable parameters, with its state reachable by parameter name.
+"""AdamW over the trainable parameters, its state by parameter name, and its learning rate.
 
-Place on the way: gradients -> this -> weights. The learning rate comes from `schedule.py` at each step; clipping
+The rate is a pure function of the optimizer step: there is nothing to save and nothing to drift on resume. Clipping
 happens before, in the backend.
-
-Learning rate as a pure function of the optimizer step.
-
-It has no state, so there is nothing to save and nothing to drift on resume.
 """
 
 from __future__ import annotations
@@ -78,7 +74,7 @@ def policy_rate(run: RunConfig, total: int) -> Callable[[int], float]:
 
 
 def critic_rate(critic: CriticConfig) -> Callable[[int], float]:
-    """The critic's, by its own optimizer steps; constant after warm-up, so it needs no total."""
+    """The critic's learning rate by its own optimizer steps; constant after warm-up, so it needs no total."""
     peak, warmup = critic.optimizer.learning_rate, critic.warmup_steps
     return lambda step: peak * min(1.0, step / warmup) if warmup else peak
 

@@ -1,4 +1,4 @@
-"""Check at start-up that this model's loss can be computed the way the local backend computes it.
+"""Check at start-up that this model's loss can be computed the way backends compute it.
 
 Three shortcuts are compared with the model's own forward pass on a few random tokens: several sequences in one
 stream, attention replaced by `segment_attention`, and the output layer applied outside the model, in chunks. A model
@@ -37,20 +37,10 @@ _LOGIT_FIELDS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_
 
 
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str) -> None:
-    """Raise ModelError naming what differed, by how much, and what to do."""
-    generator = torch.Generator().manual_seed(20_240_229)
-    vocabulary = vocabulary_size(model.causal)
-    sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in _LENGTHS]
+    """Raise ModelError naming what differed, by how much, and what to do. path: of the model, for the message."""
     try:
         with evaluation_mode(model.causal):
-            with profile.computing_exactly():
-                reference, hidden = _own_forward(model, sequences, profile)
-                packed, windows = _packed_hidden(model, sequences, profile)
-                _compare_output_layer(model, sequences, hidden, profile, path)
-                _compare_packing(model, sequences, packed, reference, profile, path)
-            _check_windows(model.causal, windows, path)
-            if profile.autocast_dtype is not None:
-                _compare_half_precision(model, sequences, reference, profile, path)
+            found = _Probe(model, profile).first_difference()
     except SpurlineError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
@@ -59,79 +49,94 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str) -> No
             f"{type(error).__name__}: {error}\nIt needs a decoder that takes position_ids and passes **kwargs to its "
             "attention. Choose a standard decoder-only model."
         ) from error
+    if found is not None:
+        raise ModelError(f"model.path: {path} ({type(model.causal).__name__}) {found}")
 
 
-def _own_forward(
-    model: StreamModel, sequences: list[Tensor], profile: DeviceProfile
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Per sequence: full logits of the model with its own attention, and the decoder's last hidden states."""
-    logits, hidden = [], []
-    with _own_attention(model.causal), _decoder_output(model) as seen:
-        for sequence in sequences:
-            output = model.causal(input_ids=sequence.to(profile.device).unsqueeze(0), use_cache=False)
-            logits.append(output.logits[0])
-            hidden.append(seen.pop())
-    return logits, hidden
+class _Probe:
+    """Compares on a few random sequences. Each comparison returns what is wrong with the model, or None."""
 
+    def __init__(self, model: StreamModel, profile: DeviceProfile) -> None:
+        generator = torch.Generator().manual_seed(20_240_229)
+        vocabulary = vocabulary_size(model.causal)
+        self._model = model
+        self._profile = profile
+        self._sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in _LENGTHS]
 
-def _packed_hidden(
-    model: StreamModel, sequences: list[Tensor], profile: DeviceProfile
-) -> tuple[Tensor, list[int | None]]:
-    """Hidden states [T, H] of all sequences as one stream, and the window of each attention call."""
-    lengths = np.array(_LENGTHS, dtype=np.int64)
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS])
-    plan = plan_segments(lengths, profile.slots_per_attention_call, profile.send)
-    with observed_windows() as windows:
-        hidden = model.hidden(
-            profile.send(torch.cat(sequences)).unsqueeze(0), profile.send(positions).unsqueeze(0), plan
-        )
-    return hidden, windows
+    def first_difference(self) -> str | None:
+        with self._profile.computing_exactly():
+            logits, hidden = self._own_forward()
+            packed, windows = self._packed_hidden()
+            found = self._compare_output_layer(hidden[-1]) or self._compare_packing(packed, logits)
+        found = found or self._check_windows(windows)
+        if found is None and self._profile.autocast_dtype is not None:
+            found = self._compare_half_precision(logits)
+        return found
 
+    def _own_forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Per sequence: full logits of the model with its own attention, and the decoder's last hidden states."""
+        logits, hidden = [], []
+        with _own_attention(self._model.causal), _decoder_output(self._model) as seen:
+            for sequence in self._sequences:
+                output = self._model.causal(input_ids=sequence.to(self._profile.device).unsqueeze(0), use_cache=False)
+                logits.append(output.logits[0])
+                hidden.append(seen.pop())
+        return logits, hidden
 
-def _compare_packing(
-    model: StreamModel,
-    sequences: list[Tensor],
-    packed: Tensor,
-    reference: list[Tensor],
-    profile: DeviceProfile,
-    path: str,
-) -> None:
-    worst, index = 0.0, 0
-    for number, (rows, logits) in enumerate(zip(packed.split(_LENGTHS), reference, strict=True)):
-        targets = sequences[number][1:].to(profile.device)
-        difference = _logprobs(model, rows[:-1], targets) - _full_logprobs(logits[:-1], targets)
-        distance = float(difference.abs().max() / _spread(reference))
-        if not distance <= worst:
-            worst, index = distance, number
-    if not worst <= _TOLERANCE:
+    def _packed_hidden(self) -> tuple[Tensor, list[int | None]]:
+        """Hidden states [T, H] of all sequences as one stream, and the window of each attention call."""
+        send = self._profile.send
+        positions = torch.cat([torch.arange(length) for length in _LENGTHS])
+        plan = plan_segments(np.array(_LENGTHS, dtype=np.int64), self._profile.slots_per_attention_call, send)
+        with observed_windows() as windows:
+            hidden = self._model.hidden(
+                send(torch.cat(self._sequences)).unsqueeze(0), send(positions).unsqueeze(0), plan
+            )
+        return hidden, windows
+
+    def _differences(self, packed: Tensor, reference: list[Tensor]) -> list[Tensor]:
+        """Per sequence: logprobs as training computes them, less those of the full logits."""
+        return [
+            self._logprobs(rows[:-1], tokens[1:].to(self._profile.device))
+            - _full_logprobs(logits[:-1], tokens[1:].to(self._profile.device))
+            for rows, tokens, logits in zip(packed.split(_LENGTHS), self._sequences, reference, strict=True)
+        ]
+
+    def _logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """As training computes them, in small chunks."""
+        return TokenLogprobs(self._model.head, _CHUNK_TOKENS)(hidden, targets)[0]
+
+    def _compare_packing(self, packed: Tensor, reference: list[Tensor]) -> str | None:
+        worst, index = 0.0, 0
+        for number, difference in enumerate(self._differences(packed, reference)):
+            distance = float(difference.abs().max() / _spread(reference))
+            if not distance <= worst:
+                worst, index = distance, number
+        if worst <= _TOLERANCE:
+            return None
         where = "already in the first sequence" if index == 0 else f"most in sequence {index + 1} of {len(_LENGTHS)}"
-        raise ModelError(
-            f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities when sequences are "
-            f"packed than separately: {worst:.2g} standard deviations of the logits ({where}; allowed {_TOLERANCE:g}). "
-            "It mixes tokens across sequences (linear attention, convolutions) or has attention that cannot be "
-            "replaced. Choose a model with plain causal attention."
+        return (
+            f"gives other log-probabilities when sequences are packed than separately: {worst:.2g} standard deviations "
+            f"of the logits ({where}; allowed {_TOLERANCE:g}). It mixes tokens across sequences (linear attention, "
+            "convolutions) or has attention that cannot be replaced. Choose a model with plain causal attention."
         )
 
+    def _compare_output_layer(self, states: Tensor) -> str | None:
+        """Logits of the model itself against the bare output layer, loud enough that every cap on them is heard.
 
-def _compare_output_layer(
-    model: StreamModel, sequences: list[Tensor], hidden: list[Tensor], profile: DeviceProfile, path: str
-) -> None:
-    """Logits of the model itself against the bare output layer, loud enough that every cap on them is heard."""
-    states, sequence = hidden[-1], sequences[-1].to(profile.device)
-    quiet = model.head(states)
-    loudness = _LOUD_LOGITS / float(quiet.std().clamp_min(1e-30))
-    with _own_attention(model.causal), _decoder_output(model, loudness):
-        own = model.causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
-    targets = sequence.roll(-1)
-    difference = _logprobs(model, states * loudness, targets) - _full_logprobs(own, targets)
-    distance = float(difference.abs().max() / _LOUD_LOGITS)
-    if not distance <= _TOLERANCE:
-        config = model.causal.config
-        active = {
-            name: off
-            for name, off in _LOGIT_FIELDS.items()
-            if getattr(config, name, off) is not None and getattr(config, name, off) != off
-        }
+        states: hidden states of the last sequence.
+        """
+        causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
+        loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
+        with _own_attention(causal), _decoder_output(self._model, loudness):
+            own = causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
+        targets = sequence.roll(-1)
+        difference = self._logprobs(states * loudness, targets) - _full_logprobs(own, targets)
+        distance = float(difference.abs().max() / _LOUD_LOGITS)
+        if distance <= _TOLERANCE:
+            return None
+        fields = {name: (getattr(causal.config, name, off), off) for name, off in _LOGIT_FIELDS.items()}
+        active = {name: off for name, (value, off) in fields.items() if value is not None and value != off}
         overrides = ", ".join(f"{name}: {'null' if off is None else off}" for name, off in active.items())
         fix = (
             f"Its config sets {', '.join(active)}. To train without, as some do, set model.config_overrides: "
@@ -139,52 +144,40 @@ def _compare_output_layer(
             if active
             else "Choose a model whose logits are the plain product with its output embeddings."
         )
-        raise ModelError(
-            f"model.path: {path} ({type(model.causal).__name__}) changes logits after its output layer, which chunked "
-            f"logits leave out: logprobs differ by {distance:.2g} standard deviations of the logits "
-            f"(allowed {_TOLERANCE:g}). {fix}"
+        return (
+            "changes logits after its output layer, which chunked logits leave out: logprobs differ by "
+            f"{distance:.2g} standard deviations of the logits (allowed {_TOLERANCE:g}). {fix}"
         )
 
-
-def _check_windows(causal: PreTrainedModel, windows: list[int | None], path: str) -> None:
-    """The probe's sequences are shorter than any window, so whether the attention is told of windows is counted."""
-    config = causal.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * len(windows)
-    told = sum(window is not None for window in windows)
-    other = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-    if other or len(windows) != len(kinds) or told != kinds.count("sliding_attention"):
-        raise ModelError(
-            f"model.path: {path} ({type(causal).__name__}) has {len(kinds)} layers ({', '.join(sorted(set(kinds)))}; "
+    def _check_windows(self, windows: list[int | None]) -> str | None:
+        """The probe's sequences are shorter than any window, so whether the attention is told of windows is counted."""
+        config = self._model.causal.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * len(
+                windows
+            )
+        told = sum(window is not None for window in windows)
+        known = set(kinds) <= {"sliding_attention", "full_attention"}
+        if known and len(windows) == len(kinds) and told == kinds.count("sliding_attention"):
+            return None
+        return (
+            f"has {len(kinds)} layers ({', '.join(sorted(set(kinds)))}; "
             f"{kinds.count('sliding_attention')} with a window), but {len(windows)} of them use the packed attention, "
             f"{told} with a window. Choose a model whose layers are full or sliding-window attention."
         )
 
-
-def _compare_half_precision(
-    model: StreamModel, sequences: list[Tensor], reference: list[Tensor], profile: DeviceProfile, path: str
-) -> None:
-    """The half-precision attention kernel is another one; it must agree up to rounding."""
-    with profile.computing():
-        packed, _ = _packed_hidden(model, sequences, profile)
-        differences = [
-            _logprobs(model, rows[:-1], tokens[1:].to(profile.device))
-            - _full_logprobs(logits[:-1], tokens[1:].to(profile.device))
-            for rows, tokens, logits in zip(packed.split(_LENGTHS), sequences, reference, strict=True)
-        ]
-    distance = float(torch.cat(differences).abs().mean() / _spread(reference))
-    if not distance <= _HALF_PRECISION_TOLERANCE:
-        raise ModelError(
-            f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities in bf16 than in fp32: "
-            f"{distance:.2g} standard deviations of the logits on average (allowed {_HALF_PRECISION_TOLERANCE:g}). "
-            "Set backend.precision: fp32."
+    def _compare_half_precision(self, reference: list[Tensor]) -> str | None:
+        """The half-precision attention kernel is another one; it must agree up to rounding."""
+        with self._profile.computing():
+            differences = self._differences(self._packed_hidden()[0], reference)
+        distance = float(torch.cat(differences).abs().mean() / _spread(reference))
+        if distance <= _HALF_PRECISION_TOLERANCE:
+            return None
+        return (
+            f"gives other log-probabilities in bf16 than in fp32: {distance:.2g} standard deviations of the logits on "
+            f"average (allowed {_HALF_PRECISION_TOLERANCE:g}). Set backend.precision: fp32."
         )
-
-
-def _logprobs(model: StreamModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    """As training computes them, in small chunks."""
-    return TokenLogprobs(model.head, _CHUNK_TOKENS)(hidden, targets)[0]
 
 
 def _full_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,17 +1,8 @@
-"""Hidden states to the log-probabilities of the tokens that carry loss, and to nothing else.
+"""A causal language model that reads token streams: decoder, then logprobs where there is loss.
 
-Place on the way: decoder -> this -> loss. The output layer runs only where there is loss, a chunk of positions at a
-time; with several chunks their logits are recomputed in the backward pass, so at no time do logits of all tokens exist.
-
-A causal language model that reads token streams: decoder, then logprobs where there is loss.
-
-Place on the way: `TokenStream` -> this -> `TokenLossInputs`. It owns no optimizer and no loop; the trained model and a
-frozen reference are two of these, a critic is a `ValueModel`.
-
-The critic: the run's model with a value head in the place of its output layer.
-
-Place on the way: `TokenStream` -> this -> `TokenLossInputs` whose `logprobs` are values: from the position before a
-token, the return that is expected from that token on. Trained as the policy is, by `TrainedModel`.
+Place on the way: `TokenStream` -> `StreamModel` -> `TokenLossInputs` -> loss. The output layer runs only where there is
+loss, a chunk of positions at a time, so at no time do logits of all tokens exist. The trained model and a frozen
+reference are two of these; a critic is a `ValueModel`. It owns no optimizer and no loop.
 """
 
 from __future__ import annotations
@@ -32,9 +23,86 @@ from spurline.model.segment_attention import ATTENTION_NAME
 from spurline.model.token_stream import SegmentPlan, TokenStream
 from spurline.protocols.loss import TokenLossInputs
 
+ENTROPY = "entropy"
+
+
+class StreamModel:
+    """`causal`, with the attention that keeps segments apart. chunk_tokens: positions whose logits exist together."""
+
+    def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
+        self.causal = causal
+        use_segment_attention(causal)
+        head = causal.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"{type(causal).__name__} has no output embeddings. Choose a causal language model.")
+        self.decoder: nn.Module = causal.get_decoder()
+        self.head: nn.Module = head
+        self.score = TokenLogprobs(head, chunk_tokens)
+        self._run_decoder: Any = self.decoder
+
+    def checkpoint_activations(self, options: dict[str, Any]) -> None:
+        """Keep only the inputs of layers and recompute the rest in the backward pass.
+
+        options: keywords of `torch.utils.checkpoint.checkpoint`.
+        """
+        # transformers renamed the method in the course of version 5.
+        enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
+        (enable or self.causal.gradient_checkpointing_enable)(options)
+
+    def compile(self) -> None:
+        """Run the decoder through torch.compile from now on; attention stays outside its graphs."""
+        self._run_decoder = torch.compile(self.decoder, dynamic=True)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan) -> Tensor:
+        """Last hidden states [T, H] of a stream [1, T]."""
+        output = self._run_decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            segment_plan=plan,
+            # What packed models other than plain attention ask for, under the names of transformers.
+            cu_seq_lens_q=plan.cu_seqlens,
+            cu_seq_lens_k=plan.cu_seqlens,
+            max_length_q=plan.max_length,
+            max_length_k=plan.max_length,
+        )
+        return output.last_hidden_state.squeeze(0)
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """What a loss with these `needs` sees of the stream."""
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
+        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
+        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+
+
+class ValueModel(StreamModel):
+    """The critic: the run's decoder, with a value head in the place of the output layer.
+
+    The `logprobs` of its loss inputs are values: from the position before a token, the return expected from it on.
+    """
+
+    def __init__(self, causal: PreTrainedModel):
+        # Starts at value 0 everywhere, so that the first advantages are plain sums of rewards, and draws nothing.
+        head = nn.Linear(causal.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(head.weight)
+        causal.set_output_embeddings(head.to(causal.device, causal.dtype))
+        super().__init__(causal)
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy."""
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
+        weight = self.head.weight
+        assert isinstance(weight, torch.Tensor)
+        # Not a matrix product, which autocast would round to half precision: values are subtracted from each other.
+        values = (hidden.to(weight.dtype) * weight).sum(-1)
+        return TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns)
+
 
 class TokenLogprobs:
-    """The output layer of a model, applied in chunks of at most `chunk_tokens` positions."""
+    """The output layer of a model, applied in chunks of at most `chunk_tokens` positions.
+
+    With several chunks their logits are recomputed in the backward pass.
+    """
 
     def __init__(self, head: nn.Module, chunk_tokens: int):
         self._head = head
@@ -88,58 +156,6 @@ class TokenLogprobs:
         return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
-ENTROPY = "entropy"
-
-
-class StreamModel:
-    """`causal`, with the attention that keeps segments apart."""
-
-    def __init__(self, causal: PreTrainedModel, chunk_tokens: int):
-        self.causal = causal
-        use_segment_attention(causal)
-        head = causal.get_output_embeddings()
-        if head is None:
-            raise ModelError(f"{type(causal).__name__} has no output embeddings. Choose a causal language model.")
-        self.decoder: nn.Module = causal.get_decoder()
-        self.head: nn.Module = head
-        self.score = TokenLogprobs(head, chunk_tokens)
-        self._run_decoder: Any = self.decoder
-
-    def checkpoint_activations(self, options: dict[str, Any]) -> None:
-        """Keep only the inputs of layers and recompute the rest in the backward pass.
-
-        options: keywords of `torch.utils.checkpoint.checkpoint`.
-        """
-        # transformers renamed the method in the course of version 5.
-        enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
-        (enable or self.causal.gradient_checkpointing_enable)(options)
-
-    def compile(self) -> None:
-        """Run the decoder through torch.compile from now on; attention stays outside its graphs."""
-        self._run_decoder = torch.compile(self.decoder, dynamic=True)
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan) -> Tensor:
-        """Last hidden states [T, H] of a stream [1, T]."""
-        output = self._run_decoder(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            segment_plan=plan,
-            # What packed models other than plain attention ask for, under the names of transformers.
-            cu_seq_lens_q=plan.cu_seqlens,
-            cu_seq_lens_k=plan.cu_seqlens,
-            max_length_q=plan.max_length,
-            max_length_k=plan.max_length,
-        )
-        return output.last_hidden_state.squeeze(0)
-
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """What a loss with these `needs` sees of the stream."""
-        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
-        logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
-        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
-
-
 def use_segment_attention(causal: PreTrainedModel) -> None:
     """Route all attention of the model through `segment_attention`. Raises ModelError."""
     causal.set_attn_implementation(ATTENTION_NAME)
@@ -168,23 +184,3 @@ def evaluation_mode(causal: nn.Module) -> Iterator[None]:
             yield
     finally:
         causal.train(was_training)
-
-
-class ValueModel(StreamModel):
-    """A decoder, and one number per token where there is loss."""
-
-    def __init__(self, causal: PreTrainedModel, chunk_tokens: int):
-        # Starts at value 0 everywhere, so that the first advantages are plain sums of rewards, and draws nothing.
-        head = nn.Linear(causal.config.get_text_config().hidden_size, 1, bias=False)
-        nn.init.zeros_(head.weight)
-        causal.set_output_embeddings(head.to(causal.device, causal.dtype))
-        super().__init__(causal, chunk_tokens)
-
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy."""
-        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
-        weight = self.head.weight
-        assert isinstance(weight, torch.Tensor)
-        # Not a matrix product, which autocast would round to half precision: values are subtracted from each other.
-        values = (hidden.to(weight.dtype) * weight).sum(-1)
-        return TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns)

@@ -1,13 +1,9 @@
-"""Say how the segments of one padding-free token stream are computed by attention.
+"""Lay rows of a batch out as one padding-free stream of tokens, and say how attention computes its segments.
 
-Place on the way: micro-batch -> SegmentPlan -> attention of every layer. Made once per micro-batch, on the host; the
-segments lie in the stream from short to long, so that those of one length are neighbours. Not the attention itself:
-that is `segment_attention.py`.
-
-Cut a mini-batch into micro-batches, and lay each out as one padding-free stream of tokens.
-
-Place on the way: TrainingBatch -> row groups -> `TokenStream` -> decoder. Padding of any kind (row ends, alignment
-between segments, filler rows) is dropped here, so padded and packed batches run the very same computation.
+Place on the way: TrainingBatch -> chosen rows -> `TokenStream` with its `SegmentPlan` -> decoder. Padding of any kind
+(row ends, alignment between segments, filler rows) is dropped here, so padded and packed batches run the very same
+computation. Segments lie from short to long, so that those of one length are neighbours. All of it is made on the host,
+once per micro-batch.
 """
 
 from __future__ import annotations
@@ -21,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.backends.local.configs import LocalBackendConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError, listing
 from spurline.model.device_profile import DeviceProfile
 
+Rows = NDArray[np.int64]
+"""Row numbers of a batch."""
 Send = Callable[[Tensor], Tensor]
+"""Moves a host tensor to the device."""
 
 
 @dataclass(frozen=True)
@@ -59,53 +57,6 @@ class SegmentPlan:
     @property
     def num_segments(self) -> int:
         return self.cu_seqlens.shape[0] - 1
-
-
-def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
-    """The plan for segments of these lengths, which must not decrease.
-
-    slots_per_call: how many padded slots cost as much as one more attention call; 0 never pads.
-    send: moves a host tensor to the device.
-    """
-    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
-    buckets = tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call))
-    return SegmentPlan(
-        cu_seqlens=send(torch.from_numpy(cu_seqlens)),
-        max_length=int(lengths[-1]) if len(lengths) else 0,
-        buckets=buckets,
-        tokens_of_buckets=tuple(bucket.tokens for bucket in buckets),
-    )
-
-
-def _cut(lengths: NDArray[np.int64], slots_per_call: int) -> list[tuple[int, int]]:
-    """Half-open ranges of segments: runs of one length, joined with the next while padding is cheaper than a call."""
-    if len(lengths) == 0:
-        return []
-    runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
-    cuts = [0]
-    padded_slots = 0
-    for start, stop in pairwise(runs[1:]):
-        # Joining pads every segment of the bucket to the new length; one that is padded already pays the growth only.
-        slots = (stop - cuts[-1]) * int(lengths[start])
-        if slots - padded_slots <= slots_per_call:
-            padded_slots = slots
-        else:
-            cuts.append(start)
-            padded_slots = 0
-    return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True))
-
-
-def _bucket(lengths: NDArray[np.int64], send: Send) -> Bucket:
-    count, longest, tokens = len(lengths), int(lengths[-1]), int(lengths.sum())
-    if tokens == count * longest:
-        return Bucket(count, longest, tokens, None)
-    padding_before = np.arange(count) * longest - (np.cumsum(lengths) - lengths)
-    slots = np.arange(tokens) + np.repeat(padding_before, lengths)
-    return Bucket(count, longest, tokens, send(torch.from_numpy(slots)))
-
-
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -146,32 +97,6 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
             f"The loss needs {listing(missing)}, which this run's batches do not have. "
             "Choose another `loss`, or a `source` that provides it."
         )
-
-
-def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
-    """Row numbers of each micro-batch, in row order. Rows of one unit stay together, also when over the limit alone."""
-    tokens = tokens_per_row(batch)
-    rows = np.flatnonzero(tokens)
-    if config.rows_per_microbatch is not None:
-        cost, limit = np.ones_like(tokens), config.rows_per_microbatch
-    elif config.max_tokens_per_microbatch is not None:
-        cost, limit = tokens, config.max_tokens_per_microbatch
-    else:
-        return [rows] if len(rows) else []
-    units: dict[int, list[int]] = {}
-    for row, unit in zip(rows.tolist(), batch.unit_ids.numpy()[rows].tolist(), strict=True):
-        units.setdefault(unit, []).append(row)
-    groups: list[list[int]] = []
-    used = limit
-    for members in units.values():
-        size = int(cost[members].sum())
-        if used + size > limit or not groups:
-            groups.append([])
-            used = 0
-        groups[-1].extend(members)
-        used += size
-    # Units may interleave; within a micro-batch the rows keep the order of the batch.
-    return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]
 
 
 def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
@@ -227,3 +152,46 @@ def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.
     new_starts = np.cumsum(lengths) - lengths
     source = np.arange(len(index)) + np.repeat(starts[order] - new_starts, lengths)
     return index[torch.from_numpy(source)], lengths
+
+
+def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
+    """The plan for segments of these lengths, which must not decrease.
+
+    slots_per_call: how many padded slots cost as much as one more attention call; 0 never pads.
+    """
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    buckets = tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call))
+    return SegmentPlan(
+        cu_seqlens=send(torch.from_numpy(cu_seqlens)),
+        max_length=int(lengths[-1]) if len(lengths) else 0,
+        buckets=buckets,
+        tokens_of_buckets=tuple(bucket.tokens for bucket in buckets),
+    )
+
+
+def _cut(lengths: NDArray[np.int64], slots_per_call: int) -> list[tuple[int, int]]:
+    """Half-open ranges of segments: runs of one length, joined with the next while padding is cheaper than a call."""
+    if len(lengths) == 0:
+        return []
+    runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    cuts = [0]
+    padded_slots = 0
+    for start, stop in pairwise(runs[1:]):
+        # Joining pads every segment of the bucket to the new length; one that is padded already pays the growth only.
+        slots = (stop - cuts[-1]) * int(lengths[start])
+        if slots - padded_slots <= slots_per_call:
+            padded_slots = slots
+        else:
+            cuts.append(start)
+            padded_slots = 0
+    return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True))
+
+
+def _bucket(lengths: NDArray[np.int64], send: Send) -> Bucket:
+    count, longest, tokens = len(lengths), int(lengths[-1]), int(lengths.sum())
+    if tokens == count * longest:
+        return Bucket(count, longest, tokens, None)
+    padding_before = np.arange(count) * longest - (np.cumsum(lengths) - lengths)
+    slots = np.arange(tokens) + np.repeat(padding_before, lengths)
+    return Bucket(count, longest, tokens, send(torch.from_numpy(slots)))

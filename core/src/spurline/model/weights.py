@@ -1,12 +1,8 @@
-"""The model's weights under their Hugging Face names, for export and for publishing to rollout engines.
+"""A model's weights under their Hugging Face names, for export and publishing, and digests that recognise weights.
 
-Place on the way: trained model -> (name, tensor) one at a time -> a file or an engine. Reads only; adapters are
-merged into copies. For exact resume there is `checkpoint.py`, which keeps adapters apart.
-
-Recognise weights that a checkpoint does not hold: those under adapters, and those a run started from.
-
-Place on the way: parameters -> digest -> `state.json`. Names, shapes and dtypes count in full, values by blocks from
-all over each tensor: quick for large models, and every fine-tuned or re-seeded model differs in them.
+`named_weights` only reads; adapters are merged into copies. A digest stands in a checkpoint for weights that it does
+not hold: those under adapters, and those a run started from. Names, shapes and dtypes count in full, values by blocks
+from all over each tensor: quick for large models, and every fine-tuned or re-seeded model differs in them.
 """
 
 from __future__ import annotations

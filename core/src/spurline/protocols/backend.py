@@ -1,4 +1,8 @@
-"""Kind `backend`: where forward, backward and the optimizer run."""
+"""Kind `backend`: where forward, backward and the optimizer run, and what some backends can besides.
+
+Its config says what a run must know before anything is loaded: the parallel layout, memory, and which of the optional
+protocols its backend has.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +86,6 @@ class Backend(Protocol):
         """
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
-        """Greedy continuations, one per prompt, end-of-sequence token included when it was produced."""
-        ...
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(hf_name, tensor) for publishing and export; adapters merged, tied weights once. Consume one at a time."""
         ...
@@ -107,6 +107,15 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class Generates(Protocol):
+    """A backend that continues prompts itself, for answers to held-out prompts; its config sets `generates`."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        """Greedy continuations, one per prompt, end-of-sequence token included when it was produced."""
+        ...
+
+
 @dataclass(frozen=True)
 class GenerationModel:
     """A model and what its owner knows about it.
@@ -124,7 +133,7 @@ class GenerationModel:
 
 @runtime_checkable
 class LendsModel(Protocol):
-    """A backend whose whole model is in this process."""
+    """A backend whose whole model is in this process; its config sets `lends_model`."""
 
     def generation_model(self) -> GenerationModel:
         """The very model that is trained, not a copy.
@@ -139,6 +148,10 @@ class BackendConfig(ComponentConfig):
     """Settings of a backend."""
 
     kind: ClassVar[str] = "backend"
+    generates: ClassVar[bool] = False
+    """Whether its backend is one that `Generates`; `evaluation.generate` needs that."""
+    lends_model: ClassVar[bool] = False
+    """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""

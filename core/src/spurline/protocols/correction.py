@@ -36,7 +36,7 @@ class Correction(Protocol):
     """Importance weights or masks from logprobs.
 
     Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
-    Called by the source, once for a whole batch, when it has looked back with the models: after `old_logprobs` are in
+    Called by the source, once for a whole batch, when the models have scored the tokens: after `old_logprobs` are in
     the batch, before it is cut and before any update. The factors travel in the column `correction_factors`, and
     `spurline.update.reduction.reduce_corrected` applies them to each mini-batch of the policy: rejected tokens leave
     before the reduction counts them, all other factors weigh after it, so that they do not cancel out of the

@@ -104,6 +104,6 @@ class Environment(Protocol):
         Errors: a DataError says that this row cannot be used: it ends the run, or with `on_bad_row: skip` the row is
         left out; so does a context that is full before the first turn, but one that filled up later is the attempt's
         matter and has to be caught. Other SpurlineErrors, but for AttemptFailedError, end the run; any other exception,
-        and a time-out, means another attempt, and after `faults.retries` of these quarantine.
+        and a time-out, means another attempt; after `faults.retries` of these the prompt is given up.
         """
         ...

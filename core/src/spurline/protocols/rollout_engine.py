@@ -21,6 +21,8 @@ class RolloutEngineConfig(ComponentConfig):
     """Settings of a rollout engine."""
 
     kind: ClassVar[str] = "rollout_engine"
+    borrows_model: ClassVar[bool] = False
+    """Whether its `share` takes the model itself from the backend, which must then be one that `LendsModel`."""
 
     @property
     def num_engines(self) -> int:

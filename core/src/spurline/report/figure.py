@@ -44,7 +44,7 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
 
 
 def smoothing_span(num_points: int) -> int:
-    """Over how many neighbouring points a series of this length is averaged."""
+    """Number of neighbouring points over which a series of this length is averaged."""
     return max(5, math.isqrt(num_points))
 
 
@@ -110,7 +110,7 @@ def one_of_several(
     weights: Sequence[float] | None = None,
     **changes: Any,
 ) -> list[Trace]:
-    """As `raw_and_smoothed`, for plots of several series: one entry in the legend, which hides and shows both lines.
+    """`raw_and_smoothed` for plots of several series: one entry in the legend hides and shows both lines.
 
     Pointing at the plot shows the values themselves, not their means. `changes` are plotly trace attributes.
     """
@@ -159,7 +159,7 @@ def step_figure(
 
 def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) -> str:
     """Any plotly figure. `layout` is laid over the page's own theme."""
-    content = json.dumps(_plain({"data": list(traces), "layout": dict(layout)}), allow_nan=False)
+    content = json.dumps(_shorten_numbers({"data": list(traces), "layout": dict(layout)}), allow_nan=False)
     # Inside a script element only "<" could end it or open a comment.
     content = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return (
@@ -168,12 +168,12 @@ def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) ->
     )
 
 
-def _plain(value: Any) -> Any:
+def _shorten_numbers(value: Any) -> Any:
     """Numbers short enough for the page; what is not finite becomes a gap."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _shorten_numbers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_shorten_numbers(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

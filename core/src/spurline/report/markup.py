@@ -1,4 +1,4 @@
-"""Small HTML pieces that panels are made of. Everything that comes from a run passes through `text`."""
+"""What panels are made of: their base, and HTML pieces. Everything that comes from a run passes through `text`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from spurline.protocols.report_panel import ReportPanelConfig
+
+
+class Panel:
+    """Base of core's panels, which have no settings."""
+
+    def __init__(self, config: ReportPanelConfig) -> None:
+        self.config = config
 
 
 def text(value: Any) -> str:

@@ -1,9 +1,7 @@
-"""Assemble panels into RUN_DIR/report.html: one file that opens anywhere, without a network.
+"""Write RUN_DIR/report.html: the panels that the config selects, in one file that opens anywhere, without a network.
 
-In: a RunRecord and panels in page order. Out: the page, written atomically. The page carries plotly.js, its style and
+A RunRecord and panels in page order go in; the page comes out, written atomically. It carries plotly.js, its style and
 its script; a content security policy forbids it to load anything.
-
-Write the report of a run directory with the panels its config selects.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
             failures.append((type(panel).__name__, error))
             fragment = _error_fragment(panel, error)
         if fragment is not None:
-            sections.append(_section(panel.title, fragment))
+            sections.append(f'<section class="panel"><h2>{text(panel.title)}</h2>{fragment}</section>')
     # A sample may hold half a surrogate pair, which no file can.
     replace_file(out, _page(record, sections).encode(errors="replace").decode())
     if failures:
@@ -65,10 +63,6 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
             "Leave them out of report.panels, or fix the plugin that they come from."
         ) from failures[0][1]
     return out
-
-
-def _section(title: str, fragment: str) -> str:
-    return f'<section class="panel"><h2>{text(title)}</h2>{fragment}</section>'
 
 
 def _error_fragment(panel: ReportPanel, error: Exception) -> str:

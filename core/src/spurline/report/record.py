@@ -1,11 +1,9 @@
-"""Read what a run left in its directory: the way into the report.
+"""Read what a run left in its directory, and tell its evaluation metrics apart.
 
-In: RUN_DIR with metrics.jsonl, config.json and summary.json. Out: a `RunRecord`. Works on runs still in progress.
-
-Which recorded metrics are evaluation losses, which scores and which rewards. Shared by the panels that show them.
-
-Rollouts of held-out prompts leave `eval/pass@1`, mean rewards and the number of prompts given up. The rewards are drawn
-beside those of training, so they are no scores here, even where they stay within 0..1.
+RUN_DIR with metrics.jsonl, config.json and summary.json goes in, a `RunRecord` comes out, also of a run in progress.
+Panels ask here which recorded metrics are held-out losses and which are scores. Rollouts of held-out prompts leave
+`eval/pass@1`, mean rewards and the number of prompts given up. The rewards are drawn beside those of training, so they
+are no scores here, even where they stay within 0..1.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 
 from spurline.errors import RunDirectoryError, listing
 from spurline.protocols.report_panel import RunRecord
-from spurline.trackers.jsonl import METRICS_FILE, read_metrics
+from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 
 CONFIG_FILE = "config.json"
 """The resolved config, inside the run directory."""
@@ -39,7 +37,7 @@ def read_record(run_dir: Path) -> RunRecord:
         )
     return RunRecord(
         run_dir=run_dir,
-        metrics=read_metrics(run_dir / METRICS_FILE),
+        metrics=read_json_lines(run_dir / METRICS_FILE),
         config=_read_mapping(run_dir / CONFIG_FILE),
         summary=_read_mapping(run_dir / SUMMARY_FILE),
     )
@@ -59,9 +57,6 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-_PREFIX = "eval/"
-_DURATION = "eval/time"
-_PASS_RATE = "eval/pass@1"
 HELD_OUT_REWARD = "eval/reward"
 HELD_OUT_TERM = "eval/rewards/"
 GIVEN_UP = "eval/failed"
@@ -82,9 +77,9 @@ def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
     shares: list[str] = []
     others: list[str] = []
     names = _evaluation_names(record)
-    is_rollouts = _PASS_RATE in names
     for name in names:
-        if "loss" in name.split("/") or (is_rollouts and _is_of_rollouts(name)):
+        is_reward = name in (HELD_OUT_REWARD, GIVEN_UP) or name.startswith(HELD_OUT_TERM)
+        if "loss" in name.split("/") or (is_reward and "eval/pass@1" in names):
             continue
         _, values = record.series(name)
         (shares if all(0 <= value <= 1 for value in values) else others).append(name)
@@ -93,13 +88,9 @@ def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
 
 def label_of(name: str, kind: str = "") -> str:
     """`eval/exact_match` -> `exact match`; with a kind in front where the bare name says too little."""
-    label = name.removeprefix(_PREFIX).replace("_", " ")
+    label = name.removeprefix("eval/").replace("_", " ")
     return f"{kind} {label}" if kind else label
 
 
-def _is_of_rollouts(name: str) -> bool:
-    return name in (HELD_OUT_REWARD, GIVEN_UP) or name.startswith(HELD_OUT_TERM)
-
-
 def _evaluation_names(record: RunRecord) -> list[str]:
-    return [name for name in recorded_names(record, _PREFIX) if name != _DURATION]
+    return [name for name in recorded_names(record, "eval/") if name != "eval/time"]

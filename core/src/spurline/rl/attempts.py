@@ -1,4 +1,4 @@
-"""Everything that makes an attempt at a prompt: engine, environment, rewards on tokens, retries and quarantine.
+"""Everything that makes an attempt at a prompt: engine, environment, rewards on tokens, retries and giving up.
 
 Place on the way: Draw -> Task -> environment with a policy handle -> scored trajectory. One set serves training and
 held-out evaluation, which differ in how they sample and in what a failure costs.
@@ -7,8 +7,9 @@ held-out evaluation, which differ in how they sample and in what a failure costs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from spurline.errors import ConfigError, Problem
 from spurline.protocols.environment import Environment, PolicyHandle, Task
@@ -16,15 +17,17 @@ from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import OVERLONG, PromptSourceConfig
 from spurline.rl.draws import Draw
-from spurline.rl.given_up import Quarantine
-from spurline.rl.group_runner import GroupRunner, Outcome
+from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline.rl.policy import EnginePolicy
 from spurline.rl.scoring import overlong_penalty, score
 from spurline.rl.trajectory import Trajectory
 
 
 class Attempts:
-    """Owns the engine and the environment. Coroutines are awaited on one event loop."""
+    """Owns the engine and the environment. Coroutines are awaited on one event loop.
+
+    training: runs the groups that are trained on, scored. given_up: the prompts that training gave up.
+    """
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
@@ -44,36 +47,26 @@ class Attempts:
             max_new_tokens=sampling.max_new_tokens,
             stop=sampling.stop,
         )
-        self.quarantine = Quarantine(config.faults.max_quarantined)
-        self._training = self._runner(
+        self.given_up = GivenUpPrompts(config.faults.max_quarantined)
+        self.training = self._make_runner(
             self._sampling,
-            self.quarantine,
+            self.given_up,
             config.samples_per_prompt,
-            self._score,
+            punishes_length=True,
             any_distribution=sampling.allow_truncated,
         )
-
-    async def train(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
-        """The groups of these prompts, scored for training, in order."""
-        return await self._training.run_groups(prompts)
-
-    async def train_one(self, prompt: Draw) -> Outcome:
-        """The group of this prompt, scored for training."""
-        return await self._training.run_group(prompt)
 
     async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
         held_out = self._config.held_out
-        sampling = replace(self._sampling, temperature=held_out.temperature, top_p=1.0, top_k=0)
-        quarantine = Quarantine(self._config.faults.max_quarantined)
-        runner = self._runner(
-            sampling, quarantine, held_out.samples_per_prompt, self._score_held_out, any_distribution=True
+        runner = self._make_runner(
+            replace(self._sampling, temperature=held_out.temperature, top_p=1.0, top_k=0),
+            GivenUpPrompts(self._config.faults.max_quarantined),
+            held_out.samples_per_prompt,
+            punishes_length=False,
+            any_distribution=True,
         )
         return await runner.run_groups(prompts)
-
-    def take_retries(self, uid: str) -> int:
-        """Attempts at this prompt, in training, that were made again; told once."""
-        return self._training.take_retries(uid)
 
     async def close(self) -> None:
         """End the engine and the environment."""
@@ -85,13 +78,13 @@ class Attempts:
         finally:
             await self.engine.close()
 
-    def _runner(
+    def _make_runner(
         self,
         sampling: Sampling,
-        quarantine: Quarantine,
+        given_up: GivenUpPrompts,
         samples_per_prompt: int,
-        score_attempt: Callable[[Trajectory], Trajectory],
         *,
+        punishes_length: bool,
         any_distribution: bool,
     ) -> GroupRunner:
         faults = self._config.faults
@@ -109,49 +102,35 @@ class Attempts:
         return GroupRunner(
             self._environment,
             make_policy,
-            score_attempt,
-            quarantine,
+            partial(self._score, punishes_length=punishes_length),
+            given_up,
             samples_per_prompt=samples_per_prompt,
             retries=faults.retries,
             attempt_timeout_s=faults.attempt_timeout_s,
             max_concurrent=self._config.max_concurrent,
-            seconds_down=self._seconds_down,
+            seconds_down=lambda: self.engine.seconds_down() if isinstance(self.engine, MayBeDown) else 0.0,
         )
 
-    def _seconds_down(self) -> float:
-        return self.engine.seconds_down() if isinstance(self.engine, MayBeDown) else 0.0
+    def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
+        """The trajectory with the weighted sum of its terms on its tokens; `source.overlong` adds a term in training.
 
-    def _score(self, trajectory: Trajectory) -> Trajectory:
-        overlong = self._config.overlong
+        Raises ConfigError when the environment's terms leave no room for that term, besides what `score` raises.
+        """
+        overlong, weights = self._config.overlong, self._config.reward_weights
         if overlong is None:
-            return score(trajectory, self._config.reward_weights)
-        _check_terms(trajectory)
-        penalty = min(
-            overlong_penalty(
-                len(turn.response_ids), longest=self._config.sampling.max_new_tokens, buffer=overlong.buffer_tokens
+            return score(trajectory, weights)
+        if OVERLONG in trajectory.rewards:
+            clash = (
+                f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
+                "environment's, or remove source.overlong."
             )
+            raise ConfigError([Problem("source.overlong", clash)])
+        if not punishes_length:
+            return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})
+        longest = self._config.sampling.max_new_tokens
+        penalty = min(
+            overlong_penalty(len(turn.response_ids), longest=longest, buffer=overlong.buffer_tokens)
             for turn in trajectory.turns
         )
         punished = replace(trajectory, rewards={**trajectory.rewards, OVERLONG: penalty})
-        return score(punished, {OVERLONG: overlong.penalty, **self._config.reward_weights})
-
-    def _score_held_out(self, trajectory: Trajectory) -> Trajectory:
-        weights = self._config.reward_weights
-        if self._config.overlong is None:
-            return score(trajectory, weights)
-        _check_terms(trajectory)
-        return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})
-
-
-def _check_terms(trajectory: Trajectory) -> None:
-    """Raise ConfigError when the environment's terms leave no room for that of `source.overlong`."""
-    if OVERLONG in trajectory.rewards:
-        raise ConfigError(
-            [
-                Problem(
-                    "source.overlong",
-                    f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
-                    "environment's, or remove source.overlong.",
-                )
-            ]
-        )
+        return score(punished, {OVERLONG: overlong.penalty, **weights})

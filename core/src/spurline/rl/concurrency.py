@@ -1,11 +1,8 @@
-"""Say in one line what an unexpected exception was, and where in the code.
-
-Await a function that may take long, or for ever, on a thread of its own.
+"""Run what environments and rewards do, on the event loop and on threads, and end it for certain.
 
 A thread cannot be killed: one whose caller was cancelled or timed out runs on unheard, and as a daemon it keeps no
-process alive. What must really end belongs in a process.
-
-End asyncio tasks for certain: cancelled, waited for, and named when they do not let themselves be cancelled.
+process alive. What must really end belongs in a process. Tasks are cancelled, waited for, and named when they do not
+let themselves be cancelled.
 """
 
 from __future__ import annotations
@@ -19,15 +16,17 @@ from typing import Any, TypeVar
 from spurline.errors import RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 
+T = TypeVar("T")
+
+CANCEL_TIMEOUT_S = 30.0
+"""Seconds a cancelled attempt may take to end."""
+
 
 def located(error: BaseException) -> str:
-    """`ValueError: no such unit (rewards.py:12 in grade)`: the innermost place the exception came through."""
+    """The exception and the innermost place it came through: `KeyError: 'unit' (rewards.py:12 in grade)`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-T = TypeVar("T")
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
@@ -76,12 +75,6 @@ def is_async(function: Callable[..., Any]) -> bool:
 def _deliver(done: asyncio.Future[Any], outcome: tuple[Any, Exception | None]) -> None:
     if not done.done():
         done.set_result(outcome)
-
-
-T = TypeVar("T")
-
-CANCEL_TIMEOUT_S = 30.0
-"""Seconds a cancelled attempt may take to end."""
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: float | None = None) -> None:

@@ -276,3 +276,13 @@ class RolloutSourceConfig(PromptSourceConfig):
     """Synchronous reinforcement learning: each step generates with the weights of the step before."""
 
     name: str = "rollouts"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if self.engine.borrows_model and not run.backend.lends_model:
+            yield Problem(
+                "engine.name",
+                f"is {self.engine.name}, which here generates with the very model of the backend, but backend "
+                f"'{run.backend.name}' does not hold its whole model in this process. Set backend.name: local, or "
+                "choose a source that publishes weights.",
+            )

@@ -1,7 +1,7 @@
-"""Which prompt is drawn when: an endless order over the rows of the datasets, a pure function of the seed.
+"""Draw prompts: an endless order over the rows of the datasets, a pure function of the seed.
 
-Place on the way: rows -> draws (each with a uid of its own) -> environment. Reads rows one at a time, when drawn.
-Remembers the rows that turned out to be unusable, so that none of them costs anything when its turn comes again.
+Place on the way: rows -> draws (each with a uid of its own) -> attempts. Rows are read one at a time, when drawn. Rows
+that turned out to be unusable are remembered, so that none of them costs anything when its turn comes again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.rl.given_up import SkippedRow, row_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,20 @@ class Draw:
     dataset: DatasetConfig
     location: str
     row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A drawn row left out by `on_bad_row: skip`. draw, uid: as of Group. reason: where and why, for messages."""
+
+    uid: str
+    draw: int
+    reason: str
+
+
+def row_of(uid: str) -> str:
+    """`LABEL:ROW` of the uid `LABEL:ROW@DRAW`: the same whenever the row is drawn."""
+    return uid.rpartition("@")[0]
 
 
 class PromptDraws:
@@ -56,7 +69,7 @@ class PromptDraws:
         self._starts = np.cumsum([0, *self._sizes])
         weights = [config.weight for config in self._configs]
         self._order = DataOrder(self._sizes, weights, seed, shuffle=shuffle)
-        # Of data that was looked at in part, the rest is taken to be of the same size.
+        # Data that was read in part is taken to go on at the same size.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
         self.prompts_per_epoch = DataOrder(whole, weights, seed).samples_per_epoch
         """Prompts in one pass over the weighted mixture."""
@@ -68,7 +81,7 @@ class PromptDraws:
     def open(
         cls, configs: Sequence[DatasetConfig], context: SourceContext, *, shuffle: bool, namespace: str = ""
     ) -> PromptDraws:
-        """Over these dataset entries of the config. Raises DataError for data that cannot be found or read."""
+        """Draws from these dataset entries of the config. Raises DataError for data that cannot be found or read."""
         datasets = open_datasets(configs, context.host.registry, context.row_limit)
         return cls(datasets, context.config.seed, shuffle=shuffle, namespace=namespace)
 

@@ -1,8 +1,7 @@
 """Run all attempts at a prompt: at the same time, within a time limit, again when they fail, until they are given up.
 
-Place on the way: drawn prompt -> n tasks -> environment -> scored trajectories -> Group, or QuarantinedGroup or
-SkippedRow with the reason. Knows nothing of engines, batches or steps; `run_group` is the unit that every source of
-rollouts builds on.
+Place on the way: Draw -> n tasks -> environment -> scored trajectories -> Group, or GivenUpPrompt or SkippedRow with
+the reason. It knows nothing of engines, batches or steps; `run_group` is what every source of rollouts builds on.
 """
 
 from __future__ import annotations
@@ -11,49 +10,77 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass
+from typing import Any, cast
 
-from spurline.errors import DataError, PluginError, SpurlineError
-from spurline.protocols.dataset import DatasetConfig
+from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
 from spurline.rl.concurrency import all_or_none, end_tasks, located
-from spurline.rl.given_up import Quarantine, QuarantinedGroup, SkippedRow
+from spurline.rl.draws import Draw, SkippedRow, row_of
 from spurline.rl.trajectory import Group, Trajectory
 
-T = TypeVar("T")
-
-Outcome = Group | QuarantinedGroup | SkippedRow
-"""What becomes of a drawn prompt."""
-
-
+_SHOWN_REASONS = 5
 _TICK_S = 0.1
 """Seconds after which an attempt whose engine is down is looked at again, at the earliest."""
 
 
-class DrawnPrompt(Protocol):
-    """A prompt to run.
+@dataclass(frozen=True)
+class GivenUpPrompt:
+    """A prompt whose attempts could not be completed. draw, uid: as of Group. reason: where and why, for messages."""
 
-    number: position in the endless data order. uid: unique in the run. dataset: the settings its row is read with.
-    location: where the row is, for messages.
+    uid: str
+    draw: int
+    reason: str
+
+
+Outcome = Group | GivenUpPrompt | SkippedRow
+"""What becomes of a drawn prompt."""
+
+
+class GivenUpPrompts:
+    """Counts the prompts that were given up; with its state in the checkpoint, over the whole run.
+
+    limit: how many the run may lose. A row that fails again in a later epoch is the same loss, counted once.
     """
 
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_row: dict[str, GivenUpPrompt] = {}
+
     @property
-    def number(self) -> int: ...
-    @property
-    def uid(self) -> str: ...
-    @property
-    def dataset(self) -> DatasetConfig: ...
-    @property
-    def location(self) -> str: ...
-    @property
-    def row(self) -> Mapping[str, Any]: ...
+    def prompts(self) -> tuple[GivenUpPrompt, ...]:
+        """The first of each row, in the order in which they were given up."""
+        return tuple(self._by_row.values())
+
+    def add(self, prompt: GivenUpPrompt) -> None:
+        """Count one more. Raises RunFailedError with the first reasons when that is one too many."""
+        self._by_row.setdefault(row_of(prompt.uid), prompt)
+        count = len(self._by_row)
+        if count <= self._limit:
+            return
+        reasons = "".join(f"\n- {prompt.reason}" for prompt in self.prompts[:_SHOWN_REASONS])
+        more = f"\n- and {count - _SHOWN_REASONS} more" if count > _SHOWN_REASONS else ""
+        raise RunFailedError(
+            f"{count} prompts had to be given up, over source.faults.max_quarantined: {self._limit}. "
+            f"Correct what fails, or raise the limit.{reasons}{more}"
+        )
+
+    def state_dict(self) -> dict[str, object]:
+        return {"groups": [asdict(prompt) for prompt in self.prompts]}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        saved = [GivenUpPrompt(**fields) for fields in cast("list[dict[str, Any]]", state["groups"])]
+        self._by_row = {}
+        for prompt in saved:
+            self._by_row.setdefault(row_of(prompt.uid), prompt)
 
 
 class _GiveUp(Exception):  # noqa: N818 - how an attempt tells its group
     """An attempt failed for good; the text says where and why."""
 
 
+@dataclass(eq=False)
 class GroupRunner:
     """Runs groups on one event loop.
 
@@ -63,55 +90,46 @@ class GroupRunner:
 
     DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or the
     row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration, a
-    component or the engine. Whatever else an attempt raises, and its time-out, is retried with other seeds, then the
-    whole group is quarantined: its remaining attempts would be compared with a smaller group than the others. A
-    PrefixError quarantines at once: it depends on what the model wrote as well as on the row.
+    component or the engine. Whatever else an attempt raises, and its time-out, is retried with other seeds; then the
+    prompt is given up with all its attempts: those that are left would be compared with a smaller group than others.
+    After a PrefixError it is given up at once: that depends on what the model wrote as well as on the row.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        make_policy: Callable[[Task, int], PolicyHandle],
-        score: Callable[[Trajectory], Trajectory],
-        quarantine: Quarantine,
-        *,
-        samples_per_prompt: int,
-        retries: int,
-        attempt_timeout_s: float,
-        max_concurrent: int,
-        seconds_down: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._environment = environment
-        self._make_policy = make_policy
-        self._score = score
-        self._quarantine = quarantine
-        self._samples_per_prompt = samples_per_prompt
-        self._retries = retries
-        self._attempt_timeout_s = attempt_timeout_s
-        self._seconds_down = seconds_down
+    environment: Environment
+    make_policy: Callable[[Task, int], PolicyHandle]
+    score: Callable[[Trajectory], Trajectory]
+    given_up: GivenUpPrompts
+    _: KW_ONLY
+    samples_per_prompt: int
+    retries: int
+    attempt_timeout_s: float
+    max_concurrent: InitVar[int]
+    seconds_down: Callable[[], float] = lambda: 0.0
+
+    def __post_init__(self, max_concurrent: int) -> None:
         self._places = asyncio.Semaphore(max_concurrent)
         self._retries_of: Counter[str] = Counter()
 
-    async def run_groups(self, prompts: Sequence[DrawnPrompt]) -> list[Outcome]:
+    async def run_groups(self, prompts: Sequence[Draw]) -> list[Outcome]:
         """The outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
         return await all_or_none([self.run_group(prompt) for prompt in prompts], "work")
 
-    async def run_group(self, prompt: DrawnPrompt) -> Outcome:
+    async def run_group(self, prompt: Draw) -> Outcome:
         """All attempts at one prompt.
 
-        Raises RunFailedError when its quarantine exceeds the budget, and DataError for a row that cannot be used unless
-        `on_bad_row: skip`.
+        Raises RunFailedError when it is given up beyond the run's limit, and DataError for a row that cannot be used
+        unless `on_bad_row: skip`.
         """
         tasks = [
             Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
-            for sample in range(self._samples_per_prompt)
+            for sample in range(self.samples_per_prompt)
         ]
         try:
             trajectories = await all_or_none([self._run_task(task) for task in tasks], "work")
         except _GiveUp as failure:
-            group = QuarantinedGroup(prompt.uid, prompt.number, str(failure))
-            self._quarantine.add(group)
-            return group
+            lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
+            self.given_up.add(lost)
+            return lost
         except DataError as error:
             if prompt.dataset.on_bad_row == "error":
                 raise
@@ -130,27 +148,27 @@ class GroupRunner:
                 async with self._places:
                     return await self._attempt(task, attempt)
             except PrefixError as error:
-                raise _GiveUp(_reason(task, attempt, error)) from error
+                raise _GiveUp(_explain_failure(task, attempt, error)) from error
             except DataError as error:
-                raise _bad_row(task, error) from error
+                raise _explain_bad_row(task, error) from error
             except Exception as error:
                 if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
                     raise
-                if attempt == self._retries:
-                    raise _GiveUp(_reason(task, attempt, error)) from error
+                if attempt == self.retries:
+                    raise _GiveUp(_explain_failure(task, attempt, error)) from error
             attempt += 1
             self._retries_of[task.uid] += 1
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
-        run = _surviving(self._environment.run(task, self._make_policy(task, attempt)))
-        what = f"{type(self._environment).__name__}.run for {_name(task)}"
-        trajectory = await _within(run, self._attempt_timeout_s, what, self._seconds_down)
+        run = _survive_exit(self.environment.run(task, self.make_policy(task, attempt)))
+        what = f"{type(self.environment).__name__}.run for {_name(task)}"
+        trajectory = await _run_within(run, self.attempt_timeout_s, what, self.seconds_down)
         self._check(trajectory, task)
-        return self._score(trajectory)
+        return self.score(trajectory)
 
     def _check(self, trajectory: Any, task: Task) -> None:
         """Raise PluginError for an environment that does not keep its contract."""
-        name = type(self._environment).__name__
+        name = type(self.environment).__name__
         if not isinstance(trajectory, Trajectory):
             raise PluginError(f"{name}.run returned a {type(trajectory).__name__}, not a Trajectory.")
         if (trajectory.uid, trajectory.sample) != (task.uid, task.sample):
@@ -170,7 +188,7 @@ class GroupRunner:
                     )
 
 
-async def _surviving(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
+async def _survive_exit(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
     """What `run` returns. `sys.exit()` in an environment or reward is a failure of the attempt: asyncio would let it
     end the event loop, and with it every attempt, without a word."""
     try:
@@ -179,7 +197,7 @@ async def _surviving(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
         raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
 
 
-async def _within(
+async def _run_within(
     run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: str, seconds_down: Callable[[], float]
 ) -> Trajectory:
     """The result of `run`; AttemptFailedError after `timeout_s`, or when it was cancelled by its own code."""
@@ -209,7 +227,7 @@ def _name(task: Task) -> str:
     return f"sample {task.sample} of prompt {task.uid}"
 
 
-def _bad_row(task: Task, error: DataError) -> DataError:
+def _explain_bad_row(task: Task, error: DataError) -> DataError:
     """The error with the row's location in front and the way out behind, where it does not say them itself."""
     text = str(error)
     place = "" if task.location in text else f"{task.location}: "
@@ -217,7 +235,7 @@ def _bad_row(task: Task, error: DataError) -> DataError:
     return DataError(f"{place}{text}{fix}")
 
 
-def _reason(task: Task, attempt: int, error: Exception) -> str:
+def _explain_failure(task: Task, attempt: int, error: Exception) -> str:
     """Which attempt failed, and how; for an unexpected error also where in the code."""
     tries = f", after {attempt + 1} attempts" if attempt else ""
     text = str(error) if isinstance(error, SpurlineError) else located(error)

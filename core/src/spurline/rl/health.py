@@ -1,6 +1,6 @@
 """Numbers that tell whether reinforcement learning is healthy: mismatch, rewards, advantages, lengths.
 
-In: a laid-out batch and its groups. Out: metrics, all plain means over the step unless the name says otherwise.
+Groups and a laid-out batch go in, metrics come out, all plain means over the step unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
-from spurline.rl.returns import group_returns, has_zero_variance
-from spurline.rl.trajectory import Group, trajectories_of, turns_of
+from spurline.rl.trajectory import Group, group_returns, has_equal_returns, trajectories_of, turns_of
 
 _PERCENTILES = (1, 50, 99)
 
@@ -47,7 +46,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": float(returns.mean()),
         "reward/std": float(returns.std()),
         **mean_terms(groups),
-        "groups/zero_variance": float(np.mean([has_zero_variance(group) for group in groups])),
+        "groups/zero_variance": float(np.mean([has_equal_returns(group) for group in groups])),
     }
 
 
@@ -68,7 +67,7 @@ def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
 def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
     """`kl_reward/mean`: KL per trained token, before its coefficient; `reward/after_kl`: mean return, its KL charged.
 
-    groups: after the charge. kl: of each of their turns, per response token.
+    groups: after the charge. kl: per response token, for each of their turns.
     """
     trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
     values = np.concatenate([np.empty(0), *trained])

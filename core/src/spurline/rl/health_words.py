@@ -1,12 +1,12 @@
 """Say in words when the numbers of an RL step are off, and what to do about it.
 
-In: the metrics of one step, as in metrics.jsonl. Out: sentences by kind of trouble, usually none. The terminal and the
-report both show them. Pure; judges one step, never a trend.
+The metrics of one step go in, as in metrics.jsonl; sentences by kind of trouble come out, usually none. The terminal
+and the report both show them. They judge one step, never a trend. Imports nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 LARGEST_MISMATCH = 0.05
 """Mean |trainer - rollout| logprob in nats. Engines of another precision or kernel show 0.01 to 0.03 (TIS, Yao et al.
@@ -27,105 +27,80 @@ _NO_ADVANTAGE = 1e-6
 
 def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
     """A sentence or two for each thing that is off, by a short name of its kind that no number is part of."""
-    words = {
-        "mismatch": _mismatch(metrics),
-        "equal_rewards": _equal_rewards(metrics),
-        "refill_missing": _refill_missing(metrics),
-        "given_up": _given_up(metrics),
-        "large_update": _large_update(metrics),
-        "cut_off": _cut_off(metrics),
-        "failed_turns": _failed_turns(metrics),
-        "rejected": _rejected(metrics),
-    }
-    return {kind: sentence for kind, sentence in words.items() if sentence}
+    return {**dict(_judge_groups(metrics)), **dict(_judge_tokens(metrics))}
 
 
-def _mismatch(metrics: Mapping[str, float]) -> str:
+def _judge_groups(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     difference = metrics.get("mismatch/logprob_diff", 0.0)
     # Tokens that come from older weights differ rightly.
-    if difference <= LARGEST_MISMATCH or metrics.get("staleness/mean", 0.0) > 0:
-        return ""
-    # A run that corrects already needs no such advice, but its engine is as wrong.
-    correct = "" if "correction/factor" in metrics else ", or set source.correction"
-    return (
-        f"Rollout and trainer logprobs differ by {difference:.3f} nats on average: the engine does not compute what is "
-        f"trained. Check that both use the same weights, precision and temperature{correct}."
-    )
-
-
-def _equal_rewards(metrics: Mapping[str, float]) -> str:
-    """Not for groups of one, nor with a critic: equal rewards leave advantages other than 0 there."""
+    if difference > LARGEST_MISMATCH and metrics.get("staleness/mean", 0.0) <= 0:
+        # A run that corrects already needs no such advice, but its engine is as wrong.
+        correct = "" if "correction/factor" in metrics else ", or set source.correction"
+        yield (
+            "mismatch",
+            f"Rollout and trainer logprobs differ by {difference:.3f} nats on average: the engine does not compute "
+            f"what is trained. Check that both use the same weights, precision and temperature{correct}.",
+        )
     largest = max(abs(metrics.get("advantage/max", 0.0)), abs(metrics.get("advantage/min", 0.0)))
-    if metrics.get("groups/zero_variance", 0.0) < 1 or largest > _NO_ADVANTAGE:
-        return ""
-    return (
-        "All groups have equal rewards, so nothing is learned in this step. The task is too easy or too hard for the "
-        "model, or the reward does not tell answers apart: look at the sample answers."
-    )
-
-
-def _refill_missing(metrics: Mapping[str, float]) -> str:
+    # Groups of one, and a critic, leave advantages other than 0 to equal rewards.
+    if metrics.get("groups/zero_variance", 0.0) >= 1 and largest <= _NO_ADVANTAGE:
+        yield (
+            "equal_rewards",
+            "All groups have equal rewards, so nothing is learned in this step. The task is too easy or too hard for "
+            "the model, or the reward does not tell answers apart: look at the sample answers.",
+        )
     missing = metrics.get("groups/refill_missing", 0.0)
-    if missing <= 0:
-        return ""
-    return (
-        f"{_counted(missing, 'group')} with equal rewards had to be trained on, as the step's limit of draws was "
-        "reached before enough others were found. Raise source.max_draws_per_step, or choose prompts that the model "
-        "solves sometimes."
-    )
+    if missing > 0:
+        yield (
+            "refill_missing",
+            f"{_count(missing, 'group')} with equal rewards had to be trained on, as the step's limit of draws was "
+            "reached before enough others were found. Raise source.max_draws_per_step, or choose prompts that the "
+            "model solves sometimes.",
+        )
+    given_up = metrics.get("groups/quarantined", 0.0)
+    if given_up > 0:
+        yield (
+            "given_up",
+            f"{_count(given_up, 'prompt')} had to be given up in this step, as attempts failed and so did their "
+            "retries. The run stops once it has given up more different prompts than source.faults.max_quarantined.",
+        )
 
 
-def _given_up(metrics: Mapping[str, float]) -> str:
-    number = metrics.get("groups/quarantined", 0.0)
-    if number <= 0:
-        return ""
-    return (
-        f"{_counted(number, 'prompt')} had to be given up in this step, as attempts failed and so did their retries. "
-        "The run stops once it has given up more different prompts than source.faults.max_quarantined."
-    )
-
-
-def _large_update(metrics: Mapping[str, float]) -> str:
+def _judge_tokens(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     clipped = metrics.get("policy/clip_fraction_low", 0.0) + metrics.get("policy/clip_fraction_high", 0.0)
     distance = metrics.get("policy/kl_old", 0.0)
-    if clipped > LARGEST_CLIPPED:
-        found = f"{clipped:.0%} of tokens are clipped"
-    elif distance > LARGEST_KL_OLD:
-        found = f"The policy moves {distance:.2g} nats per token away from where the step began"
-    else:
-        return ""
-    return (
-        f"{found}: the updates of one step are too large. Lower optimizer.learning_rate, or take fewer "
-        "optimizer steps per batch (minibatches.update_epochs, minibatches.prompts_per_minibatch)."
-    )
+    if clipped > LARGEST_CLIPPED or distance > LARGEST_KL_OLD:
+        found = (
+            f"{clipped:.0%} of tokens are clipped"
+            if clipped > LARGEST_CLIPPED
+            else f"The policy moves {distance:.2g} nats per token away from where the step began"
+        )
+        yield (
+            "large_update",
+            f"{found}: the updates of one step are too large. Lower optimizer.learning_rate, or take fewer "
+            "optimizer steps per batch (minibatches.update_epochs, minibatches.prompts_per_minibatch).",
+        )
+    cut_off = metrics.get("response/share_length", 0.0)
+    if cut_off > LARGEST_CUT_SHARE:
+        yield (
+            "cut_off",
+            f"{cut_off:.0%} of responses were cut off at the token limit. Raise source.sampling.max_new_tokens, or "
+            "make the model stop earlier, as source.overlong does.",
+        )
+    failed = metrics.get("response/share_abort", 0.0) + metrics.get("response/share_error", 0.0)
+    if failed > LARGEST_FAILED_SHARE:
+        yield (
+            "failed_turns",
+            f"{failed:.0%} of responses ended with an abort or an error of the engine. Look at the engine's own log.",
+        )
+    rejected = metrics.get("correction/rejected", 0.0)
+    if rejected > LARGEST_REJECTED_SHARE:
+        yield (
+            "rejected",
+            f"The correction leaves out {rejected:.0%} of tokens, which are generated in vain. Make engine and trainer "
+            "agree better, or widen the band of source.correction.",
+        )
 
 
-def _cut_off(metrics: Mapping[str, float]) -> str:
-    share = metrics.get("response/share_length", 0.0)
-    if share <= LARGEST_CUT_SHARE:
-        return ""
-    return (
-        f"{share:.0%} of responses were cut off at the token limit. Raise source.sampling.max_new_tokens, or make the "
-        "model stop earlier, as source.overlong does."
-    )
-
-
-def _failed_turns(metrics: Mapping[str, float]) -> str:
-    share = metrics.get("response/share_abort", 0.0) + metrics.get("response/share_error", 0.0)
-    if share <= LARGEST_FAILED_SHARE:
-        return ""
-    return f"{share:.0%} of responses ended with an abort or an error of the engine. Look at the engine's own log."
-
-
-def _rejected(metrics: Mapping[str, float]) -> str:
-    share = metrics.get("correction/rejected", 0.0)
-    if share <= LARGEST_REJECTED_SHARE:
-        return ""
-    return (
-        f"The correction leaves out {share:.0%} of tokens, which are generated in vain. Make engine and trainer agree "
-        "better, or widen the band of source.correction."
-    )
-
-
-def _counted(number: float, noun: str) -> str:
+def _count(number: float, noun: str) -> str:
     return f"{number:.0f} {noun}{'' if number == 1 else 's'}"

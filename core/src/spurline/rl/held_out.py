@@ -14,18 +14,16 @@ from spurline.errors import DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import HeldOutEvaluation
 from spurline.rl.configs import HeldOutConfig
-from spurline.rl.draws import Draw, PromptDraws
-from spurline.rl.given_up import SkippedRow
+from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 from spurline.rl.group_runner import Outcome
 from spurline.rl.health import all_returns, mean_terms
-from spurline.rl.returns import group_returns
-from spurline.rl.trajectory import Group
+from spurline.rl.trajectory import Group, group_returns
 
 RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
 
 
 class RolloutEvaluation(HeldOutEvaluation):
-    """run: makes the attempts at these prompts with the weights as they are, and waits for them."""
+    """Evaluates on held-out prompts. run: makes the attempts at prompts with the weights as they are, and waits."""
 
     other_data = (
         "The held-out prompts are not what the checkpoint was evaluated on, so its scores could not be compared. "

@@ -1,10 +1,4 @@
-"""Carry values between turns and the columns of the batch that holds them.
-
-What a backend computes for `[rows, length]` positions is cut into one array per turn; what is computed per turn (such
-as advantages) is written where the turn's response lies. A turn's prompt is the whole context it saw, so its response
-begins that many tokens after the row's first one, be the row the turn's own or shared by all turns of an attempt.
-
-From scored groups to the batch that is trained on: look back with the models, weigh, lay out.
+"""From scored groups to the batch that is trained on: score the tokens with the models, compare, lay out.
 
 Place on the way: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards less KL ->
 advantages -> TrainingBatch. Nothing here generates, and nothing updates.
@@ -15,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +18,7 @@ from torch import Tensor
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TrainingBatch
 from spurline.data.tokenizer import pad_token_id
+from spurline.losses.policy_loss import kl_estimate
 from spurline.protocols.advantage import Advantage
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.collator import RolloutCollator
@@ -32,14 +27,14 @@ from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import PromptSourceConfig
 from spurline.rl.health import advantage_metrics, kl_reward_metrics, mismatch_metrics
-from spurline.rl.returns import subtract_kl, token_kl
 from spurline.rl.trajectory import Group, Trajectory, Turn, merge_turns, trajectories_of, turns_of, with_turns
 
 
 class TurnColumns:
     """Where the responses of turns lie in a batch without padding rows, one segment per row.
 
-    rows: for each turn the row that holds it.
+    rows: for each turn the row that holds it, be it the turn's own or shared by all turns of an attempt. A turn's
+    prompt is the whole context it saw, so its response begins that many tokens after the row's first one.
     """
 
     def __init__(self, batch: TrainingBatch, turns: Sequence[Turn], rows: Sequence[int]) -> None:
@@ -52,8 +47,8 @@ class TurnColumns:
             start = int(first[row]) + len(turn.prompt_ids)
             self._places.append((row, slice(start, start + len(turn.response_ids))))
 
-    def split(self, column: Tensor) -> list[NDArray[np.float32]]:
-        """Values `[rows, length]` as one float32 array per turn, those of its response tokens."""
+    def split(self, column: Tensor) -> list[NDArray[Any]]:
+        """Values `[rows, length]` as one array per turn, those of its response tokens."""
         values = column.numpy()
         return [values[place] for place in self._places]
 
@@ -118,25 +113,27 @@ class Preparation:
 
     def prepare(self, groups: Sequence[Group], backend: Backend) -> Prepared:
         """The batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
-        trajectories, rows = self._rows(groups)
+        trajectories, rows = self._choose_rows(groups)
         laid_out = self._collator.collate_rollouts(trajectories)
         batch = laid_out.without_padding_rows()
         turns = turns_of(groups)
         columns = TurnColumns(batch, turns, rows)
         begin = time.perf_counter()
-        looked_back = self._look_back(batch, columns, backend)
+        scored = self._score_tokens(batch, columns, backend)
         seconds = time.perf_counter() - begin
-        groups = with_turns(groups, _with_values(turns, columns, looked_back))
-        groups, charged = self._less_kl(groups, columns, looked_back)
-        groups = self._with_advantages(groups)
-        batch = batch.with_tokens(**looked_back, **_computed(turns_of(groups), columns))
-        batch, corrected = self._corrected(batch)
+        if "values" in scored:
+            values = zip(turns, columns.split(scored["values"]), strict=True)
+            groups = with_turns(groups, [replace(turn, values=found) for turn, found in values])
+        groups, charged = self._charge_kl(groups, columns, scored)
+        groups = self._set_advantages(groups)
+        batch = batch.with_tokens(**scored, **_join_computed(turns_of(groups), columns))
+        batch, corrected = self._correct(batch)
         metrics = {**mismatch_metrics(batch), **charged, **advantage_metrics(batch), **corrected}
         info = {**batch.info, **metrics, "time/look_back": seconds}
         batch = replace(batch, info=info, on_release=laid_out.on_release)
         return Prepared(batch, groups)
 
-    def _rows(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
+    def _choose_rows(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
         """What to lay out, one row per turn in it, and for each turn of the groups the row it comes to lie in."""
         laid_out: list[Trajectory] = []
         rows: list[int] = []
@@ -149,7 +146,7 @@ class Preparation:
             laid_out.append(kept)
         return laid_out, rows
 
-    def _look_back(self, batch: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
+    def _score_tokens(self, batch: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
         """What the models say about these tokens before the update, each `[rows, length]`."""
         padded = batch.pad_rows(self._layout.data)
         roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
@@ -159,50 +156,45 @@ class Preparation:
         found = {column: backend.logprobs(padded, role, temperature=temperature) for column, role in roles}
         if self._needs_values:
             # Estimates run from token to token, through those that are not trained on too.
-            whole = batch.with_tokens(loss_weights=columns.responses()).pad_rows(self._layout.data)
-            found["values"] = backend.logprobs(whole, "critic")
+            responses = batch.with_tokens(loss_weights=columns.responses()).pad_rows(self._layout.data)
+            found["values"] = backend.logprobs(responses, "critic")
         return found
 
-    def _less_kl(
-        self, groups: Sequence[Group], columns: TurnColumns, looked_back: Mapping[str, Tensor]
+    def _charge_kl(
+        self, groups: Sequence[Group], columns: TurnColumns, scored: Mapping[str, Tensor]
     ) -> tuple[Sequence[Group], Mapping[str, float]]:
-        """The groups with rewards less their KL, and what was charged."""
+        """The groups with their KL from the reference model taken from each token's reward, and metrics of it.
+
+        This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155), whose estimator is k1: unbiased,
+        and harmless here, where it is not differentiated.
+        """
         penalty = self._config.kl_in_reward
         if penalty is None:
             return groups, {}
-        old = columns.split(looked_back["old_logprobs"])
-        reference = columns.split(looked_back["reference_logprobs"])
-        kl = [token_kl(now, before, penalty.estimator) for now, before in zip(old, reference, strict=True)]
+        old, reference = scored["old_logprobs"].double(), scored["reference_logprobs"].double()
+        kl = columns.split(kl_estimate(old, reference, penalty.estimator))
         charged: list[Turn] = []
-        for turn, of_turn in zip(turns_of(groups), kl, strict=True):
+        for turn, turn_kl in zip(turns_of(groups), kl, strict=True):
             assert turn.rewards is not None, "a turn was not scored"
-            rewards = subtract_kl(turn.rewards, of_turn, coefficient=penalty.coefficient)
-            charged.append(replace(turn, rewards=rewards))
+            charged.append(replace(turn, rewards=turn.rewards - penalty.coefficient * turn_kl))
         groups = with_turns(groups, charged)
         return groups, kl_reward_metrics(groups, kl)
 
-    def _with_advantages(self, groups: Sequence[Group]) -> list[Group]:
+    def _set_advantages(self, groups: Sequence[Group]) -> list[Group]:
         size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses this scope where it does not know the size"
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         return [group for scope in scopes for group in self._advantage.advantages(scope)]
 
-    def _corrected(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
+    def _correct(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
         if self._correction is None:
             return batch, {}
         corrected = self._correction.correct(batch)
         return batch.with_tokens(correction_factors=corrected.factors), corrected.metrics
 
 
-def _with_values(turns: list[Turn], columns: TurnColumns, looked_back: Mapping[str, Tensor]) -> list[Turn]:
-    if "values" not in looked_back:
-        return turns
-    values = columns.split(looked_back["values"])
-    return [replace(turn, values=found) for turn, found in zip(turns, values, strict=True)]
-
-
-def _computed(turns: Sequence[Turn], columns: TurnColumns) -> dict[str, Tensor]:
-    """The columns that were computed turn by turn; `returns` only where there is a critic."""
+def _join_computed(turns: Sequence[Turn], columns: TurnColumns) -> dict[str, Tensor]:
+    """The columns that were computed turn by turn; there are `returns` only with a critic."""
     names = ["rewards", "advantages"]
     if turns and turns[0].returns is not None:
         names.append("returns")

@@ -1,7 +1,7 @@
 """What every source of rollouts shares: prompts in order, attempts at them, and batches made of their groups.
 
-Place on the way: config and data -> this, which a source derives from to say when groups are generated and which of
-them make a batch. Nothing here generates by itself.
+Place on the way: draws -> attempts -> groups -> Preparation -> TrainingBatch. A source derives from `PromptSource` and
+says when groups are generated and which of them make a batch; nothing here generates by itself.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceCont
 from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import PromptSourceConfig
-from spurline.rl.draws import Draw, PromptDraws
-from spurline.rl.given_up import QuarantinedGroup, SkippedRow
-from spurline.rl.group_runner import Outcome
+from spurline.rl.draws import Draw, PromptDraws, SkippedRow
+from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import RolloutEvaluation
 from spurline.rl.preparation import Preparation
-from spurline.rl.returns import has_zero_variance
-from spurline.rl.trajectory import Group, turns_of
+from spurline.rl.trajectory import Group, has_equal_returns, turns_of
 
 RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
 TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
@@ -34,37 +32,36 @@ TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
 class Collected:
     """groups: exactly as many as asked for, in draw order. next_draw: the first prompt not drawn.
 
-    every: all groups that were scored, those left out included. quarantined: prompts given up. skipped: draws of
-    rows that cannot be used.
-    refill_missing: groups with equal rewards that are trained on, as the limit of draws was reached.
+    every: all groups that were scored, those filtered included. given_up: prompts given up. skipped: draws of rows that
+    cannot be used. refill_missing: groups with equal rewards that are trained on, as the limit of draws was reached.
     """
 
     groups: tuple[Group, ...]
     every: tuple[Group, ...]
     next_draw: int
-    quarantined: int
+    given_up: int
     skipped: int
     refill_missing: int
 
 
 async def collect_groups(
-    take: TakeDraws, run: RunGroups, *, first_draw: int, count: int, draw_limit: int, leave_out_equal: bool
+    take: TakeDraws, run: RunGroups, *, first_draw: int, count: int, draw_limit: int, filters: bool
 ) -> Collected:
     """Draw until `count` groups can be trained on.
 
     Each round draws exactly the number still missing, so which prompts a step takes depends on the results alone, never
-    on which of them came first. leave_out_equal: groups whose returns are equal make way for further prompts (dynamic
-    sampling, DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of them are
-    used after all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that limit:
-    `take` raises DataError when nothing but such rows is left.
+    on which of them came first. filters: groups whose returns are equal make way for further prompts (dynamic sampling,
+    DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of them are used after
+    all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that limit: `take` raises
+    DataError when nothing but such rows is left.
     Raises RunFailedError when so many prompts were given up that `count` cannot be reached.
     """
     kept: list[Group] = []
-    equal: list[Group] = []
-    quarantined = skipped = 0
+    filtered: list[Group] = []
+    given_up = skipped = 0
     next_draw = first_draw
     while len(kept) < count:
-        tried = len(kept) + len(equal) + quarantined
+        tried = len(kept) + len(filtered) + given_up
         missing = min(count - len(kept), draw_limit - tried)
         if missing == 0:
             break
@@ -75,22 +72,22 @@ async def collect_groups(
         for outcome in await run(draws):
             if isinstance(outcome, SkippedRow):
                 skipped += 1
-            elif isinstance(outcome, QuarantinedGroup):
-                quarantined += 1
-            elif leave_out_equal and has_zero_variance(outcome):
-                equal.append(outcome)
+            elif isinstance(outcome, GivenUpPrompt):
+                given_up += 1
+            elif filters and has_equal_returns(outcome):
+                filtered.append(outcome)
             else:
                 kept.append(outcome)
     short = count - len(kept)
-    if short > len(equal):
+    every = sorted([*kept, *filtered], key=lambda group: group.draw)
+    if short > len(filtered):
         raise RunFailedError(
-            f"The step drew {len(kept) + len(equal) + quarantined} prompts and {quarantined} of them were given up, so "
-            f"only {len(kept) + len(equal)} of {count} groups are there. Correct what fails, or raise "
+            f"The step drew {len(every) + given_up} prompts and {given_up} of them were given up, so "
+            f"only {len(every)} of {count} groups are there. Correct what fails, or raise "
             f"source.max_draws_per_step, which is {draw_limit}."
         )
-    groups = sorted([*kept, *equal[:short]], key=lambda group: group.draw)
-    every = sorted([*kept, *equal], key=lambda group: group.draw)
-    return Collected(tuple(groups), tuple(every), next_draw, quarantined, skipped, short)
+    groups = sorted([*kept, *filtered[:short]], key=lambda group: group.draw)
+    return Collected(tuple(groups), tuple(every), next_draw, given_up, skipped, short)
 
 
 class PromptSource(BatchSource):
@@ -124,7 +121,7 @@ class PromptSource(BatchSource):
         return RolloutEvaluation(self._settings.held_out, self._held_out, self._run_held_out)
 
     def given_up(self) -> Sequence[str]:
-        return [group.reason for group in self._attempts.quarantine.groups]
+        return [prompt.reason for prompt in self._attempts.given_up.prompts]
 
     @abstractmethod
     def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
@@ -148,7 +145,7 @@ class PromptSource(BatchSource):
         return {
             "data": self._prompts.fingerprint(),
             "prompts": self._prompts.state_dict(),
-            "quarantine": self._attempts.quarantine.state_dict(),
+            "quarantine": self._attempts.given_up.state_dict(),
         }
 
     def _load_prompts_state(self, state: Mapping[str, object]) -> None:
@@ -159,10 +156,10 @@ class PromptSource(BatchSource):
             "The prompts are not those the checkpoint was trained on: a file changed. Restore it, or start anew with "
             "another run_dir.",
         )
-        quarantine, prompts = state["quarantine"], state["prompts"]
-        assert isinstance(quarantine, Mapping), quarantine
+        given_up, prompts = state["quarantine"], state["prompts"]
+        assert isinstance(given_up, Mapping), given_up
         assert isinstance(prompts, Mapping), prompts
-        self._attempts.quarantine.load_state_dict(quarantine)
+        self._attempts.given_up.load_state_dict(given_up)
         self._prompts.load_state_dict(prompts)
 
 
@@ -172,9 +169,9 @@ def _collection_metrics(collected: Collected, retries: int, seconds: float) -> d
     return {
         "time/generate": seconds,
         "rollout/tokens": float(tokens),
-        "groups/drawn": float(len(collected.every) + collected.quarantined),
+        "groups/drawn": float(len(collected.every) + collected.given_up),
         "groups/filtered": float(len(collected.every) - len(collected.groups)),
-        "groups/quarantined": float(collected.quarantined),
+        "groups/quarantined": float(collected.given_up),
         "groups/skipped_rows": float(collected.skipped),
         "groups/retries": float(retries),
         "groups/refill_missing": float(collected.refill_missing),

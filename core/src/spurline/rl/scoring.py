@@ -1,20 +1,7 @@
-"""Soft punishment of answers that come close to the length limit, as DAPO does (Yu et al. 2025, arXiv:2503.14476).
+"""Score attempts: reward components on an answer, and their weighted sum on the tokens of a trajectory.
 
-    0                                   for |y| <= L - B
-    ((L - B) - |y|) / B                 for L - B < |y| <= L
-    -1                                  beyond
-
-|y|: tokens of the answer, L: `longest`, B: `buffer`. Added to the reward as a term of its own, usually with weight 1.
-Pure; what it is added to is not decided here.
-
-Call reward components on an answer, and see to it that what they return is a number.
-
-Place on the way: Answer -> rewards by name -> named terms of a trajectory, or scores of an evaluation.
-
-Put the reward of an attempt on its tokens: named terms times weights, on the last token the model wrote.
-
-Place on the way: trajectory with named terms -> this -> trajectory whose turns all have `rewards` [A] -> advantages.
-Rewards per turn that the environment set stay and are added to.
+Place on the way: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
+have `rewards` [A] -> advantages. Evaluation takes the terms as they are.
 """
 
 from __future__ import annotations
@@ -32,13 +19,6 @@ from spurline.protocols.reward import Answer, Reward, ScoresOnLoop
 from spurline.rl.concurrency import in_thread, located
 from spurline.rl.trajectory import Trajectory, Turn
 
-
-def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
-    """A reward term between -1 and 0. Needs 0 < buffer <= longest."""
-    assert 0 < buffer <= longest, (buffer, longest)
-    return -min(1.0, max(0.0, (num_tokens - (longest - buffer)) / buffer))
-
-
 _SHOWN_CHARACTERS = 200
 
 
@@ -49,11 +29,11 @@ async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[st
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
     """The value as a finite float. Raises AttemptFailedError for anything else."""
-    number = _number(value)
+    number = _read_number(value)
     if number is None:
         hint = " Does it lack a return statement?" if value is None else ""
         raise AttemptFailedError(
-            f"Reward '{name}' returned {_shown(value)} for {_place(answer)}; it must return a number.{hint}"
+            f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )
     if not math.isfinite(number):
         raise AttemptFailedError(f"Reward '{name}' returned {number} for {_place(answer)}; it must be finite.")
@@ -83,24 +63,38 @@ async def _call(name: str, reward: Reward, answer: Answer) -> float:
     return checked_score(name, value, answer)
 
 
-def _number(value: Any) -> float | None:
-    """A Python or numpy number, or an array or tensor of no dimension."""
+def _read_number(value: Any) -> float | None:
+    """The value of a Python or numpy number, or of an array or tensor of no dimension; None for anything else."""
     if not isinstance(value, (int, float, np.number, np.bool_)) and getattr(value, "shape", None) == ():
         value = value.item()
     return float(value) if isinstance(value, (int, float, np.number, np.bool_)) else None
 
 
 def _place(answer: Answer) -> str:
-    return f"the response {_shown(answer.response)}"
+    return f"the response {_shorten(answer.response)}"
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
+def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
+    """A reward term between -1 and 0 for answers that come close to the length limit (DAPO, arXiv:2503.14476).
+
+        0                                   for |y| <= L - B
+        ((L - B) - |y|) / B                 for L - B < |y| <= L
+        -1                                  beyond
+
+    |y|: `num_tokens`, L: `longest`, B: `buffer`. Needs 0 < buffer <= longest.
+    """
+    assert 0 < buffer <= longest, (buffer, longest)
+    return -min(1.0, max(0.0, (num_tokens - (longest - buffer)) / buffer))
+
+
 def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
-    """The trajectory with rewards on every turn: those it has, plus the sum of weight x term on the last token.
+    """The trajectory with rewards on every turn: those its environment set, plus the sum of weight x term on the last
+    token the model wrote.
 
     weights: of reward terms; 1 where none is given. The last token is that of the last turn that has any.
     Raises ConfigError for the weight of a term that the environment does not give, AttemptFailedError for a reward that
@@ -112,7 +106,7 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
         if not math.isfinite(value):
             raise AttemptFailedError(f"{where}: reward '{name}' is {value}; it must be finite.")
     total = math.fsum(weights.get(name, 1.0) * value for name, value in trajectory.rewards.items())
-    turns = [_with_rewards(turn, f"{where}, turn {number}") for number, turn in enumerate(trajectory.turns)]
+    turns = [_prepare_rewards(turn, f"{where}, turn {number}") for number, turn in enumerate(trajectory.turns)]
     last = max((number for number, turn in enumerate(turns) if len(turn.response_ids)), default=None)
     if last is None:
         raise AttemptFailedError(
@@ -128,19 +122,14 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
 def _check_names(terms: Mapping[str, float], weights: Mapping[str, float]) -> None:
     unknown = sorted(set(weights) - set(terms))
     if unknown:
+        text = "names no reward term of the environment, which must give the same terms in every attempt."
+        known = f"Terms: {listing(terms)}."
         raise ConfigError(
-            [
-                Problem(
-                    f"source.reward_weights.{name}",
-                    f"names no reward term of the environment, which must give the same terms in every attempt."
-                    f"{suggestion(name, terms)} Terms: {listing(terms)}.",
-                )
-                for name in unknown
-            ]
+            [Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} {known}") for name in unknown]
         )
 
 
-def _with_rewards(turn: Turn, where: str) -> Turn:
+def _prepare_rewards(turn: Turn, where: str) -> Turn:
     """The turn with an array of rewards of its own."""
     if turn.rewards is None:
         return replace(turn, rewards=np.zeros(len(turn.response_ids), dtype=np.float32))

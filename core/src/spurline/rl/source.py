@@ -1,12 +1,8 @@
-"""Collect exactly the groups that one step trains on: draw, run, leave out, draw what is missing.
+"""Source `rollouts`: synchronous reinforcement learning.
 
-Place on the way: PromptDraws -> GroupRunner -> this -> scored groups, in draw order. Knows nothing of engines, models
-or batches.
-
-Source `rollouts`: synchronous reinforcement learning.
-
-A step draws prompts, generates with the weights of the step before, scores, looks back and lays out; the loop updates.
-The engine shares the backend's weights, so that nothing is published and no token is ever older than its step.
+A step draws prompts, generates with the weights of the step before, scores, has the models score the tokens, and lays
+out; the loop updates. The engine shares the backend's weights, so that nothing is published and no token is ever older
+than its step.
 """
 
 from __future__ import annotations
@@ -21,14 +17,13 @@ from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import SharesWeights
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import RolloutSourceConfig
-from spurline.rl.draws import Draw
-from spurline.rl.given_up import SkippedRow
+from spurline.rl.draws import Draw, SkippedRow
 from spurline.rl.group_runner import Outcome
-from spurline.rl.prompt_source import Collected, PromptSource, collect_groups
+from spurline.rl.prompt_source import PromptSource, collect_groups
 
 
 class RolloutSource(PromptSource):
-    """See the module. State between steps: the next prompt to draw, the rows left out, the prompts given up."""
+    """Collects the groups of a step when it is built. Its state: the next draw, rows left out, prompts given up."""
 
     def __init__(self, config: RolloutSourceConfig, context: SourceContext) -> None:
         super().__init__(config, context)
@@ -41,16 +36,11 @@ class RolloutSource(PromptSource):
         """Lend the backend's weights to the engine. Raises ConfigError when the engine cannot take them."""
         engine = self._attempts.engine
         if not isinstance(engine, SharesWeights):
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.engine.name",
-                        f"is {self._config.engine.name}, which generates with weights of its own, but the source "
-                        f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous "
-                        "source.",
-                    )
-                ]
+            mismatch = (
+                f"is {self._config.engine.name}, which generates with weights of its own, but the source "
+                f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous source."
             )
+            raise ConfigError([Problem("source.engine.name", mismatch)])
         engine.share(backend)
         engine.set_version(step - 1)
         self._engine = engine
@@ -58,27 +48,26 @@ class RolloutSource(PromptSource):
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
-        collected = self._loop.run(self._collect())
-        seconds = time.perf_counter() - begin
-        self._next_draw = collected.next_draw
-        retries, self._retries = self._retries, 0
-        return self._batch(step, collected, self._backend, retries=retries, seconds=seconds)
-
-    async def _collect(self) -> Collected:
         config = self._config
-        return await collect_groups(
+        collecting = collect_groups(
             self._prompts.take,
             self._run,
             first_draw=self._next_draw,
             count=config.prompts_per_step,
             draw_limit=config.draw_limit,
-            leave_out_equal=config.zero_variance == "refill",
+            filters=config.zero_variance == "refill",
         )
+        collected = self._loop.run(collecting)
+        seconds = time.perf_counter() - begin
+        self._next_draw = collected.next_draw
+        retries, self._retries = self._retries, 0
+        return self._batch(step, collected, self._backend, retries=retries, seconds=seconds)
 
     async def _run(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
-        outcomes = await self._attempts.train(prompts)
+        training = self._attempts.training
+        outcomes = await training.run_groups(prompts)
         for outcome in outcomes:
-            self._retries += self._attempts.take_retries(outcome.uid)
+            self._retries += training.take_retries(outcome.uid)
             if isinstance(outcome, SkippedRow):
                 self._prompts.skip(outcome)
         return outcomes

@@ -1,15 +1,7 @@
 """The records of reinforcement learning: what was asked, generated, and how it was rewarded.
 
-Place on the way: environment -> Trajectory -> Group (with rewards) -> advantages -> rollouts collator -> TrainingBatch.
-Plain data; no torch, no I/O.
-
-All turns of some groups as one list, in training order, and back.
-
-Join the turns of a trajectory into one, where each turn's prompt goes on from the last turn's tokens.
-
-Place on the way: trajectory -> this -> rollouts collator. One row instead of one per turn, so that shared context is
-computed once. Tokens that came between the model's turns (a user's or a tool's message) become response tokens without
-loss; advantages that walk along the response tokens are therefore computed before turns are merged.
+Place on the way: environment -> Trajectory -> Group (with rewards) -> returns -> advantages -> rollouts collator ->
+TrainingBatch. Plain data and numpy; no torch, no I/O.
 """
 
 from __future__ import annotations
@@ -23,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.token_store import as_array
+from spurline.errors import DataError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -127,14 +120,57 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
     return replaced
 
 
+_RELATIVE_TOLERANCE = 1e-6
+
+
+def trajectory_return(trajectory: Trajectory) -> float:
+    """Sum of the token rewards of all turns, undiscounted, in float64."""
+    place = f"sample {trajectory.sample} of prompt '{trajectory.uid}'"
+    total = 0.0
+    for number, turn in enumerate(trajectory.turns):
+        assert turn.rewards is not None, f"turn {number} of {place} was not scored"
+        total += float(turn.rewards.sum(dtype=np.float64))
+    if not np.isfinite(total):
+        raise DataError(
+            f"The rewards of {place} sum up to {total}. Make the reward function return finite numbers, or raise an "
+            "exception for what it cannot judge."
+        )
+    return total
+
+
+def group_returns(group: Group) -> NDArray[np.float64]:
+    """One return per trajectory, float64 [n]."""
+    return np.array([trajectory_return(trajectory) for trajectory in group.trajectories], dtype=np.float64)
+
+
+def are_equal(returns: NDArray[np.float64]) -> bool:
+    """Whether all returns are the same, up to the rounding of float32 rewards."""
+    if len(returns) == 0:
+        return True
+    # Rewards that differ only in the order of their terms differ in the last bits; dividing those bits by their own
+    # standard deviation would make advantages out of nothing.
+    return bool(np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
+
+
+def has_equal_returns(group: Group) -> bool:
+    """Whether comparing the group's samples teaches nothing, because all did equally well.
+
+    The filter and the group-relative advantages both ask `are_equal`: what is filtered has advantages of exactly 0.
+    """
+    return are_equal(group_returns(group))
+
+
 _PER_RESPONSE_TOKEN = ("logprobs", "versions", "rewards", "advantages", "values", "returns")
 
 
 def merge_turns(trajectory: Trajectory) -> Trajectory:
     """The same trajectory with a single turn, or as it is when some turn does not go on from the one before.
 
-    Per-token values of the tokens in between are 0; what some turn lacks, the merged one lacks. Routed experts and the
-    finish reason are those of the last turn, which saw all tokens.
+    One row holds it then instead of one per turn, so that shared context is computed once. Tokens that came between the
+    model's turns (a user's or a tool's message) become response tokens without loss; advantages that walk along the
+    response tokens are therefore computed before turns are merged. Per-token values of the tokens in between are 0;
+    what some turn lacks, the merged one lacks. Routed experts and the finish reason are those of the last turn, which
+    saw all tokens.
     """
     turns = trajectory.turns
     if len(turns) < 2 or not all(_goes_on(before, after) for before, after in pairwise(turns)):
@@ -146,8 +182,8 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
         last,
         prompt_ids=context[:first_prompt],
         response_ids=context[first_prompt:],
-        loss_mask=_joined(turns, [turn.loss_mask for turn in turns]),
-        **{name: _joined_column(turns, name) for name in _PER_RESPONSE_TOKEN},
+        loss_mask=_join(turns, [turn.loss_mask for turn in turns]),
+        **{name: _join_column(turns, name) for name in _PER_RESPONSE_TOKEN},
     )
     return replace(trajectory, turns=(merged,))
 
@@ -158,12 +194,12 @@ def _goes_on(before: Turn, after: Turn) -> bool:
     return np.array_equal(after.prompt_ids[: len(seen)], seen)
 
 
-def _joined_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
+def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
     columns = [getattr(turn, name) for turn in turns]
-    return None if any(column is None for column in columns) else _joined(turns, columns)
+    return None if any(column is None for column in columns) else _join(turns, columns)
 
 
-def _joined(turns: Sequence[Turn], columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def _join(turns: Sequence[Turn], columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """The values of all turns, with zeros for the tokens between a turn's response and the next one."""
     parts = [columns[0]]
     for (before, after), column in zip(pairwise(turns), columns[1:], strict=True):

@@ -60,15 +60,14 @@ class Components:
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
     """Tokenizer, source, mini-batches, loss and evaluation. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
-    layout = config.backend.layout()
-    context = SourceContext(config, loaded.host, load_tokenizer(config.model), layout, row_limit)
+    context = SourceContext(config, loaded.host, load_tokenizer(config.model), config.backend.layout(), row_limit)
     source: BatchSource = registry.create("source", config.source, context=context)
     stack.callback(source.close)
     loss: Loss = registry.create("loss", config.loss)
     return DataComponents(
         context=context,
         source=source,
-        minibatches=registry.create("minibatches", config.minibatches, run=config, layout=layout),
+        minibatches=registry.create("minibatches", config.minibatches, run=config, layout=context.layout),
         loss=loss,
         evaluation=_evaluation(context, source, loss),
     )

@@ -7,12 +7,9 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
     components/         state of the source, mini-batches, loss, evaluation and trackers that keep some
 
 It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
-name it, for people and scripts.
-
-A component's state on disk: JSON for structure and scalars, safetensors for arrays. No pickle.
-
-State is nested dicts and lists of JSON values and numpy arrays. Arrays (tokens and logprobs of finished rollouts, say)
-go to NAME.safetensors; NAME.json refers to them.
+name it, for people and scripts. The state of a component is nested dicts and lists of JSON values and numpy arrays:
+NAME.json holds the structure and refers to the arrays (tokens and logprobs of finished rollouts, say), which
+NAME.safetensors holds.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError
-from spurline.files import share, sync_file, write_json, write_text
+from spurline.files import give_default_permissions, sync_file, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
 VERSION = 1
@@ -78,7 +75,7 @@ class CheckpointStore:
             write(temporary)
             names = _files(temporary)
             for name in names:
-                share(temporary / name)
+                give_default_permissions(temporary / name)
             files = {name: _digest(temporary / name, sync=True) for name in names}
             write_json(
                 temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}

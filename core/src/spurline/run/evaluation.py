@@ -1,11 +1,13 @@
 """Held-out evaluation: mean loss per token with the loss's own metrics, and scores of generated answers.
 
 Place on the way: eval datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> `eval/...`
-metrics. Draws no random numbers, so evaluating more or less often never changes what is trained.
+metrics; and prompts -> answers of the backend -> rewards, called as those of rollouts are. Draws no random numbers that
+training could miss, so evaluating more or less often never changes what is trained.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,15 +18,17 @@ import numpy as np
 
 from spurline.config.run_config import GenerationEvalConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.prompts import GenerationExample, read_examples
+from spurline.data.prompts import read_examples
 from spurline.data.sft import SampleSet
-from spurline.errors import RunFailedError, SpurlineError
-from spurline.protocols.backend import Backend
+from spurline.errors import RunFailedError
+from spurline.protocols.backend import Backend, Generates
+from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.loss import Loss, Objective
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.reward import Answer, Reward
 from spurline.protocols.source import HeldOutEvaluation, Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.scoring import reward_terms
 from spurline.update.update import with_reference_logprobs
 
 
@@ -110,40 +114,26 @@ class GeneratedAnswers:
         self._examples = list(islice(every, config.max_samples))
 
     def score(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Mean of each reward as `eval/NAME`, and every answer with its scores."""
-        totals = dict.fromkeys(self._rewards, 0.0)
-        samples: list[dict[str, Any]] = []
+        """Mean of each reward as `eval/NAME`, and every answer with its scores. Raises RunFailedError."""
+        assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, whatever its config says"
+        answers: list[Answer] = []
         for start in range(0, len(self._examples), self._config.batch_size):
             chunk = self._examples[start : start + self._config.batch_size]
-            responses = backend.generate(
-                [example.prompt_ids for _, example in chunk], max_new_tokens=self._config.max_new_tokens
-            )
+            prompts = [example.prompt_ids for _, example in chunk]
+            responses = backend.generate(prompts, max_new_tokens=self._config.max_new_tokens)
             for (row, example), tokens in zip(chunk, responses, strict=True):
-                sample = self._score_one(example, row, tokens)
-                samples.append(sample)
-                for name, value in sample["scores"].items():
-                    totals[name] += value
-        return {f"eval/{name}": total / len(samples) for name, total in totals.items()}, samples
+                response = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+                answers.append(Answer(example.prompt_text, response, example.reference_text, row))
+        try:
+            scores = asyncio.run(self._scores(answers))
+        except AttemptFailedError as error:
+            raise RunFailedError(str(error)) from error
+        means = {f"eval/{name}": sum(each[name] for each in scores) / len(scores) for name in self._rewards}
+        samples = [
+            {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": terms}
+            for answer, terms in zip(answers, scores, strict=True)
+        ]
+        return means, samples
 
-    def _score_one(self, example: GenerationExample, row: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
-        response = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        answer = Answer(example.prompt_text, str(response), example.reference_text, row)
-        scores = {name: _scored(name, reward, answer) for name, reward in self._rewards.items()}
-        for name, value in scores.items():
-            if not math.isfinite(value):
-                raise RunFailedError(
-                    f"Reward '{name}' returned {value} for the response {response!r}; it must be finite."
-                )
-        return {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": scores}
-
-
-def _scored(name: str, reward: Reward, answer: Answer) -> float:
-    try:
-        return float(reward.score(answer))
-    except SpurlineError:
-        raise
-    except Exception as error:
-        raise RunFailedError(
-            f"Reward '{name}' failed on the response {answer.response!r}: {type(error).__name__}: {error}. "
-            "`--debug` shows where."
-        ) from error
+    async def _scores(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
+        return [await reward_terms(self._rewards, answer) for answer in answers]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import CheckpointError, RunFailedError, UserError
-from spurline.files import share
+from spurline.files import give_default_permissions
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_backend
 from spurline.run.checkpoint import CheckpointStore, open_checkpoint
@@ -50,7 +50,7 @@ def export_hf(
         _save_generation_config(loaded, tokenizer, temporary)
         tokenizer.save_pretrained(temporary)
         for file in temporary.iterdir():
-            share(file)
+            give_default_permissions(file)
         if out.exists():
             shutil.rmtree(out)
         temporary.rename(out)

@@ -1,8 +1,7 @@
 """One run from config to result: builds the components, restores a checkpoint, trains, writes the record.
 
-`Run(load_config("run.yaml")).train()` is the whole Python API; the command line does the same.
-
-SIGINT and SIGTERM ask a run to stop after the step it is in; a second one stops it at once.
+`Run(load_config("run.yaml")).train()` is the whole Python API; the command line does the same. SIGINT and SIGTERM ask a
+run to stop after the step it is in; a second one stops it at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the contract suites of backends share: the backend under test beside the local one, and what they are given.
+"""What every backend must satisfy: it computes what core's local backend computes.
 
-What reinforcement learning asks of every backend: temperatures, and models in other roles than the policy's.
-
-What every backend must satisfy: it computes what core's local backend computes.
+First the policy: updates, gradients, weights, checkpoints, evaluation. Then what reinforcement learning asks:
+temperatures, and models in other roles than the policy's.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from spurline.config.loading import LoadedConfig, load_config
 from spurline.config.run_config import CriticConfig, OptimizerConfig
@@ -30,18 +31,22 @@ from spurline.losses.configs import CrossEntropyConfig, PpoConfig, ValueLossConf
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.ppo import Ppo
 from spurline.losses.value import ValueLoss
-from spurline.protocols.backend import Backend, BackendConfig
+from spurline.protocols.backend import Backend, Generates, LendsModel
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing.inputs import PAD, make_view
 from spurline.update.configs import ByPromptConfig
 from spurline.update.reduction import token_mean
 
+GRADIENT_ROUNDINGS = 8
+"""Roundings of the largest terms that a gradient whose terms cancel may keep."""
+
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
+TEMPERATURE = 0.7
 
 
-class BackendSuite:
-    """Base of the suites; its attributes are what a subclass sets."""
+class BackendContract:
+    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable."""
 
     backend_settings: Mapping[str, Any] = {"name": "local"}
     plugins: tuple[str, ...] = ()
@@ -55,124 +60,144 @@ class BackendSuite:
     @contextmanager
     def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
         """The backend under test on this model, closed afterwards. critic: whether the run has one."""
-        loaded = backend_run(model, self.backend_settings, self.plugins, critic)
-        backend: Backend = loaded.host.registry.create(
-            "backend", loaded.config.backend, run=loaded.config, total_updates=8
-        )
-        try:
-            yield backend, cast("BackendConfig", loaded.config.backend).layout()
-        finally:
-            backend.close()
+        with _opened(_run(model, self.backend_settings, self.plugins, critic)) as opened:
+            yield opened
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
         """Core's local backend on the same model."""
-        loaded = backend_run(model, {"name": "core/local", "device": "cpu"}, self.plugins, critic)
-        backend: Backend = loaded.host.registry.create(
-            "backend", loaded.config.backend, run=loaded.config, total_updates=8
-        )
-        try:
+        with _opened(_run(model, {"name": "core/local", "device": "cpu"}, self.plugins, critic)) as (backend, _):
             yield backend
-        finally:
-            backend.close()
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
         """Folder of the tiny model; override for another architecture."""
         return spurline_tiny_model
 
+    def test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            for step in range(4):
+                got = backend.update(*minibatch("packed", layout, step))
+                wanted = local.update(*minibatch("packed", layout, step))
+                for name in ("loss", "grad_norm"):
+                    assert got[name] == pytest.approx(wanted[name], rel=self.step_tolerance), (step, name)
+                assert got["lr"] == wanted["lr"]
 
-def assert_gradients_close(got: Any, wanted: Any, tolerance: float) -> None:
-    """Per parameter: norm of the difference over norm of the expected gradient. Takes (name, tensor) pairs."""
-    left, right = dict(got), dict(wanted)
-    assert left.keys() == right.keys()
-    for name, expected in right.items():
-        difference = float((left[name].double() - expected.double()).norm())
-        scale = float(expected.double().norm())
-        assert difference <= tolerance * max(scale, 1e-12), (
-            f"gradient of {name}: relative difference {difference / scale}"
-        )
+    def test_gradients_equal_the_local_backend_per_parameter(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = minibatch("packed", layout)
+            assert_gradients_close(
+                backend.gradients(batch, objective), local.gradients(batch, objective), self.gradient_tolerance
+            )
 
+    def test_a_wrong_gradient_scale_would_be_caught(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = minibatch("packed", layout)
+            wrong = Objective(objective.loss, objective.normalizer * 1.001)
+            with pytest.raises(AssertionError, match="gradient"):
+                assert_gradients_close(
+                    backend.gradients(batch, wrong), local.gradients(batch, objective), self.gradient_tolerance
+                )
 
-def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Same names, same bits."""
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor), f"weight {name} differs"
+    def test_packed_and_padded_rows_give_the_same_gradients(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            packed = dict(backend.gradients(*minibatch("packed", layout)))
+            padded = backend.gradients(*minibatch("padded", layout))
+            assert_gradients_close(padded, packed.items(), self.gradient_tolerance)
 
+    @pytest.mark.parametrize("lengths", [(5, 9, 3, 12), LENGTHS], ids=["few", "many"])
+    def test_rows_whose_units_alternate_give_the_gradients_of_the_uncut_batch(
+        self, tiny_model: Path, lengths: tuple[int, ...]
+    ) -> None:
+        # The few fit into one micro-batch of 40 tokens, which then holds them in another order; the many need several.
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = minibatch("padded", layout, lengths=lengths)
+            alternating = alternate_units(batch, layout)
+            assert_gradients_close(
+                backend.gradients(alternating, objective), local.gradients(batch, objective), self.gradient_tolerance
+            )
 
-def weights_of(backend: Backend) -> dict[str, Tensor]:
-    """A copy of the policy's weights."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
+    def test_gradients_leave_the_model_untouched(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            before = weights_of(backend)
+            dict(backend.gradients(*minibatch("packed", layout)))
+            assert_weights_equal(weights_of(backend), before)
 
+    def test_saving_and_loading_continues_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            backend.update(*minibatch("packed", layout, 0))
+            (tmp_path / "saved").mkdir()
+            backend.save(tmp_path / "saved")
+            expected = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+            weights = weights_of(backend)
+        with self.backend(tiny_model) as (backend, layout):
+            backend.load(tmp_path / "saved")
+            got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+            assert got == expected
+            assert_weights_equal(weights_of(backend), weights)
 
-def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that two equal runs share."""
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+    def test_weights_have_their_hugging_face_names_and_values(self, tiny_model: Path) -> None:
+        files = sorted(tiny_model.glob("*.safetensors"))
+        expected = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+        with self.backend(tiny_model) as (backend, _):
+            assert_weights_equal(weights_of(backend), expected)
 
+    def test_logprobs_are_the_models_own_at_loss_positions(self, tiny_model: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        with self.backend(tiny_model) as (backend, layout), torch.no_grad():
+            batch, _ = minibatch("padded", layout)
+            logprobs = backend.logprobs(batch)
+            real = batch.without_padding_rows()
+            assert logprobs.shape == real.tokens["input_ids"].shape
+            for row in range(real.num_rows):
+                count = int(real.segments["length"][row][0])
+                tokens = real.tokens["input_ids"][row : row + 1, :count]
+                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+                expected = torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None])[:, 0]
+                trained = real.tokens["loss_weights"][row, 1:count] != 0
+                torch.testing.assert_close(logprobs[row, 1:count][trained], expected[trained], atol=2e-5, rtol=1e-5)
 
-def backend_run(
-    model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...] = (), critic: bool = False
-) -> LoadedConfig:
-    """A run with this backend and no data."""
-    loaded = load_config(
-        {
-            "plugins": list(plugins),
-            "model": {"path": str(model)},
-            "data": {"train": "unused.jsonl"},
-            "steps": 8,
-            "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1},
-            "schedule": {"name": "linear", "warmup_steps": 2},
-            "backend": dict(backend),
-        }
-    )
-    if not critic:
-        return loaded
-    # Past the check that a source reads its values: no source is needed here.
-    optimizer = OptimizerConfig(learning_rate=1e-2)
-    section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
-    return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
+    def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, _):
+            facts = backend.facts()
+            assert facts["parameters"] == facts["trainable_parameters"]
+            assert facts["parameters"] == sum(tensor.numel() for tensor in weights_of(backend).values())
 
+    def test_evaluation_changes_nothing(self, tiny_model: Path) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            before = weights_of(backend)
+            batch, objective = minibatch("packed", layout)
+            first, second = backend.evaluate(batch, objective), backend.evaluate(batch, objective)
+            assert first == second
+            assert first.tokens == batch.num_loss_tokens
+            assert_weights_equal(weights_of(backend), before)
 
-def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
-    """A copy of the model that drops attention weights in training."""
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
-    return folder
+    def test_an_update_is_bit_identical_after_an_evaluation(self, tiny_model: Path, tmp_path: Path) -> None:
+        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
+        metrics: list[list[dict[str, float]]] = []
+        for evaluated in (False, True):
+            with self.backend(model) as (backend, layout):
+                seen = [without_times(backend.update(*minibatch("packed", layout, 0)))]
+                if evaluated:
+                    backend.evaluate(*minibatch("padded", layout, 7))
+                seen += [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+            metrics.append(seen)
+        assert metrics[1] == metrics[0], "evaluation drew random numbers, or left something behind"
 
-
-def alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
-    """Two units per rank, each with every other row of the rank; padding rows keep units of their own."""
-    rows = torch.arange(batch.num_rows)
-    units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
-    return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
-
-
-def minibatch(
-    layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
-) -> tuple[TrainingBatch, Objective]:
-    """Random samples of these lengths, `packed` or `padded`, and the mean of their cross-entropy."""
-    samples = make_view(lengths, seed)
-    collator = (
-        PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
-        if layout_name == "packed"
-        else PaddedCollator(PaddedCollatorConfig(), PAD, layout)
-    )
-    batch = collator.collate(samples, training=True)
-    batch, normalizer = token_mean(batch)
-    return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
-
-
-TEMPERATURE = 0.7
-
-
-class BackendRolesContract(BackendSuite):
-    """Part of `BackendContract`, which is what to subclass."""
+    def test_it_generates_and_lends_its_model_where_its_config_says_so(self, tiny_model: Path) -> None:
+        config = _run(tiny_model, self.backend_settings, self.plugins).config.backend
+        with self.backend(tiny_model) as (backend, _):
+            assert isinstance(backend, LendsModel) or not config.lends_model
+            assert isinstance(backend, Generates) or not config.generates
+            if isinstance(backend, Generates) and config.generates:
+                model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+                prompts = [[5, 6, 7, 8, 9], [11]]
+                for prompt, answer in zip(prompts, backend.generate(prompts, max_new_tokens=4), strict=True):
+                    logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+                    assert 1 <= len(answer) <= 4
+                    assert answer == logits.argmax(-1).tolist(), "not the likeliest token each time"
 
     def test_a_temperature_divides_the_logits_before_their_softmax(self, tiny_model: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         with self.backend(tiny_model) as (backend, layout):
             batch, objective = minibatch("padded", layout)
@@ -277,6 +302,101 @@ class BackendRolesContract(BackendSuite):
             assert torch.equal(backend.logprobs(_values_batch(layout)[0], "critic"), values)
 
 
+def assert_gradients_close(got: Any, wanted: Any, tolerance: float) -> None:
+    """Judge each parameter by the norm of the difference over the norm of the expected gradient.
+
+    Takes (name, tensor) pairs. A gradient is a sum of terms up to the size of the model's largest gradient. Where they
+    cancel (queries and keys of a token that attends to one token have no gradient), their rounding errors are left, so
+    a gradient below a thousandth of the largest may also differ by these. In float64 that is next to nothing.
+    """
+    left, right = dict(got), dict(wanted)
+    assert left.keys() == right.keys()
+    norms = {name: float(expected.double().norm()) for name, expected in right.items()}
+    largest = max(norms.values())
+    for name, expected in right.items():
+        rounding = GRADIENT_ROUNDINGS * torch.finfo(expected.dtype).eps * largest
+        bound = max(tolerance * norms[name], rounding if norms[name] < 1e-3 * largest else 0.0)
+        difference = float((left[name].double() - expected.double()).norm())
+        assert difference <= bound, f"gradient of {name}: differs by {difference:.3g}, its norm is {norms[name]:.3g}"
+
+
+def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Same names, same bits."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), f"weight {name} differs"
+
+
+def weights_of(backend: Backend) -> dict[str, Tensor]:
+    """A copy of the policy's weights."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
+
+
+def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that two equal runs share."""
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+@contextmanager
+def _opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
+    backend: Backend = loaded.host.registry.create("backend", loaded.config.backend, run=loaded.config, total_updates=8)
+    try:
+        yield backend, loaded.config.backend.layout()
+    finally:
+        backend.close()
+
+
+def _run(model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...], critic: bool = False) -> LoadedConfig:
+    """A run with this backend and no data."""
+    loaded = load_config(
+        {
+            "plugins": list(plugins),
+            "model": {"path": str(model)},
+            "data": {"train": "unused.jsonl"},
+            "steps": 8,
+            "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1},
+            "schedule": {"name": "linear", "warmup_steps": 2},
+            "backend": dict(backend),
+        }
+    )
+    if not critic:
+        return loaded
+    # Past the check that a source reads its values: no source is needed here.
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
+    return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
+
+
+def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
+    """A copy of the model that drops attention weights in training."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
+    return folder
+
+
+def alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
+    """Two units per rank, each with every other row of the rank; padding rows keep units of their own."""
+    rows = torch.arange(batch.num_rows)
+    units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
+    return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
+
+
+def minibatch(
+    layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[TrainingBatch, Objective]:
+    """Random samples of these lengths, `packed` or `padded`, and the mean of their cross-entropy."""
+    samples = make_view(lengths, seed)
+    collator = (
+        PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
+        if layout_name == "packed"
+        else PaddedCollator(PaddedCollatorConfig(), PAD, layout)
+    )
+    batch = collator.collate(samples, training=True)
+    batch, normalizer = token_mean(batch)
+    return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
+
+
 def _with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:
     generator = torch.Generator().manual_seed(5)
     shape = (batch.num_rows, batch.length)
@@ -300,120 +420,3 @@ def _assert_close_metrics(got: Mapping[str, float], wanted: Mapping[str, float])
     assert got["lr"] == wanted["lr"]
     for name in ("loss", "grad_norm", "value/predicted"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
-
-
-class BackendContract(BackendRolesContract):
-    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable."""
-
-    def test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
-            for step in range(4):
-                got = backend.update(*minibatch("packed", layout, step))
-                wanted = local.update(*minibatch("packed", layout, step))
-                for name in ("loss", "grad_norm"):
-                    assert got[name] == pytest.approx(wanted[name], rel=self.step_tolerance), (step, name)
-                assert got["lr"] == wanted["lr"]
-
-    def test_gradients_equal_the_local_backend_per_parameter(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
-            batch, objective = minibatch("packed", layout)
-            assert_gradients_close(
-                backend.gradients(batch, objective), local.gradients(batch, objective), self.gradient_tolerance
-            )
-
-    def test_a_wrong_gradient_scale_would_be_caught(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
-            batch, objective = minibatch("packed", layout)
-            wrong = Objective(objective.loss, objective.normalizer * 1.001)
-            with pytest.raises(AssertionError, match="gradient"):
-                assert_gradients_close(
-                    backend.gradients(batch, wrong), local.gradients(batch, objective), self.gradient_tolerance
-                )
-
-    def test_packed_and_padded_rows_give_the_same_gradients(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
-            packed = dict(backend.gradients(*minibatch("packed", layout)))
-            padded = backend.gradients(*minibatch("padded", layout))
-            assert_gradients_close(padded, packed.items(), self.gradient_tolerance)
-
-    @pytest.mark.parametrize("lengths", [(5, 9, 3, 12), LENGTHS], ids=["few", "many"])
-    def test_rows_whose_units_alternate_give_the_gradients_of_the_uncut_batch(
-        self, tiny_model: Path, lengths: tuple[int, ...]
-    ) -> None:
-        # The few fit into one micro-batch of 40 tokens, which then holds them in another order; the many need several.
-        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
-            batch, objective = minibatch("padded", layout, lengths=lengths)
-            alternating = alternate_units(batch, layout)
-            assert_gradients_close(
-                backend.gradients(alternating, objective), local.gradients(batch, objective), self.gradient_tolerance
-            )
-
-    def test_gradients_leave_the_model_untouched(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
-            before = weights_of(backend)
-            dict(backend.gradients(*minibatch("packed", layout)))
-            assert_weights_equal(weights_of(backend), before)
-
-    def test_saving_and_loading_continues_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
-            backend.update(*minibatch("packed", layout, 0))
-            (tmp_path / "saved").mkdir()
-            backend.save(tmp_path / "saved")
-            expected = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
-            weights = weights_of(backend)
-        with self.backend(tiny_model) as (backend, layout):
-            backend.load(tmp_path / "saved")
-            got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
-            assert got == expected
-            assert_weights_equal(weights_of(backend), weights)
-
-    def test_weights_have_their_hugging_face_names_and_values(self, tiny_model: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        expected = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
-        with self.backend(tiny_model) as (backend, _):
-            assert_weights_equal(weights_of(backend), expected)
-
-    def test_logprobs_are_the_models_own_at_loss_positions(self, tiny_model: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-        with self.backend(tiny_model) as (backend, layout), torch.no_grad():
-            batch, _ = minibatch("padded", layout)
-            logprobs = backend.logprobs(batch)
-            real = batch.without_padding_rows()
-            assert logprobs.shape == real.tokens["input_ids"].shape
-            for row in range(real.num_rows):
-                count = int(real.segments["length"][row][0])
-                tokens = real.tokens["input_ids"][row : row + 1, :count]
-                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
-                expected = torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None])[:, 0]
-                trained = real.tokens["loss_weights"][row, 1:count] != 0
-                torch.testing.assert_close(logprobs[row, 1:count][trained], expected[trained], atol=2e-5, rtol=1e-5)
-
-    def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, _):
-            facts = backend.facts()
-            assert facts["parameters"] == facts["trainable_parameters"]
-            assert facts["parameters"] == sum(tensor.numel() for tensor in weights_of(backend).values())
-
-    def test_evaluation_changes_nothing(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
-            before = weights_of(backend)
-            batch, objective = minibatch("packed", layout)
-            first, second = backend.evaluate(batch, objective), backend.evaluate(batch, objective)
-            assert first == second
-            assert first.tokens == batch.num_loss_tokens
-            assert_weights_equal(weights_of(backend), before)
-
-    def test_an_update_is_bit_identical_after_an_evaluation(self, tiny_model: Path, tmp_path: Path) -> None:
-        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
-        metrics: list[list[dict[str, float]]] = []
-        for evaluated in (False, True):
-            with self.backend(model) as (backend, layout):
-                seen = [without_times(backend.update(*minibatch("packed", layout, 0)))]
-                if evaluated:
-                    backend.evaluate(*minibatch("padded", layout, 7))
-                seen += [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
-            metrics.append(seen)
-        assert metrics[1] == metrics[0], "evaluation drew random numbers, or left something behind"

@@ -57,7 +57,7 @@ class ConsoleTracker:
         self._observe(metrics)
         fields = self._fields(step, metrics)
         if self._progress is not None and self._task is not None:
-            readout = _SEPARATOR.join(_fitting(fields, self._console.width - 28))
+            readout = _SEPARATOR.join(_drop_until_fit(fields, self._console.width - 28))
             self._progress.update(self._task, completed=step, description=self._step_label(step), readout=readout)
         elif self._is_due(step):
             plain = [text for name, text in fields if name != "grad_norm"]
@@ -169,7 +169,7 @@ def _result(name: str, value: float) -> str:
     return f"{name} {value:.1%}" if name.startswith("pass@") else f"{name} {value:.4g}"
 
 
-def _fitting(fields: list[tuple[str, str]], width: int) -> list[str]:
+def _drop_until_fit(fields: list[tuple[str, str]], width: int) -> list[str]:
     """Field texts, less the least important ones until they fit into `width` columns."""
     unimportant = ("grad_norm", "lr", "equal", "age", "tokens")
     for number in range(len(unimportant) + 1):

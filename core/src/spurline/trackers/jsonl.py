@@ -98,17 +98,12 @@ def _plain_number(step: int, key: str, value: Any) -> int | float:
     return number
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file; a torn last line is left out, a missing file has none."""
-    return read_json_lines(path)
-
-
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All complete objects of a JSON-lines file; a torn last line is left out, a missing file has none.
 
     Raises RunDirectoryError naming file and line when any other line is unreadable.
     """
-    return [line for _, line in _parsed_lines(path)]
+    return [line for _, line in _parse_lines(path)]
 
 
 def cut_back(path: Path, last_step: int) -> None:
@@ -119,11 +114,11 @@ def cut_back(path: Path, last_step: int) -> None:
     """
     kept: list[bytes] = []
     reached = 0
-    lines = _parsed_lines(path)
+    lines = _parse_lines(path)
     while True:
         try:
             raw, line = next(lines)
-            step = _step_of(line, path)
+            step = _read_step(line, path)
         except StopIteration:
             break
         except RunDirectoryError:
@@ -137,7 +132,7 @@ def cut_back(path: Path, last_step: int) -> None:
     replace_file(path, b"".join(kept).decode())
 
 
-def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Raw bytes (without newline) and content of each complete line."""
     try:
         content = path.read_bytes()
@@ -164,7 +159,7 @@ def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield raw, line
 
 
-def _step_of(line: Mapping[str, Any], path: Path) -> int:
+def _read_step(line: Mapping[str, Any], path: Path) -> int:
     step = line.get("step")
     if not isinstance(step, int):
         raise RunDirectoryError(f"{path}: a line has no whole number under 'step': {str(dict(line))[:120]}.")

@@ -25,15 +25,11 @@ class TensorboardTracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                [
-                    Problem(
-                        "trackers",
-                        "'tensorboard' needs the tensorboard library, which cannot be imported "
-                        f"({error}). Install it: pip install 'spurline[tensorboard]'",
-                    )
-                ]
-            ) from error
+            missing = (
+                f"'tensorboard' needs the tensorboard library, which cannot be imported ({error}). Install it: "
+                "pip install 'spurline[tensorboard]'"
+            )
+            raise ConfigError([Problem("trackers", missing)]) from error
         self._config = config
         self._writer_class: Any = SummaryWriter
         self._writer: Any = None

@@ -32,15 +32,11 @@ class WandbTracker:
         try:
             self._wandb: Any = importlib.import_module("wandb")
         except ImportError as error:
-            raise ConfigError(
-                [
-                    Problem(
-                        "trackers",
-                        f"'wandb' needs the wandb library, which cannot be imported ({error}). "
-                        "Install it: pip install 'spurline[wandb]'",
-                    )
-                ]
-            ) from error
+            missing = (
+                f"'wandb' needs the wandb library, which cannot be imported ({error}). Install it: "
+                "pip install 'spurline[wandb]'"
+            )
+            raise ConfigError([Problem("trackers", missing)]) from error
         self._config = config
         self._run: Any = None
 
@@ -60,15 +56,11 @@ class WandbTracker:
                 config=dict(info.config),
             )
         except self._wandb.Error as error:
-            raise ConfigError(
-                [
-                    Problem(
-                        "trackers",
-                        f"'wandb' cannot start a run: {error} Log in with `wandb login`, set WANDB_API_KEY, or set "
-                        "mode: offline.",
-                    )
-                ]
-            ) from error
+            refused = (
+                f"'wandb' cannot start a run: {error} Log in with `wandb login`, set WANDB_API_KEY, or set mode: "
+                "offline."
+            )
+            raise ConfigError([Problem("trackers", refused)]) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send all metrics of one step under their own names."""

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spurline.backends.local.checkpoint import read_training_state, save_training_state
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.backends.local.trained_model import TrainedModel, load_reference
 from spurline.config.run_config import OptimizerConfig, RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ModelError, NonFiniteLossError
+from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile
 from spurline.model.generation import generate_greedily, generation_model, model_stop_tokens
 from spurline.model.loading import check_config, load_model
 from spurline.model.optimizer import critic_rate, policy_rate
 from spurline.model.probe import check_exactness
 from spurline.model.rng import seed_generators
-from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, evaluation_mode
-from spurline.model.sums import StepSums, describe_failure
-from spurline.model.token_stream import Rows, TokenStream, check_columns, cut_rows, token_stream
+from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
+from spurline.model.token_stream import Rows, TokenStream, check_columns, token_stream, tokens_per_row
 from spurline.model.weights import named_weights
 from spurline.protocols.backend import GenerationModel, LossSums, Role
 from spurline.protocols.loss import Objective
@@ -47,7 +49,7 @@ class LocalBackend:
             torch.set_num_threads(config.num_threads)
         self._config = config
         self._run = run
-        self._profile = device_profile(config)
+        self._profile = device_profile(config.device, config.precision)
         causal = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
@@ -58,7 +60,7 @@ class LocalBackend:
         self._policy = self._trained(self._model, run.optimizer, policy_rate(run, total_updates))
         self._critic: TrainedModel | None = None
         if run.critic is not None:
-            critic = ValueModel(self._load_trainable(), config.logits_chunk_tokens)
+            critic = ValueModel(self._load_trainable())
             self._critic = self._trained(critic, run.critic.optimizer, critic_rate(run.critic))
         # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
         seed_generators(run.seed)
@@ -66,17 +68,16 @@ class LocalBackend:
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         trained = self._model_to_train(role)
         started = time.perf_counter()
-        sums = StepSums()
         try:
-            self._accumulate_gradients(trained.model, batch, objective, sums)
+            sums = accumulate_gradients(
+                trained.model, self._streams(batch, objective.loss.needs), objective, self._profile
+            )
             norm = trained.gradient_norm()
             # The only wait for the device in a step: loss, norm and all metrics come over together.
             (grad_norm,) = sums.fetch(norm)
             loss = sums.total("loss") / objective.normalizer
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise NonFiniteLossError(
-                    describe_failure(role, trained.updates + 1, batch, sums.losses_by_rows, loss, grad_norm)
-                )
+                raise NonFiniteLossError(describe_failure(role, trained.updates + 1, batch, sums, loss, grad_norm))
             differentiated = time.perf_counter()
             rate = trained.step(norm, grad_norm)
             self._profile.synchronize()
@@ -100,33 +101,21 @@ class LocalBackend:
         try:
             # Dropout as in the next update, without using it up.
             with self._profile.keeping_generators():
-                self._accumulate_gradients(trained.model, batch, objective, StepSums())
+                accumulate_gradients(
+                    trained.model, self._streams(batch, objective.loss.needs), objective, self._profile
+                )
             result = trained.gradients()
         finally:
             trained.drop_gradients()
         return iter(result)
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
-        sums = StepSums()
-        needs = objective.loss.needs
-        with evaluation_mode(self._model.causal), self._profile.computing():
-            for rows, stream in self._streams(batch, needs):
-                inputs = self._model.loss_inputs(stream, needs, objective.temperature)
-                sums.add(rows, stream, objective.loss.token_loss(inputs), objective.loss.metrics(inputs))
-        sums.fetch()
-        return LossSums(sums.total("loss"), sums.total("weight"), sums.tokens, sums.metric_sums())
+        return evaluation_sums(self._model, self._streams(batch, objective.loss.needs), objective, self._profile)
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
-        result = torch.zeros(batch.num_rows * batch.length)
-        positions: list[Tensor] = []
-        values: list[Tensor] = []
-        with self._playing(role) as model, evaluation_mode(model.causal), self._profile.computing():
-            for _, stream in self._streams(batch, ()):
-                positions.append(stream.batch_index)
-                values.append(model.loss_inputs(stream, (), temperature).logprobs)
-        if values:
-            result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
-        return batch.drop_padding_rows(result.view(batch.num_rows, batch.length))
+        with self._playing(role) as model:
+            result = logprobs_of(model, self._streams(batch, ()), batch, temperature, self._profile)
+        return batch.drop_padding_rows(result)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         if self._stop_tokens is None:
@@ -149,16 +138,16 @@ class LocalBackend:
         }
 
     def save(self, path: Path) -> None:
-        self._policy.save(path)
+        save_training_state(path, self._policy)
         if self._critic is not None:
-            self._critic.save(path / _CRITIC_FOLDER)
+            save_training_state(path / _CRITIC_FOLDER, self._critic)
 
     def load(self, path: Path) -> None:
-        policy = self._policy.read(path)
+        policy = read_training_state(path, self._policy)
         if self._critic is not None:
             # Before anything is changed: all of it fits, or nothing is.
-            self._critic.restore(self._critic.read(path / _CRITIC_FOLDER))
-        self._policy.restore(policy)
+            read_training_state(path / _CRITIC_FOLDER, self._critic).put_into(self._critic)
+        policy.put_into(self._policy)
 
     def close(self) -> None:
         for name in ("_model", "_reference", "_policy", "_critic"):
@@ -181,21 +170,7 @@ class LocalBackend:
             model.compile()
         return TrainedModel(model, config, rate)
 
-    def _accumulate_gradients(
-        self, model: StreamModel, batch: TrainingBatch, objective: Objective, sums: StepSums
-    ) -> None:
-        """Add the gradient of sum(weight * loss) / normalizer over all micro-batches to the parameters."""
-        loss = objective.loss
-        for rows, stream in self._streams(batch, loss.needs):
-            with self._profile.computing():
-                inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
-                token_loss = loss.token_loss(inputs)
-                with torch.no_grad():
-                    metrics = loss.metrics(inputs)
-                total = sums.add(rows, stream, token_loss, metrics)
-            (total / objective.normalizer).backward()
-
-    def _streams(self, batch: TrainingBatch, needs: frozenset[str] | tuple[()]) -> Iterator[tuple[Rows, TokenStream]]:
+    def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
         check_columns(batch, columns)
         for rows in cut_rows(batch, self._config):
@@ -243,3 +218,29 @@ class LocalBackend:
             digest = self._policy.initial_weights
             self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
         return self._reference
+
+
+def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
+    """Row numbers of each micro-batch, in row order. Rows of one unit stay together, also when over the limit alone."""
+    tokens = tokens_per_row(batch)
+    rows = np.flatnonzero(tokens)
+    if config.rows_per_microbatch is not None:
+        cost, limit = np.ones_like(tokens), config.rows_per_microbatch
+    elif config.max_tokens_per_microbatch is not None:
+        cost, limit = tokens, config.max_tokens_per_microbatch
+    else:
+        return [rows] if len(rows) else []
+    units: dict[int, list[int]] = {}
+    for row, unit in zip(rows.tolist(), batch.unit_ids.numpy()[rows].tolist(), strict=True):
+        units.setdefault(unit, []).append(row)
+    groups: list[list[int]] = []
+    used = limit
+    for members in units.values():
+        size = int(cost[members].sum())
+        if used + size > limit or not groups:
+            groups.append([])
+            used = 0
+        groups[-1].extend(members)
+        used += size
+    # Units may interleave; within a micro-batch the rows keep the order of the batch.
+    return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]

@@ -11,50 +11,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.model import rng as rng_state
 from spurline.model.optimizer import STATE_NAMES, expected_shape, optimizer_tensors, restore_optimizer
-from spurline.model.weights import frozen_digest
+
+if TYPE_CHECKING:
+    from spurline.backends.local.trained_model import TrainedModel
 
 _FORMAT = 2
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint covers. parameters: the trainable ones, by name."""
-
-    causal: nn.Module
-    parameters: Mapping[str, Parameter]
-    optimizer: torch.optim.AdamW
-
-    @cached_property
-    def frozen(self) -> str:
-        """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
-        return frozen_digest(self.causal)
-
-
-def save_training_state(path: Path, state: TrainingState, updates: int, initial_weights: str) -> None:
-    """Write into this folder. initial_weights: digest of the weights before training. Raises CheckpointWriteError."""
+def save_training_state(path: Path, trained: TrainedModel) -> None:
+    """Write into this folder. Raises CheckpointWriteError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _write(path / "model.safetensors", _model_tensors(state))
-        _write(path / "optimizer.safetensors", optimizer_tensors(state.optimizer, state.parameters))
+        _write(path / "model.safetensors", _model_tensors(trained))
+        _write(path / "optimizer.safetensors", optimizer_tensors(trained.optimizer, trained.parameters))
         _write(path / "rng.safetensors", rng_state.generator_tensors())
         content = {
             "format": _FORMAT,
-            "updates": updates,
-            "frozen_weights": state.frozen,
-            "initial_weights": initial_weights,
+            "updates": trained.updates,
+            "frozen_weights": trained.frozen_weights,
+            "initial_weights": trained.initial_weights,
             "generators": rng_state.generator_values(),
         }
         (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
@@ -76,40 +63,39 @@ class SavedState:
     generator_tensors: dict[str, Tensor]
     generator_values: dict[str, Any]
 
-    def put_into(self, state: TrainingState) -> None:
+    def put_into(self, trained: TrainedModel) -> None:
         """Make the model, its optimizer and the random generators what they were."""
         with torch.no_grad():
-            for name, target in _model_tensors(state).items():
+            for name, target in _model_tensors(trained).items():
                 target.copy_(self.model[name])
-        restore_optimizer(state.optimizer, state.parameters, self.optimizer)
+        restore_optimizer(trained.optimizer, trained.parameters, self.optimizer)
+        trained.updates = self.updates
+        if self.initial_weights is not None:
+            trained.initial_weights = self.initial_weights
         rng_state.restore_generator_tensors(self.generator_tensors)
         rng_state.restore_generator_values(self.generator_values)
 
 
-def read_training_state(path: Path, state: TrainingState) -> SavedState:
+def read_training_state(path: Path, trained: TrainedModel) -> SavedState:
     """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer."""
     model = _read(path / "model.safetensors")
     optimizer = _read(path / "optimizer.safetensors")
     generators = _read(path / "rng.safetensors")
     content = _read_json(path / "state.json")
-    _check_model(path, model, _model_tensors(state))
-    _check_frozen(path, content["frozen_weights"], state)
-    _check_optimizer(path, optimizer, state.parameters)
+    _check_model(path, model, _model_tensors(trained))
+    _check_frozen(path, content["frozen_weights"], trained)
+    _check_optimizer(path, optimizer, trained.parameters)
     return SavedState(
-        int(content["updates"]),
-        content.get("initial_weights"),
-        model,
-        optimizer,
-        generators,
-        content["generators"],
+        int(content["updates"]), content.get("initial_weights"), model, optimizer, generators, content["generators"]
     )
 
 
-def _model_tensors(state: TrainingState) -> dict[str, Tensor]:
+def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     """Trainable weights, tied ones once, and persistent buffers: the very tensors of the model."""
-    persistent = state.causal.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in state.causal.named_buffers() if name in persistent}
-    return {name: parameter.detach() for name, parameter in state.parameters.items()} | buffers
+    causal = trained.model.causal
+    persistent = causal.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in causal.named_buffers() if name in persistent}
+    return {name: parameter.detach() for name, parameter in trained.parameters.items()} | buffers
 
 
 def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
@@ -127,8 +113,8 @@ def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, 
             )
 
 
-def _check_frozen(path: Path, saved: str, state: TrainingState) -> None:
-    if saved != state.frozen:
+def _check_frozen(path: Path, saved: str, trained: TrainedModel) -> None:
+    if saved != trained.frozen_weights:
         raise CheckpointError(
             f"{path}: the checkpoint's adapters were trained on other frozen weights than this run's model has. Resume "
             "with the model.path, model.revision, model.init and seed the checkpoint was made with."

@@ -1,34 +1,25 @@
-"""Settings of backend `local`, adapters included. Light: imports no torch."""
+"""Settings of the local backend. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
-from spurline.config.section import OnResume, Section
+from spurline.config.section import OnResume
 from spurline.errors import Problem
+from spurline.model.configs import LoraConfig
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
 
-class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline[lora]`."""
-
-    rank: int = Field(default=16, gt=0)
-    """Rank of the update matrices."""
-    alpha: float = Field(default=32.0, gt=0)
-    """Scale of the update is alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapters."""
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Module names to adapt."""
-
-
 class LocalBackendConfig(BackendConfig):
     """One process, on CPU or one GPU."""
+
+    generates: ClassVar[bool] = True
+    lends_model: ClassVar[bool] = True
 
     name: str = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -72,4 +63,12 @@ class LocalBackendConfig(BackendConfig):
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
-        return estimate(run, self, min(tokens, self.max_tokens_per_microbatch or tokens))
+        return estimate(
+            run.model,
+            min(tokens, self.max_tokens_per_microbatch or tokens),
+            precision=self.precision,
+            lora=self.lora,
+            activation_checkpointing=self.activation_checkpointing,
+            logits_chunk_tokens=self.logits_chunk_tokens,
+            critic=run.critic is not None,
+        )

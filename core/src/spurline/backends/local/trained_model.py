@@ -1,31 +1,24 @@
-"""A model with its optimizer: what the local backend has one of for the policy, and one for the critic.
+"""A model with its optimizer, of which the local backend has one for the policy and one for the critic.
 
-Place on the way: gradients -> clipping -> AdamW -> weights; and all of it to disk and back. Who computes gradients, of
-which loss, is the backend's work.
-
-The reference model of full fine-tuning: the weights that the run started from, loaded a second time.
-
-Place on the way: `model` section -> this -> logprobs of role `reference`. Checkpoints hold a digest of these weights,
-not the weights themselves: files that changed since are refused instead of measured against. Runs with adapters need
-no second model: they turn the adapters off.
+Place on the way: gradients -> clipping -> AdamW -> weights. Who computes gradients, of which loss, is the backend's
+work. The frozen reference model is loaded here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from spurline.backends.local.checkpoint import SavedState, TrainingState, read_training_state, save_training_state
 from spurline.config.run_config import OptimizerConfig, RunConfig
 from spurline.errors import CheckpointError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import load_model
 from spurline.model.optimizer import make_optimizer, set_learning_rate
 from spurline.model.stream_model import StreamModel
-from spurline.model.weights import weights_digest
+from spurline.model.weights import frozen_digest, weights_digest
 
 
 class TrainedModel:
@@ -42,8 +35,7 @@ class TrainedModel:
         self.updates = 0
         self._config = config
         self._rate = rate
-        self._optimizer = make_optimizer(self.parameters, config)
-        self._state = TrainingState(model.causal, self.parameters, self._optimizer)
+        self.optimizer = make_optimizer(self.parameters, config)
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """(name, gradient) of each parameter, on CPU."""
@@ -66,8 +58,8 @@ class TrainedModel:
         if limit is not None and grad_norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
         rate = self._rate(self.updates + 1)
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
         self.updates += 1
         return rate
 
@@ -75,26 +67,19 @@ class TrainedModel:
         for value in self.parameters.values():
             value.grad = None
 
-    def save(self, path: Path) -> None:
-        """Write into this folder. Raises CheckpointWriteError."""
-        save_training_state(path, self._state, self.updates, self.initial_weights)
-
-    def read(self, path: Path) -> SavedState:
-        """What `save` wrote, checked against this model and not yet put into it. Raises CheckpointError."""
-        return read_training_state(path, self._state)
-
-    def restore(self, saved: SavedState) -> None:
-        """Continue where `saved` was, random generators included."""
-        saved.put_into(self._state)
-        self.updates = saved.updates
-        if saved.initial_weights is not None:
-            self.initial_weights = saved.initial_weights
+    @cached_property
+    def frozen_weights(self) -> str:
+        """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
+        return frozen_digest(self.model.causal)
 
 
 def load_reference(
     run: RunConfig, profile: DeviceProfile, initial_weights: str, logits_chunk_tokens: int
 ) -> StreamModel:
-    """The frozen model. Raises CheckpointError when it is not the one with the digest `initial_weights`."""
+    """The weights that the run started from, loaded again and frozen; runs with adapters turn those off instead.
+
+    Checkpoints hold a digest of them, not the weights. Raises CheckpointError unless they have `initial_weights`.
+    """
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
     if weights_digest(causal) != initial_weights:

@@ -1,4 +1,4 @@
-"""Core's report panels, one file per subject."""
+"""Core's report panels, one file per subject; `builtin.py` names them."""
 
 from spurline.report.panels.data import PackingPanel, SampleLengthsPanel
 from spurline.report.panels.learning import EvaluationPanel, GradientPanel, LearningRatePanel, LossPanel

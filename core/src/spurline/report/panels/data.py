@@ -6,22 +6,19 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
+from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import figure, raw_and_smoothed, step_figure
-from spurline.report.markup import block, caption, table, text
+from spurline.report.markup import Panel, block, caption, table, text
 from spurline.trackers.readout import quantity
 
 
-class SampleLengthsPanel:
+class SampleLengthsPanel(Panel):
     """Sample counts per split, and the length distribution of the training samples.
 
     Prompts of rollouts are counted alone: there is no more to know of them before the run.
     """
 
     title = "Data"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when the run's summary holds no data counts."""
@@ -43,13 +40,10 @@ class SampleLengthsPanel:
         return block(f'<div class="columns even"><div>{"".join(histograms)}</div>{counted}</div>', wide=True)
 
 
-class PackingPanel:
+class PackingPanel(Panel):
     """Share of token positions in each batch that hold data rather than padding."""
 
     title = "Batch fill"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when the collator recorded no fill."""

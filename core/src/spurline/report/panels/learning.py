@@ -5,22 +5,17 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
-from spurline.report.figure import level, line, raw_and_smoothed, step_figure
-from spurline.report.markup import block, caption, columns
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.figure import level, line, raw_and_smoothed, series_color, step_figure
+from spurline.report.markup import Panel, block, caption, columns
 from spurline.report.record import GIVEN_UP, evaluation_losses, evaluation_scores, label_of
 from spurline.trackers.readout import score
 
-_SERIES = [f"--series-{number}" for number in range(1, 9)]
 
-
-class LossPanel:
+class LossPanel(Panel):
     """Training loss, raw and smoothed, with the held-out loss on the same axes."""
 
     title = "Loss"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when neither a training nor an evaluation loss was recorded."""
@@ -28,7 +23,7 @@ class LossPanel:
         traces = raw_and_smoothed("training loss", steps, values, "--series-1") if steps else []
         for index, name in enumerate(evaluation_losses(record)):
             eval_steps, eval_values = record.series(name)
-            color = _SERIES[(index + 1) % len(_SERIES)]
+            color = series_color(index + 1)
             traces.append(
                 line(label_of(name, "evaluation"), eval_steps, eval_values, color, mode="lines+markers")
                 | {"marker": {"color": color, "size": 7}}
@@ -42,13 +37,10 @@ class LossPanel:
         return block(head, step_figure(traces, "Loss", label="Loss over steps"))
 
 
-class EvaluationPanel:
+class EvaluationPanel(Panel):
     """Scores of generated answers and other evaluation metrics."""
 
     title = "Evaluation"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when evaluation recorded no scores."""
@@ -70,20 +62,17 @@ class EvaluationPanel:
     def _plot(record: RunRecord, names: list[str], y_title: str, y_axis: dict[str, Any]) -> str:
         hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
         traces = [
-            line(label_of(name), *record.series(name), _SERIES[(index + 1) % 8], mode="lines+markers")
+            line(label_of(name), *record.series(name), series_color(index + 1), mode="lines+markers")
             | {"hovertemplate": hover}
             for index, name in enumerate(names)
         ]
         return step_figure(traces, y_title, label="Evaluation scores over steps", **y_axis)
 
 
-class LearningRatePanel:
+class LearningRatePanel(Panel):
     """The learning rate that each step used."""
 
     title = "Learning rate"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no learning rate was recorded."""
@@ -98,13 +87,10 @@ class LearningRatePanel:
         return block(head, plot)
 
 
-class GradientPanel:
+class GradientPanel(Panel):
     """Global gradient norm before clipping, and the clipping threshold."""
 
     title = "Gradient norm"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no gradient norm was recorded."""
@@ -112,13 +98,13 @@ class GradientPanel:
         if not steps:
             return None
         traces = raw_and_smoothed("gradient norm", steps, values, "--series-4")
-        line_of_numbers = f"Median {score(statistics.median(values))}, largest {score(max(values))}"
+        head = f"Median {score(statistics.median(values))}, largest {score(max(values))}"
         threshold = _clip_threshold(record)
         if threshold is not None:
             traces.append(level(f"clipped above {threshold:g}", steps, threshold, "--series-6"))
             clipped = sum(value > threshold for value in values)
-            line_of_numbers += f"; {clipped / len(values):.0%} of the steps were clipped"
-        return block(caption(line_of_numbers), step_figure(traces, "Norm", label="Norm", **_scale(values)))
+            head += f"; {clipped / len(values):.0%} of the steps were clipped"
+        return block(caption(head), step_figure(traces, "Norm", label="Norm", **_scale(values)))
 
 
 def _given_up(record: RunRecord) -> str:

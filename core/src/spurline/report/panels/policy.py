@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
+from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import (
     Trace,
     band,
@@ -17,7 +17,7 @@ from spurline.report.figure import (
     series_color,
     step_figure,
 )
-from spurline.report.markup import block, caption, columns
+from spurline.report.markup import Panel, block, caption, columns
 from spurline.report.record import recorded_names
 from spurline.rl.health_words import LARGEST_MISMATCH
 from spurline.trackers.readout import score
@@ -31,13 +31,10 @@ _SAME = 1e-4
 """Ratios this close together differ by rounding alone."""
 
 
-class PolicyPanel:
+class PolicyPanel(Panel):
     """Entropy, clipping, distances to earlier policies, and the spread of advantages."""
 
     title = "Policy"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no loss of a policy was recorded."""
@@ -58,13 +55,10 @@ class PolicyPanel:
         return block(head, columns(*shown), wide=True)
 
 
-class MismatchPanel:
+class MismatchPanel(Panel):
     """Logprobs of the trainer against those that tokens were sampled with, before any update."""
 
     title = "Mismatch of rollout and trainer"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no mismatch was recorded."""
@@ -135,7 +129,7 @@ def _advantages(record: RunRecord) -> str:
 
 
 def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis: Any) -> str:
-    """Those of the series that are not 0 throughout."""
+    """Draw those of the series that are not 0 throughout."""
     traces: list[Trace] = []
     for index, (name, label) in enumerate(labels.items()):
         steps, values = record.series(name)
@@ -145,7 +139,7 @@ def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis:
 
 
 def _differences(record: RunRecord) -> str:
-    """On a logarithmic axis: the largest difference is many times the mean one."""
+    """Draw on a logarithmic axis: the largest difference is many times the mean one."""
     traces: list[Trace] = []
     for name, label, color in (
         ("mismatch/logprob_diff/max", "largest |difference|", "--series-8"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
+from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import (
     Trace,
     band,
@@ -17,7 +17,7 @@ from spurline.report.figure import (
     step_figure,
     thinned,
 )
-from spurline.report.markup import block, caption, columns, table, text
+from spurline.report.markup import Panel, block, caption, columns, table, text
 from spurline.report.record import HELD_OUT_REWARD, HELD_OUT_TERM, recorded_names
 
 REWARD = "reward/mean"
@@ -28,13 +28,10 @@ _REASONS = {"stop": "stopped", "length": "cut off at the limit", "abort": "abort
 _PROMPTS_SHOWN = 10
 
 
-class RewardPanel:
+class RewardPanel(Panel):
     """Mean reward with its spread, held-out rewards beside it, and each term where there are several."""
 
     title = "Reward"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no rewards were recorded."""
@@ -48,13 +45,10 @@ class RewardPanel:
         return block(head, columns(plot, _term_plot(record, terms)), wide=True)
 
 
-class GroupsPanel:
-    """How many groups taught nothing, were left out, or failed."""
+class GroupsPanel(Panel):
+    """How many groups taught nothing, were filtered, or were given up."""
 
     title = "Groups"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no groups were recorded."""
@@ -62,26 +56,22 @@ class GroupsPanel:
         if not steps:
             return None
         traces = one_of_several("equal rewards", steps, equal, "--series-2", hovertemplate="%{y:.1%}")
-        left_out = [
+        filtered = [
             (int(metrics["step"]), metrics["groups/filtered"] / metrics["groups/drawn"])
             for metrics in record.metrics
             if metrics.get("groups/drawn", 0) > 0 and "groups/filtered" in metrics
         ]
-        if any(share > 0 for _, share in left_out):
-            shares = [share for _, share in left_out]
-            found = [step for step, _ in left_out]
+        if any(share > 0 for _, share in filtered):
+            found, shares = [step for step, _ in filtered], [share for _, share in filtered]
             traces += one_of_several("left out", found, shares, "--series-8", hovertemplate="%{y:.1%}")
         plot = step_figure(traces, "Share of groups", label="Groups over steps", tickformat=".0%", range=[-0.02, 1.02])
         return block(caption(_fates(record)), plot, _failures(record), _reasons(record))
 
 
-class ResponsesPanel:
+class ResponsesPanel(Panel):
     """Response lengths, and how responses ended."""
 
     title = "Responses"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no response lengths were recorded."""
@@ -126,7 +116,7 @@ def _mean_reward(record: RunRecord) -> list[Trace]:
 
 
 def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
-    """Before weights, as the reward functions returned them; those of held-out prompts dashed."""
+    """Draw terms before weights, as the reward functions returned them; those of held-out prompts are dashed."""
     traces: list[Trace] = []
     for index, term in enumerate(terms):
         name, color = term.removeprefix(_TERM), series_color(index + 2)
@@ -176,7 +166,7 @@ def _failures(record: RunRecord) -> str:
 
 
 def _reasons(record: RunRecord) -> str:
-    """Which prompts were given up, and why; known when the run ends."""
+    """List which prompts were given up, and why; that is known when the run ends."""
     reasons = record.summary.get("given_up") or []
     if not reasons:
         return ""

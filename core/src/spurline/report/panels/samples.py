@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
-from spurline.report.markup import block, caption, table, text
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.markup import Panel, block, caption, table, text
 from spurline.trackers.jsonl import read_json_lines
 
 SAMPLES_FILE = "eval_samples.jsonl"
@@ -24,13 +24,10 @@ _MAX_CHARACTERS = 2000
 Answer = Mapping[str, Any]
 
 
-class SamplesPanel:
+class SamplesPanel(Panel):
     """Answers at the first and at the latest evaluation, marked by their scores."""
 
     title = "Sample answers"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when no answers were generated."""
@@ -41,7 +38,7 @@ class SamplesPanel:
         shown_steps = [first, latest] if first != latest else [latest]
         headings = ["Prompt", "Reference", *(_heading(step, first, latest) for step in shown_steps)]
         rows = [
-            [_long(prompt), _long(by_step[latest][(prompt, number)].get("reference"))]
+            [_shorten(prompt), _shorten(by_step[latest][(prompt, number)].get("reference"))]
             + [_answer(by_step[step].get((prompt, number))) for step in shown_steps]
             for prompt, number in list(by_step[latest])[:_MAX_ROWS]
         ]
@@ -53,7 +50,7 @@ class SamplesPanel:
 
 
 def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
-    """Per step, answers by prompt and by how often that prompt came before in the same evaluation.
+    """Answers of each step, by prompt and by how often that prompt came before in the same evaluation.
 
     Where a step is found again further down, as after a resume, the later answers count.
     """
@@ -99,11 +96,11 @@ def _is_correct(answer: Answer) -> bool:
 def _answer(answer: Answer | None) -> str:
     if answer is None:
         return ""
-    return f'{_long(answer.get("response"))}<div class="marks">{_marks(answer)}</div>'
+    return f'{_shorten(answer.get("response"))}<div class="marks">{_marks(answer)}</div>'
 
 
 def _marks(answer: Answer) -> str:
-    """Of scores, which of them the answer reached; of reward terms, the verdict and then what each term came to."""
+    """Show which scores the answer reached; for reward terms, the verdict and then what each term came to."""
     scores = {name: float(value) for name, value in (answer.get("scores") or {}).items()}
     if "passed" not in answer:
         return "".join(_mark(name, value) for name, value in scores.items())
@@ -129,7 +126,7 @@ def _name(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _long(value: Any) -> str:
+def _shorten(value: Any) -> str:
     whole = _as_text(value)
     cut = whole[:_MAX_CHARACTERS]
     rest = f" … ({len(whole) - len(cut):,} more characters)" if len(whole) > len(cut) else ""

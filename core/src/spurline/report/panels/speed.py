@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
-from spurline.report.figure import Trace, one_of_several, raw_and_smoothed, step_figure
-from spurline.report.markup import block, caption, shares
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.figure import Trace, one_of_several, raw_and_smoothed, series_color, step_figure
+from spurline.report.markup import Panel, block, caption, shares
 from spurline.trackers.readout import clock, quantity, seconds_of_generation, training_seconds
 
 _PARTS = (
@@ -28,19 +28,15 @@ _NAMES = {
 }
 _MAX_BARS = 40
 _MAX_AREA_POINTS = 300
-_SERIES = [f"--series-{number}" for number in range(1, 9)]
 
 
-class ThroughputPanel:
+class ThroughputPanel(Panel):
     """Non-padding tokens per second of training, and beside it response tokens per second of generation.
 
     Evaluation is not counted, nor is generation as a part of training.
     """
 
     title = "Throughput"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when tokens or times were not recorded."""
@@ -78,18 +74,15 @@ class ThroughputPanel:
         return block(caption(head), plot)
 
 
-class TimeSplitPanel:
+class TimeSplitPanel(Panel):
     """The parts of each step's time, stacked, and their shares of the whole run."""
 
     title = "Where the time goes"
 
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
-
     def render(self, record: RunRecord) -> str | None:
         """None when no step time was recorded."""
         inside = _inside_batch(record)
-        lines = [_split(metrics, inside) for metrics in record.metrics if "time/step" in metrics]
+        lines = [_split_time(metrics, inside) for metrics in record.metrics if "time/step" in metrics]
         totals: dict[str, float] = {}
         for parts in lines:
             for name, seconds in parts.items():
@@ -105,9 +98,10 @@ class TimeSplitPanel:
             for name in names
         ]
         steps = [int(metrics["step"]) for metrics in record.metrics if "time/step" in metrics]
-        plot = _stacked(steps, lines, {name: _part(name, inside) for name in names})
+        plot = _plot_stacked(steps, lines, {name: _part(name, inside) for name in names})
         return block(
-            f'<div class="columns"><div>{plot}</div><div>{shares(rows)}{_within(record, inside)}</div></div>', wide=True
+            f'<div class="columns"><div>{plot}</div><div>{shares(rows)}{_list_overlapping(record, inside)}</div></div>',
+            wide=True,
         )
 
 
@@ -128,7 +122,7 @@ def _inside_batch(record: RunRecord) -> list[str]:
     return names if fits else []
 
 
-def _split(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str, float]:
+def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str, float]:
     """The parts of one step, which do not overlap, and what is left of `time/step`."""
     parts = {name: float(metrics[name]) for name in _PARTS if name in metrics}
     nested = {name: float(metrics[name]) for name in inside if name in metrics and "time/batch" in metrics}
@@ -137,7 +131,7 @@ def _split(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str, flo
     return parts | {_OTHER: max(0.0, float(metrics["time/step"]) - sum(parts.values()))}
 
 
-def _within(record: RunRecord, inside: Sequence[str]) -> str:
+def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
     """Times that lie inside the parts, or overlap them, and so cannot be stacked."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
@@ -148,7 +142,7 @@ def _within(record: RunRecord, inside: Sequence[str]) -> str:
     return caption(f"Also measured, overlapping the above: {listed}") if listed else ""
 
 
-def _stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
+def _plot_stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> str:
     """Bars for a few steps; areas over means of stretches of steps for many. labels: the parts, bottom first."""
     stretch = math.ceil(len(lines) / _MAX_AREA_POINTS)
     stretches = [lines[start : start + stretch] for start in range(0, len(lines), stretch)]
@@ -156,7 +150,7 @@ def _stacked(steps: Sequence[int], lines: Sequence[Mapping[str, float]], labels:
     traces: list[Trace] = []
     heights = [0.0] * len(steps)
     for index, (name, label) in enumerate(labels.items()):
-        color = _SERIES[min(index, len(_SERIES) - 1)]
+        color = series_color(min(index, 7))
         values = [sum(parts.get(name, 0.0) for parts in members) / len(members) for members in stretches]
         heights = [height + value for height, value in zip(heights, values, strict=True)]
         common: Trace = {"name": label, "x": steps, "y": values, "hovertemplate": "%{y:.3~s}s"}

@@ -1,17 +1,12 @@
-"""The headline numbers of a run.
-
-What was off in an RL run, in words, with the steps at which it was. The same sentences as on the terminal.
-
-The resolved configuration as a tree that can be folded, and the versions of what ran.
-"""
+"""What a run came to at a glance: its headline numbers, what was off in it, and its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
-from spurline.report.markup import Card, block, cards, text
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.markup import Card, Panel, block, cards, text
 from spurline.report.panels.rollouts import REWARD
 from spurline.report.panels.speed import generation_rates
 from spurline.report.record import evaluation_losses, evaluation_scores, label_of
@@ -19,15 +14,13 @@ from spurline.rl.health_words import health_words
 from spurline.trackers.readout import clock, quantity, score, training_seconds
 
 _MAX_SCORES = 3
+_MAX_STRETCHES = 8
 
 
-class SummaryPanel:
+class SummaryPanel(Panel):
     """Final loss or reward, best evaluation, speed, time, steps, tokens and size, as cards."""
 
     title = "Summary"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when there is not a single number."""
@@ -97,16 +90,13 @@ def _size_cards(record: RunRecord) -> list[Card]:
     return found
 
 
-_MAX_STRETCHES = 8
+class HealthPanel(Panel):
+    """What was off in an RL run, in the sentences that the terminal shows, with the steps at which it was.
 
-
-class HealthPanel:
-    """One entry for each kind of trouble, the most frequent first, in the words of the last step that had it."""
+    It has one entry for each kind of trouble, the most frequent first, in the words of the last step that had it.
+    """
 
     title = "Health"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when nothing was off."""
@@ -146,13 +136,10 @@ def _stretch(first: int, last: int) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-class ConfigPanel:
-    """Every setting of the run, defaults included."""
+class ConfigPanel(Panel):
+    """Every setting of the run, defaults included, as a tree that can be folded; and the versions of what ran."""
 
     title = "Configuration"
-
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None when the run recorded neither settings nor versions."""
@@ -192,7 +179,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _scalar(value: Any) -> str:
-    """As it would be written in YAML."""
+    """The value as it would be written in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -12,19 +12,16 @@ the count).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spurline.rl.advantages.per_token import discounted_sums, normalized, read_tokens, write_tokens
+from spurline.rl.advantages.configs import GaeConfig
+from spurline.rl.advantages.shared import discounted_sums, normalized, read_tokens, write_tokens
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import GaeConfig
 
 
 class Gae:
-    """Discounted sums of the critic's surprises."""
+    """The discounted sum of the critic's surprises from each token on."""
 
     needs: frozenset[str] = frozenset({"values"})
 

@@ -10,18 +10,15 @@ asks for rewards >= 0; a group without success has returns that are all equal, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from spurline.errors import DataError
-from spurline.rl.advantages.per_trajectory import Returns, relative_to_group, spread_over_tokens
+from spurline.rl.advantages.configs import MaxRlConfig
+from spurline.rl.advantages.shared import Returns, center, relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import MaxRlConfig
 
 
 class MaxRl:
-    """Return relative to the group's mean, in units of that mean."""
+    """The return relative to the group's mean, in units of that mean."""
 
     needs: frozenset[str] = frozenset()
 
@@ -29,18 +26,18 @@ class MaxRl:
         self.config = config
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return [self._advantages(group) for group in groups]
+        return [self._compare(group) for group in groups]
 
-    def _advantages(self, group: Group) -> Group:
-        def over_mean(returns: Returns) -> Returns:
+    def _compare(self, group: Group) -> Group:
+        def divide_by_mean(returns: Returns) -> Returns:
             if returns.min() < 0:
                 raise DataError(
                     f"A sample of prompt '{group.uid}' has return {returns.min():g}, but maxrl takes the mean return "
                     "for a probability of success. Use rewards between 0 and 1, or choose advantage: grpo."
                 )
-            return (returns - returns.mean()) / (returns.mean() + self.config.eps)
+            return center(returns) / (returns.mean() + self.config.eps)
 
-        return spread_over_tokens(group, relative_to_group(group, "maxrl", over_mean))
+        return spread_over_tokens(group, relative_to_group(group, "maxrl", divide_by_mean))
 
     def describe(self) -> str:
         return "MaxRL: each sample's return minus the mean of its prompt's samples, over that mean."

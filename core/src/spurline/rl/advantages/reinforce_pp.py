@@ -17,20 +17,24 @@ along the tokens of a trajectory, with mean and std over all trained tokens pass
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spurline.rl.advantages.per_token import discounted_sums, normalized, read_tokens, write_tokens
-from spurline.rl.advantages.per_trajectory import relative_to_group, spread_over_tokens
+from spurline.rl.advantages.configs import ReinforcePlusPlusConfig
+from spurline.rl.advantages.shared import (
+    center,
+    discounted_sums,
+    normalized,
+    read_tokens,
+    relative_to_group,
+    spread_over_tokens,
+    write_tokens,
+)
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import ReinforcePlusPlusConfig
 
 
 class ReinforcePlusPlus:
-    """Return relative to a baseline, in units of the spread over all samples."""
+    """The return relative to a baseline, in units of the spread over all samples."""
 
     needs: frozenset[str] = frozenset()
 
@@ -38,19 +42,17 @@ class ReinforcePlusPlus:
         self.config = config
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return self._over_groups(groups) if self.config.baseline == "group" else self._over_tokens(groups)
+        return self._compare_samples(groups) if self.config.baseline == "group" else self._compare_tokens(groups)
 
-    def _over_groups(self, groups: Sequence[Group]) -> list[Group]:
-        centred = [
-            relative_to_group(group, "reinforce_pp", lambda returns: returns - returns.mean()) for group in groups
-        ]
+    def _compare_samples(self, groups: Sequence[Group]) -> list[Group]:
+        centred = [relative_to_group(group, "reinforce_pp", center) for group in groups]
         std = np.concatenate([np.zeros(0), *centred]).std() if centred else 0.0
         return [
             spread_over_tokens(group, values / (std + self.config.eps))
             for group, values in zip(groups, centred, strict=True)
         ]
 
-    def _over_tokens(self, groups: Sequence[Group]) -> list[Group]:
+    def _compare_tokens(self, groups: Sequence[Group]) -> list[Group]:
         returns = discounted_sums(read_tokens(groups, "rewards"), self.config.gamma)
         return write_tokens(groups, advantages=normalized(returns, read_tokens(groups, "loss_mask"), self.config.eps))
 

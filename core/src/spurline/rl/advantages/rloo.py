@@ -9,17 +9,14 @@ return, which keeps the policy gradient unbiased.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from spurline.rl.advantages.per_trajectory import Returns, relative_to_group, spread_over_tokens
+from spurline.rl.advantages.configs import RlooConfig
+from spurline.rl.advantages.shared import Returns, center, relative_to_group, spread_over_tokens
 from spurline.rl.trajectory import Group
-
-if TYPE_CHECKING:
-    from spurline.rl.advantages.configs import RlooConfig
 
 
 class Rloo:
-    """Return relative to the mean of the others."""
+    """The return relative to the mean of the others."""
 
     needs: frozenset[str] = frozenset()
 
@@ -34,4 +31,4 @@ class Rloo:
 
 
 def _leave_one_out(returns: Returns) -> Returns:
-    return len(returns) / (len(returns) - 1) * (returns - returns.mean())
+    return len(returns) / (len(returns) - 1) * center(returns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,8 @@ from spurline.protocols.rollout_engine import RolloutEngineConfig
 
 class InProcessEngineConfig(RolloutEngineConfig):
     """Generate in this process with the Hugging Face model."""
+
+    borrows_model: ClassVar[bool] = True
 
     name: str = "in_process"
     deterministic: bool = False

@@ -10,6 +10,8 @@ from collections.abc import Callable
 Number = int | float
 
 _LONGEST_FORMULA = 1000
+_DEEPEST_FORMULA = 500
+"""Operations within one another: as many as a formula of this length can have between numbers."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_BITS = 4096
 """Bits of the largest whole number; more is an error, so that no formula can keep the machine busy."""
@@ -31,7 +33,7 @@ def calculator(expression: str) -> str:
     if len(expression) > _LONGEST_FORMULA:
         raise ValueError(f"the formula has {len(expression)} characters, more than {_LONGEST_FORMULA}")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError as error:
         raise ValueError(f"{expression[:_SHOWN_CHARACTERS]!r} is not a formula: {error.msg}") from None
     except (RecursionError, MemoryError):
@@ -39,17 +41,20 @@ def calculator(expression: str) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-def _value(node: ast.expr) -> Number:
+def _evaluate(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
+    """levels: how deep this part may be, whatever the interpreter's own limit is at the moment."""
+    if not levels:
+        raise RecursionError
     # bool is an int to Python, but True is no number in a formula.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value)  # pyright: ignore[reportArgumentType]
+        return _check_bounds(node.value)  # pyright: ignore[reportArgumentType]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
+        return _UNARY[type(node.op)](_evaluate(node.operand, levels - 1))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left, levels - 1), _evaluate(node.right, levels - 1)
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
-        return _bounded(_BINARY[type(node.op)](left, right))
+        return _check_bounds(_BINARY[type(node.op)](left, right))
     text = ast.unparse(node)[:_SHOWN_CHARACTERS]
     raise ValueError(f"{text!r} is not arithmetic; use numbers, parentheses and + - * / // % **")
 
@@ -60,7 +65,7 @@ def _check_power(base: Number, exponent: Number) -> None:
         raise ValueError(f"{base} ** {exponent} is too large")
 
 
-def _bounded(value: Number) -> Number:
+def _check_bounds(value: Number) -> Number:
     if isinstance(value, complex):
         raise ValueError("the result is not a real number")
     if isinstance(value, float) and not math.isfinite(value):

@@ -5,8 +5,6 @@ Place on the way: row -> prompt tokens -> policy -> Answer -> reward terms -> Tr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
@@ -14,12 +12,9 @@ from spurline.data.prompts import GenerationExample, prompt_and_reference
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import PolicyHandle, Task
 from spurline.protocols.reward import Answer, Reward
+from spurline.rl.environments.configs import SingleTurnConfig
 from spurline.rl.scoring import close_all, reward_terms
 from spurline.rl.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from spurline.rl.environments.configs import SingleTurnConfig
-
 
 _PROMPTS_KEPT = 256
 

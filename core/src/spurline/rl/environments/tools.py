@@ -1,12 +1,10 @@
-"""Tools of a conversation: the calls a model writes, the functions they name, and what comes back.
-
-A call is written as `<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>`; a turn may
-have several. Everything that goes wrong with a call is answered with a text that begins with `error:`.
-
-Environment `tools`: a conversation in which the model may call functions before it answers.
+"""Environment `tools`: a conversation in which the model may call functions before it answers.
 
 Place on the way: chat row -> first messages -> the model's turn -> tool calls in it -> their results as messages -> the
 next turn ... -> a turn without calls is the answer -> reward terms -> Trajectory with one Turn per model turn.
+
+A call is written as `<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>`; a turn may
+have several. Everything that goes wrong with a call is answered with a text that begins with `error:`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,14 +28,10 @@ from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Tas
 from spurline.protocols.reward import Answer, Reward
 from spurline.rl.chat_front import ChatFront, PrefixError, Reply
 from spurline.rl.concurrency import within
-from spurline.rl.environments.configs import BUILT_IN_TOOLS
+from spurline.rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline.rl.rewards.function import load_function
 from spurline.rl.scoring import close_all, reward_terms
 from spurline.rl.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from spurline.rl.environments.configs import ToolsConfig
-
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _JSON_TYPES = {
@@ -68,7 +62,7 @@ class ToolResult:
     failed: bool
 
     def message(self) -> dict[str, str]:
-        """For the conversation."""
+        """The result as a message of the conversation."""
         return {"role": "tool", **({"name": self.name} if self.name else {}), "content": self.text}
 
 
@@ -197,7 +191,7 @@ class Tools:
         chat = ChatFront(
             policy,
             self._tokenizer,
-            question.messages[: _beginning(question.messages, question.answer_at)],
+            question.messages[: _count_beginning(question.messages, question.answer_at)],
             tools=question.tools or self._schemas,
             history=self._config.history,
             where=f"{task.location} (prompt {task.uid}, sample {task.sample})",
@@ -277,7 +271,7 @@ class Tools:
         return question
 
 
-def _beginning(messages: Sequence[Message], answer_at: int) -> int:
+def _count_beginning(messages: Sequence[Message], answer_at: int) -> int:
     """Number of messages up to the last of the user before the answer; all before the answer when there is none."""
     asked = [index for index in range(answer_at) if messages[index]["role"] == "user"]
     return asked[-1] + 1 if asked else answer_at

@@ -1,9 +1,4 @@
-"""Reward `exact_match`: the response is the reference, or it is not.
-
-Reward `prefix_match`: partial credit for an answer that begins right.
-
-Where right answers are still rare, all attempts of a group fail alike and teach nothing; this tells them apart.
-"""
+"""Rewards `exact_match` and `prefix_match`: compare the response with the row's reference answer."""
 
 from __future__ import annotations
 
@@ -21,12 +16,7 @@ class ExactMatch:
         self._ignore_case = config.ignore_case
 
     def score(self, answer: Answer) -> float:
-        if answer.reference is None:
-            raise DataError(
-                "exact_match needs a reference answer, but this row has none. Give it one, or name the column that "
-                "holds it with `columns: {reference: NAME}`."
-            )
-        response, reference = answer.response.strip(), answer.reference.strip()
+        response, reference = answer.response.strip(), _require_reference(answer, "exact_match").strip()
         if self._ignore_case:
             response, reference = response.casefold(), reference.casefold()
         return float(response == reference)
@@ -37,18 +27,16 @@ class ExactMatch:
 
 
 class PrefixMatch:
-    """Words before the first mistake over the words of the longer text: only the reference itself scores 1."""
+    """Words before the first mistake over the words of the longer text: only the reference itself scores 1.
+
+    Where right answers are still rare, all attempts of a group fail alike and teach nothing; this tells them apart.
+    """
 
     def __init__(self, config: PrefixMatchConfig) -> None:
         self.config = config
 
     def score(self, answer: Answer) -> float:
-        if answer.reference is None:
-            raise DataError(
-                "prefix_match needs a reference answer, but this row has none. Give it one, or name the column that "
-                "holds it with `columns: {reference: NAME}`."
-            )
-        expected, given = answer.reference.split(), answer.response.split()
+        expected, given = _require_reference(answer, "prefix_match").split(), answer.response.split()
         same = takewhile(lambda pair: pair[0] == pair[1], zip(expected, given, strict=False))
         longer = max(len(expected), len(given))
         return sum(1 for _ in same) / longer if longer else 1.0
@@ -56,3 +44,12 @@ class PrefixMatch:
     async def score_async(self, answer: Answer) -> float:
         """Sooner done than a thread is started."""
         return self.score(answer)
+
+
+def _require_reference(answer: Answer, name: str) -> str:
+    if answer.reference is None:
+        raise DataError(
+            f"{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it "
+            "with `columns: {reference: NAME}`."
+        )
+    return answer.reference

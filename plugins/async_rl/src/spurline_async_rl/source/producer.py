@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from spurline.errors import RunFailedError
-from spurline.rl.draws import Draw
-from spurline.rl.given_up import QuarantinedGroup, SkippedRow
-from spurline.rl.group_runner import Outcome
+from spurline.rl.draws import Draw, SkippedRow
+from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.prompt_source import Collected
-from spurline.rl.returns import has_zero_variance
-from spurline.rl.trajectory import Group, turns_of
+from spurline.rl.trajectory import Group, has_equal_returns, turns_of
 from spurline_async_rl.scheduling.ledger import Ledger, State
 from spurline_async_rl.scheduling.scheduler import Scheduler
 from spurline_async_rl.source.recordings import groups_of
@@ -195,11 +193,11 @@ class Producer:
             self._costs["skipped"] += 1
             self.scheduler.leave_out(number, counts=False)
             self._settle(number, State.SKIPPED, None)
-        elif isinstance(outcome, QuarantinedGroup):
+        elif isinstance(outcome, GivenUpPrompt):
             self._costs["quarantined"] += 1
             self.scheduler.leave_out(number)
             self._settle(number, State.QUARANTINED, None)
-        elif self._leave_out_equal and has_zero_variance(outcome):
+        elif self._leave_out_equal and has_equal_returns(outcome):
             self.scheduler.leave_out(number, can_fill=True)
             self._settle(number, State.FILTERED, outcome)
         else:

@@ -18,8 +18,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline.protocols.weight_sync import SyncReport
-from spurline.rl.draws import Draw
-from spurline.rl.given_up import SkippedRow
+from spurline.rl.draws import Draw, SkippedRow
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
 from spurline_async_rl.scheduling.scheduler import Scheduler
@@ -243,9 +242,9 @@ class _Groups:
         under_way = self._source._under_way
         under_way[prompt.uid] = time.monotonic()
         try:
-            return await self._source._attempts.train_one(prompt)
+            return await self._source._attempts.training.run_group(prompt)
         finally:
             del under_way[prompt.uid]
 
     def take_retries(self, uid: str) -> int:
-        return self._source._attempts.take_retries(uid)
+        return self._source._attempts.training.take_retries(uid)

@@ -43,7 +43,7 @@ class DiskSyncConfig(BucketSyncConfig):
 
 
 class NcclSyncConfig(BucketSyncConfig):
-    """GPU to GPU over NCCL, by vLLM's own weight transfer."""
+    """GPU to GPU over NCCL, by vLLM's own weight transfer. Does not work yet: set `shared_memory` or `disk`."""
 
     needs_gpu = True
     name: str = "nccl"

@@ -63,7 +63,7 @@ def read_handles(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     if here != bucket.where[_GPU]:
         raise RunFailedError(
             f"The weights are on GPU {bucket.where[_GPU]} and this worker is on GPU {here}: cuda_ipc needs both on "
-            "one. Set source.weight_sync: nccl."
+            "one. Set source.weight_sync: shared_memory."
         )
     # Written by the trainer that started this engine; a server does not offer this transport.
     handles = pickle.loads(base64.b64decode(bucket.where[_HANDLES]))  # noqa: S301

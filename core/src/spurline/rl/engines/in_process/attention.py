@@ -1,13 +1,9 @@
-"""Keys and values of the tokens that rows have read, a slot per row.
+"""Attention that keeps keys and values: prompts once as a whole, then one token per row and pass.
 
-Place on the way: attention of each layer writes here and reads back. The first slots are in use, without gaps; which
-row has which slot is the decoder's business.
-
-Attention that keeps keys and values: prompts once as a whole, then one token per row and pass.
-
-Place on the way: decoder layer -> this function -> hidden states. It is registered with transformers as
-"spurline_cached" and reads and fills a `KvCache` of our own. Prompts are computed by the very function that training
-uses, `segment_attention`.
+Place on the way: decoder layer -> attention of a pass, which writes a `KvCache` and reads it back -> hidden states. It
+is registered with transformers as "spurline_cached". Prompts are computed by the very function that training uses,
+`segment_attention`. A row of the cache is the slot of one response; which response has which slot is the decoder's
+business, and the first slots are in use, without gaps.
 
 Why not a cache and masks of transformers': those know batches of one length, padded on the left. Here each row has a
 slot and a length of its own, so rows come and go at any step without moving others, and deterministic decoding can
@@ -35,7 +31,7 @@ _CAPACITY_STEP = 64
 
 
 class KvCache:
-    """Per layer two tensors [slots, heads, capacity, D], made when the layer first writes."""
+    """Holds two tensors [slots, heads, capacity, D] per layer, made when the layer first writes."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -43,13 +39,13 @@ class KvCache:
         self._capacity = 0
 
     def reserve(self, slots: int, capacity: int, used: int) -> None:
-        """Room for so many rows of at most so many tokens. used: slots whose content is kept."""
+        """Make room for so many rows of at most so many tokens. used: slots whose content is kept."""
         if slots <= self._slots and capacity <= self._capacity:
             return
         self._slots = slots
         self._capacity = -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP
         for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = (self._moved(keys, used), self._moved(values, used))
+            self._layers[layer] = (self._move_to_new(keys, used), self._move_to_new(values, used))
 
     def write_prompts(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Fill slots from `start` with [rows, heads, tokens, D]."""
@@ -59,7 +55,7 @@ class KvCache:
             stored[start : start + new.shape[0], :, : new.shape[2]] = new
 
     def append(self, layer: int, start: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [rows, heads, D] behind the first `lengths` [rows] tokens of the slots from `start`; these slots."""
+        """Write [rows, heads, D] behind the first `lengths` [rows] tokens of slots from `start`. Returns the slots."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)
         slots = slice(start, start + lengths.shape[0])
         stored_keys, stored_values = (stored[slots] for stored in self._layers[layer])
@@ -81,7 +77,7 @@ class KvCache:
         # Zeros: a masked key may be anything but NaN.
         return like.new_zeros((self._slots, like.shape[1], self._capacity, like.shape[3]))
 
-    def _moved(self, stored: Tensor, used: int) -> Tensor:
+    def _move_to_new(self, stored: Tensor, used: int) -> Tensor:
         moved = self._empty(stored)
         tokens = min(stored.shape[2], self._capacity)
         moved[:used, :, :tokens] = stored[:used, :, :tokens]

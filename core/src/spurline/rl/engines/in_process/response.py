@@ -1,11 +1,6 @@
-"""Find the token that completes a stop text.
+"""One response while it is written: its tokens so far, and whether it has ended.
 
-Place on the way: sampled token -> this -> the response goes on or ends. Tokens are decoded as they come, each only a
-few times, yet what is found is what decoding the whole response would show.
-
-One response while it is written: its tokens so far, and whether it has ended.
-
-Place on the way: GenerationRequest -> Row, which gathers tokens -> GenerationResult. No torch.
+Place on the way: GenerationRequest -> Response, which gathers tokens -> GenerationResult. No torch.
 """
 
 from __future__ import annotations
@@ -26,7 +21,11 @@ _INCOMPLETE = "\ufffd"
 
 
 class StopTexts:
-    """The text of one response so far, as far as a stop text may still begin in it."""
+    """Finds the token that completes a stop text.
+
+    It keeps the text of one response so far, as far as a stop text may still begin in it. Tokens are decoded as they
+    come, each only a few times, yet what is found is what decoding the whole response would show.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
         assert all(texts), f"an empty stop text among {texts}"
@@ -38,7 +37,7 @@ class StopTexts:
         self._unsettled: list[int] = []
 
     def completed_by(self, token: int) -> bool:
-        """Add the response's next token; whether a stop text is in the response now."""
+        """Add the response's next token. Returns whether a stop text is in the response now."""
         self._unsettled.append(token)
         # Decoded behind the tokens before: many tokenizers decode a token otherwise when it is the first.
         before = self._decode(self._context)
@@ -67,11 +66,11 @@ class Written(NamedTuple):
 
 
 @dataclass(eq=False)
-class Row:
+class Response:
     """A request in flight.
 
     prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known.
-    on_tokens: is called by `tell`. refused: why the model cannot answer. abandoned: nobody waits for the response any
+    on_tokens: called by `tell`. refused: why the model cannot answer. abandoned: nobody waits for the response any
     more.
     """
 
@@ -87,7 +86,7 @@ class Row:
     finish_reason: FinishReason | None = None
     refused: DataError | None = None
     abandoned: bool = False
-    _num_told: int = 0
+    _num_handed_on: int = 0
 
     @property
     def context(self) -> list[int]:
@@ -120,8 +119,8 @@ class Row:
             self.finish_reason = "length"
 
     def tell(self) -> None:
-        """Tell who wants to know what was written since the last call."""
-        start, self._num_told = self._num_told, len(self.tokens)
+        """Hand what was written since the last call to `on_tokens`."""
+        start, self._num_handed_on = self._num_handed_on, len(self.tokens)
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             tokens, versions = self.tokens[start:], self.versions[start:]
             logprobs, raw_logprobs = self.logprobs[start:], self.raw_logprobs[start:]

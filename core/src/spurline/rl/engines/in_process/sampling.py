@@ -43,7 +43,7 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
         # A softmax over 1e5 half-precision logits would not be exact enough.
         logits = logits.float()
     raw = logits.log_softmax(-1)
-    kept = raw if all(map(_changes_nothing, settings)) else _adjusted(logits, settings).log_softmax(-1)
+    kept = raw if all(map(_changes_nothing, settings)) else _adjust(logits, settings).log_softmax(-1)
     tokens = _draw(kept, uniforms)
     greedy = [number for number, setting in enumerate(settings) if setting.temperature == 0]
     if greedy:
@@ -64,7 +64,7 @@ def _cuts(setting: Sampling) -> bool:
     return setting.temperature != 0 and (setting.top_k > 0 or setting.top_p < 1)
 
 
-def _adjusted(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
+def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
     """Logits over temperature, and -inf for tokens that are cut off; greedy rows as they are."""
     temperatures = torch.tensor([setting.temperature or 1.0 for setting in settings], dtype=logits.dtype)
     logits = logits / temperatures.to(logits.device).unsqueeze(-1)

@@ -277,7 +277,7 @@ class RayEngine:
                     Problem(
                         "source.weight_sync.name",
                         f"is {wire['transport']}, which ends at this machine, but Ray has put an engine on node "
-                        f"{self._node[:8]}. Set weight_sync: nccl, or disk with a folder that all nodes see.",
+                        f"{self._node[:8]}. Set weight_sync: disk with a folder that all nodes see.",
                     )
                 ]
             )

@@ -11,11 +11,12 @@ from backend_batches import lay_out, make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spurline.backends.local.backend import cut_rows
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.model.device_profile import device_profile
-from spurline.model.token_stream import cut_rows, token_stream, tokens_per_row
+from spurline.model.token_stream import token_stream, tokens_per_row
 
-PROFILE = device_profile(LocalBackendConfig(device="cpu"))
+PROFILE = device_profile("cpu")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.model.stream_model import StreamModel
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing import BackendContract, CollatorContract, PrefetchContract
+from spurline.testing.backend_contract import assert_gradients_close
 from spurline.testing.inputs import write_tiny_model
 
 
@@ -138,3 +139,22 @@ def test_the_backend_contract_catches_an_evaluation_that_draws_random_numbers(
     monkeypatch.setattr(LocalBackend, "evaluate", drawing)
     with pytest.raises(AssertionError):
         Local().test_an_update_is_bit_identical_after_an_evaluation(tiny_model, tmp_path)
+
+
+def test_gradients_that_cancel_are_judged_by_their_rounding_and_all_others_by_themselves() -> None:
+    # Rounding of float32 is 1.2e-7; the largest gradient is 2.
+    large, small, cancelled = torch.tensor([2.0]), torch.tensor([1e-2]), torch.tensor([0.0])
+    expected = {"large": large, "small": small, "cancelled": cancelled}
+    assert_gradients_close(expected | {"cancelled": cancelled + 1e-6}, expected, 3e-6)
+    for wrong in ({"cancelled": cancelled + 3e-6}, {"small": small + 3e-6}, {"large": large * 1.00001}):
+        with pytest.raises(AssertionError, match=next(iter(wrong))):
+            assert_gradients_close(expected | wrong, expected, 3e-6)
+    double = {name: gradient.double() for name, gradient in expected.items()}
+    with pytest.raises(AssertionError, match="cancelled"):
+        assert_gradients_close(double | {"cancelled": cancelled + 1e-13}, double, 1e-10)
+
+
+def test_the_backend_contract_takes_a_model_whose_output_layer_is_its_embedding(tmp_path: Path) -> None:
+    tied = write_tiny_model(tmp_path, tie_word_embeddings=True)
+    Local().test_weights_have_their_hugging_face_names_and_values(tied)
+    Local().test_facts_count_the_parameters(tied)

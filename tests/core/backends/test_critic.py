@@ -11,13 +11,13 @@ import torch
 from backend_batches import Sample, lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.backends.local.backend import LocalBackend
-from spurline.backends.local.configs import LoraConfig
 from spurline.config.run_config import CriticConfig, OptimizerConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import CheckpointError, NonFiniteLossError
 from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.value import ValueLoss
+from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import KeepDouble
 from spurline.protocols.loss import Objective
 from spurline.update.configs import ByPromptConfig

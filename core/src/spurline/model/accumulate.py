@@ -1,34 +1,84 @@
-"""Weighted sums over the micro-batches of a step, kept on the device until the step is over.
+"""Run a model over the micro-batches of a step: gradients, held-out sums or logprobs, the same for every backend.
 
-Place on the way: token losses and loss metrics -> sums -> the step's metrics. One transfer per step, not one per
-number.
-
-Say which optimizer step was not finite, of which model, and which samples it was.
+Place on the way: token streams -> logprobs -> token losses -> gradients, and sums of losses and metrics. Who cuts rows
+into streams, clips and steps is the backend's work.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
+from spurline.model.device_profile import DeviceProfile
+from spurline.model.stream_model import StreamModel, evaluation_mode
 from spurline.model.token_stream import Rows, TokenStream
-from spurline.protocols.backend import Role
+from spurline.protocols.backend import LossSums, Role
+from spurline.protocols.loss import Objective
+
+Streams = Iterable[tuple[Rows, TokenStream]]
+"""Micro-batches: the rows of the batch, and those laid out."""
+
+
+def accumulate_gradients(
+    model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile
+) -> StepSums:
+    """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters; sums not yet fetched."""
+    sums = StepSums()
+    loss = objective.loss
+    for rows, stream in streams:
+        with profile.computing():
+            inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
+            token_loss = loss.token_loss(inputs)
+            with torch.no_grad():
+                metrics = loss.metrics(inputs)
+            total = sums.add(rows, stream, token_loss, metrics)
+        (total / objective.normalizer).backward()
+    return sums
+
+
+def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> LossSums:
+    """Sums in evaluation mode, without gradients; the normalizer is not applied."""
+    sums = StepSums()
+    loss = objective.loss
+    with evaluation_mode(model.causal), profile.computing():
+        for rows, stream in streams:
+            inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
+            sums.add(rows, stream, loss.token_loss(inputs), loss.metrics(inputs))
+    sums.fetch()
+    return LossSums(sums.total("loss"), sums.total("weight"), sums.tokens, sums.metric_sums())
+
+
+def logprobs_of(
+    model: StreamModel, streams: Streams, batch: TrainingBatch, temperature: float, profile: DeviceProfile
+) -> Tensor:
+    """Logprobs at the streams' positions with loss, 0 elsewhere: float32 on CPU [rows, length] of the whole batch."""
+    result = torch.zeros(batch.num_rows * batch.length)
+    positions: list[Tensor] = []
+    values: list[Tensor] = []
+    with evaluation_mode(model.causal), profile.computing():
+        for _, stream in streams:
+            positions.append(stream.batch_index)
+            values.append(model.loss_inputs(stream, (), temperature).logprobs)
+    if values:
+        result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
+    return result.view(batch.num_rows, batch.length)
+
 
 _METRIC, _EXTREME = "metric/", "extreme/"
 _EXTREMES = {"max": torch.maximum, "min": torch.minimum}
 
 
 class StepSums:
-    """Sums of weight * value. After `fetch` they can be read."""
+    """Weighted sums over micro-batches, kept on the device until `fetch`; one transfer per step, not one per number."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.losses_by_rows: list[tuple[Rows, Tensor]] = []
+        self._losses_by_rows: list[tuple[Rows, Tensor]] = []
         self._sums: dict[str, Tensor] = {}
         self._fetched: dict[str, float] = {}
 
@@ -36,7 +86,7 @@ class StepSums:
         """Take in a micro-batch; returns its differentiable sum of weight * loss."""
         total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
         self.tokens += stream.num_loss_tokens
-        self.losses_by_rows.append((rows, total.detach()))
+        self._losses_by_rows.append((rows, total.detach()))
         self._add("loss", total.detach())
         self._add("weight", stream.weights.sum())
         for name, values in metrics.items():
@@ -80,18 +130,16 @@ class StepSums:
         }
         return means | extremes
 
+    def broken_rows(self) -> Rows | None:
+        """Rows of the micro-batches whose loss is not finite; None when all are."""
+        broken = [rows for rows, total in self._losses_by_rows if not math.isfinite(total.item())]
+        return np.concatenate(broken) if broken else None
 
-def describe_failure(
-    role: Role,
-    step: int,
-    batch: TrainingBatch,
-    losses_by_rows: Sequence[tuple[Rows, Tensor]],
-    loss: float,
-    grad_norm: float,
-) -> str:
-    """The message of a NonFiniteLossError, which names the micro-batches at fault if their losses show them."""
-    broken = [rows for rows, total in losses_by_rows if not math.isfinite(total.item())]
-    rows = np.concatenate(broken) if broken else np.arange(batch.num_rows)
+
+def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: StepSums, loss: float, grad_norm: float) -> str:
+    """The message of a NonFiniteLossError: which step of which model, and the samples at fault if their losses show."""
+    broken = sums.broken_rows()
+    rows = np.arange(batch.num_rows) if broken is None else broken
     uids = list(dict.fromkeys(batch.segments["uid"].take(rows).values.tolist()))
     shown = ", ".join(str(uid) for uid in uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
     whose, rate, warmup = ("", "optimizer.learning_rate", "schedule.warmup_steps")

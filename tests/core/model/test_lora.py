@@ -9,10 +9,10 @@ import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.backends.local.configs import LoraConfig
 from spurline.errors import ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.configs import LoraConfig
 from spurline.model.lora import adapted_layers
 from spurline.protocols.loss import Objective
 

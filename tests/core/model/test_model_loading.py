@@ -10,12 +10,12 @@ import torch
 from backend_batches import local_backend, run_config, write_model_folder
 from transformers import AutoModelForCausalLM
 
-from spurline.backends.local.configs import LocalBackendConfig, LoraConfig
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.data.tokenizer import load_tokenizer, pad_token_id
 from spurline.errors import ConfigError, ModelError
 from spurline.losses.configs import ValueLossConfig
-from spurline.model.memory import estimate_memory
+from spurline.model.configs import LoraConfig
 from spurline.testing.inputs import write_tiny_model
 from spurline.update.configs import ByPromptConfig
 
@@ -135,14 +135,15 @@ def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(archi
     backend = local_backend(architecture)
     count = sum(tensor.numel() for _, tensor in backend.named_weights())
     run = run_config(architecture)
-    parts = estimate_memory(run, LocalBackendConfig(), 100)
+    parts = LocalBackendConfig().estimate_memory(run, 100, 100)
     assert parts["weights"] == parts["gradients"] == 4 * count
     assert parts["optimizer"] == 8 * count
-    less = estimate_memory(run, LocalBackendConfig(activation_checkpointing=True, logits_chunk_tokens=10), 100)
+    frugal = LocalBackendConfig(activation_checkpointing=True, logits_chunk_tokens=10)
+    less = frugal.estimate_memory(run, 100, 100)
     assert less["activations"] < parts["activations"]
     assert less["logits"] == parts["logits"] // 10
     critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig())
-    both = estimate_memory(run_config(architecture, critic=critic), LocalBackendConfig(), 100)
+    both = LocalBackendConfig().estimate_memory(run_config(architecture, critic=critic), 100, 100)
     assert both == {**parts, "critic": 12 * count}
 
 
@@ -150,6 +151,6 @@ def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) 
     lora = LoraConfig(rank=4)
     backend = local_backend(architecture, lora=lora)
     count = sum(parameter.numel() for parameter in backend._policy.parameters.values())
-    parts = estimate_memory(run_config(architecture), LocalBackendConfig(lora=lora), 100)
+    parts = LocalBackendConfig(lora=lora).estimate_memory(run_config(architecture), 100, 100)
     assert parts["gradients"] == 4 * count
     assert parts["optimizer"] == 8 * count

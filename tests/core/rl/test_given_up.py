@@ -12,31 +12,32 @@ from scripted_groups import Prompt, answer, make_runner, one_token, run_and_leav
 from spurline.errors import ConfigError, DataError, ModelError, PluginError, Problem, RunFailedError
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
-from spurline.rl.given_up import Quarantine, QuarantinedGroup, SkippedRow
+from spurline.rl.draws import SkippedRow
+from spurline.rl.group_runner import GivenUpPrompt, GivenUpPrompts
 from spurline.rl.trajectory import Group, Trajectory
 from spurline.testing.environment_contract import ScriptedEngine
 
 
-def test_after_the_last_retry_the_group_is_quarantined_with_the_error_and_its_place():
-    quarantine = Quarantine(5)
+def test_after_the_last_retry_the_prompt_is_given_up_with_the_error_and_its_place():
+    given_up = GivenUpPrompts(5)
 
     async def one_sample_fails(task: Task, policy: PolicyHandle) -> Trajectory:
         if task.uid == "train:1@1" and task.sample == 2:
             raise ConnectionError("sandbox gone")
         return await answer(task, policy)
 
-    runner = make_runner(one_sample_fails, quarantine=quarantine)
+    runner = make_runner(one_sample_fails, given_up=given_up)
     groups = run_and_leave_nothing(runner, Prompt(0), Prompt(1), Prompt(2))
-    assert [type(group) for group in groups] == [Group, QuarantinedGroup, Group]
-    assert quarantine.groups == (groups[1],)
-    assert isinstance(groups[1], QuarantinedGroup)
+    assert [type(group) for group in groups] == [Group, GivenUpPrompt, Group]
+    assert given_up.prompts == (groups[1],)
+    assert isinstance(groups[1], GivenUpPrompt)
     expected = "rows.jsonl:2 (sample 2 of prompt train:1@1, after 3 attempts): ConnectionError: sandbox gone ("
     assert groups[1].reason.startswith(expected)
-    assert "test_quarantine.py" in groups[1].reason
+    assert "test_given_up.py" in groups[1].reason
     assert "in one_sample_fails" in groups[1].reason
 
 
-def test_the_other_attempts_of_a_quarantined_group_are_cancelled():
+def test_the_other_attempts_at_a_given_up_prompt_are_cancelled():
     cancelled: list[int] = []
 
     async def one_fails(task: Task, policy: PolicyHandle) -> Trajectory:
@@ -50,7 +51,7 @@ def test_the_other_attempts_of_a_quarantined_group_are_cancelled():
         raise AssertionError("unreachable")
 
     [group] = run_and_leave_nothing(make_runner(one_fails, max_groups=1, retries=0), Prompt(0))
-    assert isinstance(group, QuarantinedGroup)
+    assert isinstance(group, GivenUpPrompt)
     assert sorted(cancelled) == [1, 2]
 
 
@@ -64,12 +65,12 @@ async def refuses_row_1(task: Task, policy: PolicyHandle) -> Trajectory:
 
 
 def test_a_row_that_cannot_be_used_ends_the_run_with_its_location_and_the_way_out():
-    quarantine = Quarantine(0)
-    runner = make_runner(refuses_row_1, quarantine=quarantine)
+    given_up = GivenUpPrompts(0)
+    runner = make_runner(refuses_row_1, given_up=given_up)
     expected = r"^rows\.jsonl:2: messages is empty\. Mend the row, or leave such rows out with `on_bad_row: skip`\.$"
     with pytest.raises(DataError, match=expected):
         run_and_leave_nothing(runner, Prompt(0), Prompt(1), Prompt(2))
-    assert (runner.take_retries("train:1@1"), quarantine.groups) == (0, ())
+    assert (runner.take_retries("train:1@1"), given_up.prompts) == (0, ())
 
 
 def test_a_location_and_a_way_out_that_an_error_names_itself_are_not_said_twice():
@@ -81,15 +82,15 @@ def test_a_location_and_a_way_out_that_an_error_names_itself_are_not_said_twice(
 
 
 def test_a_row_that_cannot_be_used_is_skipped_at_once_where_asked_for_and_costs_no_budget():
-    quarantine = Quarantine(0)
-    runner = make_runner(refuses_row_1, quarantine=quarantine)
+    given_up = GivenUpPrompts(0)
+    runner = make_runner(refuses_row_1, given_up=given_up)
     outcomes = run_and_leave_nothing(runner, *(Prompt(number, on_bad_row="skip") for number in range(3)))
     assert [type(outcome) for outcome in outcomes] == [Group, SkippedRow, Group]
     skipped = outcomes[1]
     assert isinstance(skipped, SkippedRow)
     assert (skipped.uid, skipped.draw) == ("train:1@1", 1)
     assert skipped.reason.startswith("rows.jsonl:2: messages is empty.")
-    assert (runner.take_retries(skipped.uid), quarantine.groups) == (0, ())
+    assert (runner.take_retries(skipped.uid), given_up.prompts) == (0, ())
 
 
 def test_a_prompt_without_room_for_a_response_cannot_be_used():
@@ -104,7 +105,7 @@ def test_a_template_that_rewrites_history_is_not_the_rows_fault_and_is_given_up_
 
     runner = make_runner(rewrites, max_groups=1)
     [group] = run_and_leave_nothing(runner, Prompt(0, on_bad_row="skip"))
-    assert isinstance(group, QuarantinedGroup)
+    assert isinstance(group, GivenUpPrompt)
     assert runner.take_retries(group.uid) == 0
 
 
@@ -140,7 +141,7 @@ def test_a_reward_that_is_not_finite_is_a_failed_attempt(value):
 
     runner = make_runner(broken, max_groups=1, samples_per_prompt=1)
     [group] = run_and_leave_nothing(runner, Prompt(0))
-    assert isinstance(group, QuarantinedGroup)
+    assert isinstance(group, GivenUpPrompt)
     assert f"reward 'length' is {value}; it must be finite" in group.reason
     assert runner.take_retries(group.uid) == 2
 
@@ -148,7 +149,7 @@ def test_a_reward_that_is_not_finite_is_a_failed_attempt(value):
 def test_an_attempt_that_writes_nothing_is_a_failed_attempt():
     runner = make_runner(engine=ScriptedEngine(lambda request: []), max_groups=1)
     [group] = run_and_leave_nothing(runner, Prompt(0))
-    assert isinstance(group, QuarantinedGroup)
+    assert isinstance(group, GivenUpPrompt)
     assert "has no response token" in group.reason
 
 
@@ -162,7 +163,7 @@ def test_an_attempt_that_takes_too_long_is_retried_and_then_given_up():
 
     runner = make_runner(hangs, max_groups=1, attempt_timeout_s=0.05, samples_per_prompt=1, retries=1)
     [group] = run_and_leave_nothing(runner, Prompt(0))
-    assert isinstance(group, QuarantinedGroup)
+    assert isinstance(group, GivenUpPrompt)
     assert starts == [0, 0]
     assert "Scripted.run for sample 0 of prompt train:0@0 did not end within 0.05 s" in group.reason
 
@@ -173,7 +174,7 @@ def test_an_attempt_whose_own_code_cancels_it_is_a_failed_attempt_and_does_not_e
 
     runner = make_runner(gives_itself_up, max_groups=1, samples_per_prompt=1)
     [group] = run_and_leave_nothing(runner, Prompt(0))
-    assert isinstance(group, QuarantinedGroup)
+    assert isinstance(group, GivenUpPrompt)
     assert "Scripted.run for sample 0 of prompt train:0@0 was cancelled from within" in group.reason
     assert runner.take_retries(group.uid) == 2
 
@@ -194,21 +195,21 @@ def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():
 
 
 def test_a_row_that_fails_in_every_epoch_counts_once():
-    quarantine = Quarantine(1)
+    given_up = GivenUpPrompts(1)
     for epoch in range(3):
-        quarantine.add(QuarantinedGroup(f"train:4@{4 + 8 * epoch}", 4 + 8 * epoch, f"in epoch {epoch}"))
-    assert [group.reason for group in quarantine.groups] == ["in epoch 0"]
+        given_up.add(GivenUpPrompt(f"train:4@{4 + 8 * epoch}", 4 + 8 * epoch, f"in epoch {epoch}"))
+    assert [group.reason for group in given_up.prompts] == ["in epoch 0"]
     with pytest.raises(RunFailedError, match=r"2 prompts had to be given up"):
-        quarantine.add(QuarantinedGroup("other:4@30", 30, "another dataset"))
+        given_up.add(GivenUpPrompt("other:4@30", 30, "another dataset"))
 
 
 def test_the_budget_counts_over_a_resume():
-    before = Quarantine(1)
-    before.add(QuarantinedGroup("train:0@0", 0, "first"))
+    before = GivenUpPrompts(1)
+    before.add(GivenUpPrompt("train:0@0", 0, "first"))
     state = json.loads(json.dumps(before.state_dict()))
-    after = Quarantine(1)
+    after = GivenUpPrompts(1)
     after.load_state_dict(state)
-    assert after.groups == before.groups
-    after.add(QuarantinedGroup("train:0@8", 8, "again"))
+    assert after.prompts == before.prompts
+    after.add(GivenUpPrompt("train:0@8", 8, "again"))
     with pytest.raises(RunFailedError, match=r"2 prompts had to be given up(.|\n)*- first\n- second"):
-        after.add(QuarantinedGroup("train:1@1", 1, "second"))
+        after.add(GivenUpPrompt("train:1@1", 1, "second"))

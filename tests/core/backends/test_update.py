@@ -19,8 +19,7 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import OptimizerConfig
 from spurline.errors import DataError, ModelError, NonFiniteLossError
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
-from spurline.losses.cross_entropy import CrossEntropy
-from spurline.losses.dft import DynamicFineTuning
+from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.model.device_profile import KeepDouble
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective, TokenLossInputs

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spurline.backends.local.backend import LocalBackend
-from spurline.backends.local.configs import LoraConfig
 from spurline.config.run_config import ModelConfig, ScheduleConfig
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.configs import LoraConfig
 from spurline.model.weights import frozen_digest
 from spurline.protocols.loss import Objective
 

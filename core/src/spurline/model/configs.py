@@ -1,0 +1,22 @@
+"""Settings of a model that several backends share. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from spurline.config.section import Section
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline[lora]`."""
+
+    rank: int = Field(default=16, gt=0)
+    """Rank of the update matrices."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the update is alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the adapters."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Module names to adapt."""

@@ -1,0 +1,76 @@
+"""A backend says in its config what it can besides training; a run that needs more is refused before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_plugins import FakePlugins
+
+from spurline.config.loading import LoadedConfig, load_config
+from spurline.errors import ConfigError
+from spurline.plugins.registry import ComponentRegistrar
+from spurline.protocols.backend import BackendConfig
+
+SFT = {"plugins": ["ranks"], "model": {"path": "unused"}, "data": {"train": "unused.jsonl"}, "steps": 1}
+ROLLOUTS = {
+    **SFT,
+    "source": {
+        "name": "rollouts",
+        "environment": {"name": "single_turn", "rewards": "exact_match"},
+        "engine": "in_process",
+    },
+}
+ANSWERS = {
+    "data": {"train": "unused.jsonl", "eval": "unused.jsonl"},
+    "evaluation": {"generate": {"rewards": {"exact": "exact_match"}}},
+}
+
+
+class PlainBackendConfig(BackendConfig):
+    """Trains, and nothing else."""
+
+    name: str = "plain"
+
+
+class AbleBackendConfig(PlainBackendConfig):
+    """Says that it can do everything."""
+
+    name: str = "able"
+    generates = True
+    lends_model = True
+
+
+@pytest.fixture
+def load() -> Iterator[Any]:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(PlainBackendConfig, "nowhere:Plain")
+        registry.add(AbleBackendConfig, "nowhere:Able")
+
+    with FakePlugins() as plugins:
+        available = plugins.add("ranks", register=register)
+
+        def load_run(settings: dict[str, Any], backend: str) -> LoadedConfig:
+            return load_config({**settings, "backend": backend}, available=available)
+
+        yield load_run
+
+
+def test_a_backend_that_only_trains_is_a_valid_one(load: Any) -> None:
+    assert load(SFT, "plain").config.backend.generates is False
+
+
+def test_answers_to_held_out_prompts_need_a_backend_that_generates(load: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.generate asks for answers, and backend 'plain' does not"
+    ) as raised:
+        load(SFT | ANSWERS, "plain")
+    assert "Remove evaluation.generate" in str(raised.value)
+    load(SFT | ANSWERS, "able")
+
+
+def test_an_engine_that_borrows_the_model_needs_a_backend_that_lends_it(load: Any) -> None:
+    with pytest.raises(ConfigError, match=r"source\.engine\.name is in_process.*'plain' does not hold its whole model"):
+        load(ROLLOUTS, "plain")
+    load(ROLLOUTS, "able")
