@@ -16,35 +16,14 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.config = path / "config.json"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.eval_samples = path / "eval_samples.jsonl"
+        self.exported_model = path / "model"
         self._lock: IO[str] | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def eval_samples(self) -> Path:
-        return self.path / "eval_samples.jsonl"
-
-    @property
-    def exported_model(self) -> Path:
-        return self.path / "model"
 
     def open(self) -> None:
         """Create the folder and lock it. Raises RunDirectoryError when another process holds it."""

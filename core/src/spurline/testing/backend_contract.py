@@ -147,15 +147,10 @@ class BackendContract:
         with self.backend(tiny_model) as (backend, layout), torch.no_grad():
             batch, _ = minibatch("padded", layout)
             logprobs = backend.logprobs(batch)
-            real = batch.without_padding_rows()
-            assert logprobs.shape == real.tokens["input_ids"].shape
-            for row in range(real.num_rows):
-                count = int(real.segments["length"][row][0])
-                tokens = real.tokens["input_ids"][row : row + 1, :count]
-                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
-                expected = torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None])[:, 0]
-                trained = real.tokens["loss_weights"][row, 1:count] != 0
-                torch.testing.assert_close(logprobs[row, 1:count][trained], expected[trained], atol=2e-5, rtol=1e-5)
+            assert logprobs.shape == batch.without_padding_rows().tokens["input_ids"].shape
+            for row, (expected, weights) in zip(logprobs, _own_logprobs(model, batch), strict=True):
+                got = row[1 : len(expected) + 1]
+                torch.testing.assert_close(got[weights != 0], expected[weights != 0], atol=2e-5, rtol=1e-5)
 
     def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, _):
@@ -206,18 +201,14 @@ class BackendContract:
             reference = backend.logprobs(batch, "reference", temperature=TEMPERATURE)
             gradients = list(backend.gradients(batch, objective))
             updated = backend.update(batch, objective)
-        real = batch.without_padding_rows()
         total = torch.zeros(())
-        for row in range(real.num_rows):
-            count = int(real.segments["length"][row][0])
-            tokens = real.tokens["input_ids"][row : row + 1, :count]
-            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / TEMPERATURE
-            # log softmax by its definition.
-            expected = (logits - logits.exp().sum(-1, keepdim=True).log()).gather(-1, tokens[0, 1:, None])[:, 0]
-            weights = real.tokens["loss_weights"][row, 1:count]
+        for row, (expected, weights) in enumerate(_own_logprobs(model, batch, TEMPERATURE)):
             for got in (policy, reference):
                 torch.testing.assert_close(
-                    got[row, 1:count][weights != 0], expected[weights != 0].detach(), atol=2e-5, rtol=1e-5
+                    got[row, 1 : len(expected) + 1][weights != 0],
+                    expected[weights != 0].detach(),
+                    atol=2e-5,
+                    rtol=1e-5,
                 )
             total = total - (weights * expected).sum()
         (total / objective.normalizer).backward()
@@ -395,6 +386,18 @@ def minibatch(
     batch = collator.collate(samples, training=True)
     batch, normalizer = token_mean(batch)
     return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
+
+
+def _own_logprobs(model: Any, batch: TrainingBatch, temperature: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per real row of a padded batch: the model's logprobs of all tokens but the first, and their loss weights."""
+    real = batch.without_padding_rows()
+    for row in range(real.num_rows):
+        count = int(real.segments["length"][row][0])
+        tokens = real.tokens["input_ids"][row : row + 1, :count]
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
+        # log softmax by its definition.
+        logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
+        yield logprobs.gather(-1, tokens[0, 1:, None])[:, 0], real.tokens["loss_weights"][row, 1:count]
 
 
 def _with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,6 @@ class LocalBackend:
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
         self._reference: StreamModel | None = None
-        self._stop_tokens: list[int] | None = None
         if config.probe:
             check_exactness(self._model, self._profile, run.model.path)
         self._policy = self._trained(self._model, run.optimizer, policy_rate(run, total_updates))
@@ -69,9 +69,8 @@ class LocalBackend:
         trained = self._model_to_train(role)
         started = time.perf_counter()
         try:
-            sums = accumulate_gradients(
-                trained.model, self._streams(batch, objective.loss.needs), objective, self._profile
-            )
+            streams = self._streams(batch, objective.loss.needs)
+            sums = accumulate_gradients(trained.model, streams, objective, self._profile)
             norm = trained.gradient_norm()
             # The only wait for the device in a step: loss, norm and all metrics come over together.
             (grad_norm,) = sums.fetch(norm)
@@ -101,9 +100,8 @@ class LocalBackend:
         try:
             # Dropout as in the next update, without using it up.
             with self._profile.keeping_generators():
-                accumulate_gradients(
-                    trained.model, self._streams(batch, objective.loss.needs), objective, self._profile
-                )
+                streams = self._streams(batch, objective.loss.needs)
+                accumulate_gradients(trained.model, streams, objective, self._profile)
             result = trained.gradients()
         finally:
             trained.drop_gradients()
@@ -118,8 +116,6 @@ class LocalBackend:
         return batch.drop_padding_rows(result)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
-        if self._stop_tokens is None:
-            self._stop_tokens = self._find_stop_tokens()
         with self._profile.computing():
             return generate_greedily(self._model.causal, prompts, max_new_tokens, self._stop_tokens)
 
@@ -180,7 +176,8 @@ class LocalBackend:
                     self._length_limit.check(stream.plan.max_length)
                 yield rows, stream
 
-    def _find_stop_tokens(self) -> list[int]:
+    @cached_property
+    def _stop_tokens(self) -> list[int]:
         """The model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
         found = model_stop_tokens(self._model.causal)
         try:
