@@ -17,10 +17,10 @@ from torch import Tensor
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
+from spurline_async_rl.source.publishing import choose_sync
 from spurline_async_rl.weights.buckets import BucketSync, cut
-from spurline_async_rl.weights.choice import choose_sync
 from spurline_async_rl.weights.configs import InProcessSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.in_process import InProcessSync
 from spurline_async_rl.weights.shared_memory import SegmentReader, SharedMemorySync
@@ -41,7 +41,7 @@ class Weights:
             yield item
 
 
-class Taker:
+class Taker(TakesWeights):
     """An engine that keeps copies of what comes. hang_in: a part of the update that never ends."""
 
     transports: Sequence[str] = ("shared_memory", "in_process")

@@ -17,6 +17,13 @@ class WeightSyncConfig(ComponentConfig):
     """Settings of a weight sync."""
 
     kind: ClassVar[str] = "weight_sync"
+    needs_gpu: ClassVar[bool] = False
+    """Whether it works between GPUs only."""
+
+    @property
+    def transport(self) -> str:
+        """Name of the buckets it makes, without the plugin that a name may begin with."""
+        return self.name.rpartition("/")[2]
 
 
 @dataclass(frozen=True)

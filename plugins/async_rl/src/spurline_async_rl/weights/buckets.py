@@ -1,8 +1,4 @@
-"""A bucket of weights as plain data, for a call to another process.
-
-Place on the way: transport -> WeightBucket -> `to_wire` -> RPC or HTTP -> `from_wire` -> the worker's readers.
-
-Publish weights bucket by bucket: what all transports share that hand buckets to engines.
+"""What all transports share: publish weights bucket by bucket, cut and place them, and send a bucket as plain data.
 
 Place on the way: `backend.named_weights()`, on a thread -> buckets, one at a time -> every engine at once. How a bucket
 travels is the transports' business; what an engine does with it is the engine's.
@@ -20,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from spurline.errors import RunFailedError
+from spurline.errors import ConfigError, Problem, RunFailedError
 from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.concurrency import in_thread
-from spurline_async_rl.weights.configs import WeightSyncConfig
+from spurline_async_rl.engines.vllm.launch import require_vllm
+from spurline_async_rl.weights.configs import BucketSyncConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -52,10 +49,14 @@ class BucketSync(ABC):
 
     transport: str
 
-    def __init__(self, config: WeightSyncConfig, run: RunConfig | None = None) -> None:
-        """run: the whole config, for transports that write into the run directory."""
+    def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
+        """run: the whole config, for transports that write into the run directory.
+
+        Raises ConfigError on a machine where this transport cannot work.
+        """
+        if config.needs_gpu:
+            _require_gpu(self.transport)
         self._config = config
-        self._run = run
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
@@ -85,7 +86,7 @@ class BucketSync(ABC):
         await self._all(engines, "to begin an update", lambda engine: engine.begin_update(version))
         sending = time.perf_counter()
         sent = number = 0
-        buckets = self.make_buckets(version, _opened(backend))
+        buckets = self.make_buckets(version, _weights_of(backend))
         self.waits_for = "the backend's first weights"
         while (bucket := await in_thread(_next, buckets)) is not None:
             number += 1
@@ -107,6 +108,20 @@ class BucketSync(ABC):
         for answer in answers:
             if answer is not None:
                 raise answer
+
+
+def _require_gpu(transport: str) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            [
+                Problem(
+                    "source.weight_sync.name",
+                    f"is {transport}, which sends from GPU to GPU, but torch sees no GPU. Set weight_sync: "
+                    "shared_memory, or check nvidia-smi.",
+                )
+            ]
+        )
+    require_vllm()
 
 
 def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -155,7 +170,7 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _opened(backend: Backend) -> Iterator[tuple[str, Tensor]]:
+def _weights_of(backend: Backend) -> Iterator[tuple[str, Tensor]]:
     """The backend is called where the first weight is asked for: on the thread."""
     yield from backend.named_weights()
 

@@ -1,8 +1,8 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of the ways that weights take to the engines: bucket size, checksum, time limit, folder."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -45,10 +45,12 @@ class DiskSyncConfig(BucketSyncConfig):
 class NcclSyncConfig(BucketSyncConfig):
     """GPU to GPU over NCCL, by vLLM's own weight transfer."""
 
+    needs_gpu: ClassVar[bool] = True
     name: str = "nccl"
 
 
 class CudaIpcSyncConfig(BucketSyncConfig):
     """Handles of GPU memory to engines on the same GPUs, by vLLM's own weight transfer."""
 
+    needs_gpu: ClassVar[bool] = True
     name: str = "cuda_ipc"

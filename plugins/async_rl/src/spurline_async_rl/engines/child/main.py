@@ -22,8 +22,8 @@ from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.engine import InProcessEngine
 from spurline.rl.engines.in_process.response import Written
 from spurline_async_rl.engines.child.wire import MAX_LINE_BYTES, decode, encode, unpack_request
+from spurline_async_rl.engines.commands import Command, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
-from spurline_async_rl.weights.buckets import from_wire
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import SegmentReader
 
@@ -73,16 +73,8 @@ class Child:
         match message["do"]:
             case "start":
                 await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
-            case "pause":
-                await self._running.pause()
-            case "resume":
-                await self._running.resume()
-            case "begin_update":
-                await self._running.begin_update(message["version"])
-            case "load_bucket":
-                await self._load(from_wire(message["bucket"]))
-            case "finish_update":
-                await self._running.finish_update(message["version"])
+            case "control":
+                await self._opened(from_plain(message["command"])).apply(self._running)
             case other:
                 raise AssertionError(f"nobody sends '{other}'")
 
@@ -111,9 +103,13 @@ class Child:
         )
         await self._running.load()
 
-    async def _load(self, bucket: WeightBucket) -> None:
+    def _opened(self, command: Command) -> Command:
+        """The command with the weights themselves, where it brings some."""
+        if not isinstance(command, LoadBucket):
+            return command
+        bucket = command.bucket
         tensors = tuple(tensor for _, tensor in self._readers[bucket.transport](bucket))
-        await self._running.load_bucket(WeightBucket("in_process", bucket.places, tensors=tensors))
+        return LoadBucket(WeightBucket("in_process", bucket.places, tensors=tensors))
 
     def _send(self, number: int, **message: Any) -> None:
         """All lines of one turn of the loop, such as those of a decode step, in one write."""

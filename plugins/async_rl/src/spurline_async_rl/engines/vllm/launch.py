@@ -39,9 +39,9 @@ def require_vllm() -> None:
     )
 
 
-def check_complete(missing: Sequence[Sequence[str]]) -> None:
-    """missing: what each worker's `spurline_finish_update` returned. Raises RunFailedError when it names layers."""
-    layers = sorted({layer for worker in missing for layer in worker})
+def check_complete(answers: Sequence[Sequence[str] | None]) -> None:
+    """answers: of the workers to a part of an update. Raises RunFailedError when they name layers without weights."""
+    layers = sorted({layer for missing in answers for layer in missing or ()})
     if layers:
         raise RunFailedError(
             f"New weights came without those of {listing(layers[:4])}; a model must be published as a whole."
@@ -50,24 +50,30 @@ def check_complete(missing: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine is started from, wherever that is. transport: the way weights take; empty where none is set."""
+    """What one engine is started from, wherever that is.
+
+    transport: the way weights take; empty where none is set. rank_offset: number of workers of the engines before this
+    one, for transports with a group of ranks.
+    """
 
     config: VllmEngineConfig
     model: ModelConfig
     transport: str
+    rank_offset: int = 0
 
-    def to_plain(self) -> tuple[dict[str, Any], dict[str, Any], str]:
+    def to_plain(self) -> tuple[dict[str, Any], dict[str, Any], str, int]:
         """For another process, where config classes are imported, not unpickled."""
-        return self.config.model_dump(mode="json"), self.model.model_dump(mode="json"), self.transport
+        config, model = self.config.model_dump(mode="json"), self.model.model_dump(mode="json")
+        return config, model, self.transport, self.rank_offset
 
     @classmethod
-    def from_plain(cls, plain: tuple[dict[str, Any], dict[str, Any], str]) -> EngineSpec:
-        config, model, transport = plain
-        return cls(VllmEngineConfig.model_validate(config), ModelConfig.model_validate(model), transport)
+    def from_plain(cls, plain: tuple[dict[str, Any], dict[str, Any], str, int]) -> EngineSpec:
+        config, model, transport, rank_offset = plain
+        return cls(VllmEngineConfig.model_validate(config), ModelConfig.model_validate(model), transport, rank_offset)
 
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
-    """Of this run's engines."""
+    """The spec of this run's first engine."""
     weight_sync = getattr(run.source, "weight_sync", None)
     return EngineSpec(config, run.model, getattr(weight_sync, "name", "").rpartition("/")[2])
 

@@ -1,8 +1,4 @@
-"""The HTTP calls to one vLLM server, and what its answers mean.
-
-Place on the way: server member -> this -> server. It knows no versions, pauses or retries.
-
-An external OpenAI-compatible vLLM server as a member of the pool.
+"""An external OpenAI-compatible vLLM server as a member of the pool, and the HTTP calls to it.
 
 Place on the way: pool -> this -> server -> tokens with their versions. A pause cancels the streams, which go on from
 their tokens so far: what was on its way is generated anew, so that no token can get the wrong version.
@@ -13,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,12 +18,12 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, Problem, RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
-from spurline_async_rl.engines.vllm.response import Delta, Response
-from spurline_async_rl.weights.buckets import to_wire
+from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
 
 _LONGEST_LINE = 1 << 24
 """Bytes; the first event of a stream repeats the prompt."""
@@ -73,12 +69,12 @@ class ServerApi:
         first = listed["data"][0]
         return ServerModel(first["id"], int(first["max_model_len"]))
 
-    async def complete(self, model: str, response: Response) -> AsyncGenerator[Delta, None]:
-        """What is left of the response, as it comes."""
-        sampling = response.sampling
+    async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """The response as it comes."""
+        sampling = request.sampling
         body = {
             "model": model,
-            "prompt": response.prompt,
+            "prompt": request.prompt_ids,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -86,7 +82,7 @@ class ServerApi:
             # Given, so that defaults that ship with the model do not apply.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "seed": response.seed,
+            "seed": request.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "logprobs": 0,
             "return_token_ids": True,
@@ -187,8 +183,6 @@ class ServerApi:
 class ServerMember:
     """An `EngineMember`. The server is not ours: closing lets it run, and go on."""
 
-    transports: Sequence[str] = ("disk",)
-
     def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
         """make_api: called on the event loop."""
         self.name = name
@@ -198,8 +192,7 @@ class ServerMember:
         self._tokenizer = tokenizer
         self._version = 0
         self._streams: set[asyncio.Task[FinishReason]] = set()
-        self._holds: set[str] = set()
-        self._released = asyncio.Event()
+        self._gate = Gate()
 
     async def start(self) -> None:
         self._api = self._make_api()
@@ -208,10 +201,9 @@ class ServerMember:
         await self._api.resume()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
+        response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._model.max_model_len)
         while True:
-            while self._holds:
-                await self._released.wait()
-            response = Response(request, progress, self._tokenizer, max_model_len=self._model.max_model_len)
+            await self._gate.wait()
             if response.ended is not None:
                 return response.ended
             stream = asyncio.create_task(self._stream(request.name, response))
@@ -224,23 +216,19 @@ class ServerMember:
             if not stream.cancelled():
                 return stream.result()
 
-    async def pause(self) -> None:
-        await self._hold("pause")
-
-    async def resume(self) -> None:
-        await self._release("pause")
-
-    async def begin_update(self, version: int) -> None:
-        await self._hold("update")
-        await self._opened.workers("spurline_begin_update")
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._opened.workers("spurline_load_bucket", to_wire(bucket))
-
-    async def finish_update(self, version: int) -> None:
-        check_complete(await self._opened.workers("spurline_finish_update"))
-        self._version = version
-        await self._release("update")
+    async def control(self, command: Command) -> None:
+        if command.begins:
+            self._gate.shut(command.hold)
+            await self._cut_streams()
+            await self._opened.pause()
+        if call := worker_call(command):
+            check_complete(await self._opened.workers(*call))
+        if isinstance(command, FinishUpdate):
+            self._version = command.version
+        if command.ends:
+            if self._gate.holds == {command.hold}:
+                await self._opened.resume()
+            self._gate.open(command.hold)
 
     async def wait_dead(self) -> str:
         return await self._opened.wait_gone()
@@ -252,7 +240,7 @@ class ServerMember:
         for stream in self._streams:
             stream.cancel()
         try:
-            if self._holds:
+            if self._gate.holds:
                 await api.resume()
         except EngineDiedError as error:
             # It has ended before us.
@@ -266,29 +254,20 @@ class ServerMember:
             raise EngineDiedError(f"{self.name} is closed")
         return self._api
 
-    async def _stream(self, name: str, response: Response) -> FinishReason:
+    async def _stream(self, name: str, response: VllmResponse) -> FinishReason:
         try:
-            async with contextlib.aclosing(self._opened.complete(self._model.name, response)) as deltas:
+            async with contextlib.aclosing(self._opened.complete(self._model.name, response.rest())) as deltas:
                 async for delta in deltas:
-                    reason = response.add(delta, self._version)
+                    reason = response.add_delta(delta, self._version)
                     if reason is not None:
                         return reason
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
         raise EngineDiedError(f"{self.name} left a response without an end")
 
-    async def _hold(self, why: str) -> None:
-        self._holds.add(why)
-        self._released.clear()
+    async def _cut_streams(self) -> None:
         streams = list(self._streams)
         for stream in streams:
             stream.cancel()
-        # Ends: being cancelled, they only close their connections.
+        # This ends: being cancelled, they only close their connections.
         await asyncio.gather(*streams, return_exceptions=True)
-        await self._opened.pause()
-
-    async def _release(self, why: str) -> None:
-        self._holds.discard(why)
-        if not self._holds:
-            await self._opened.resume()
-            self._released.set()

@@ -1,8 +1,4 @@
-"""The processes of one vLLM engine: notice their end, and end them.
-
-Place on the way: AsyncEngine hands over their ids -> this.
-
-Start vLLM's AsyncLLM, or give up on the way.
+"""Start vLLM's AsyncLLM, or give up on the way; notice the end of its processes, and end them.
 
 Place on the way: EngineSpec -> this, on a thread -> AsyncLLM with its processes running. The one place that imports
 vLLM for an engine in this process.
