@@ -1,4 +1,4 @@
-"""Write docs/reference/*.md from the code: the config sections and the hooks.
+"""Write from the code what the documentation says of it: config sections, hooks, components, layers, contracts.
 
     python docs/generate.py            write the pages
     python docs/generate.py --check    exit 1 when a page is not what the code says
@@ -9,14 +9,19 @@ The pages are committed, so that a reader needs no build; a test keeps them in s
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import sys
+import tomllib
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from spurline import testing
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, OnResume, Section
 from spurline.plugins import hookspecs
@@ -26,7 +31,8 @@ from spurline.plugins.registry import KINDS, Registration
 PLUGINS = ("collation_fast", "async_rl")
 """Those of this repository."""
 
-REFERENCE = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 
 
 def config_page() -> str:
@@ -157,25 +163,50 @@ def _table(section: type[BaseModel], skip: tuple[str, ...]) -> list[str]:
 
 
 def _type(field: FieldInfo) -> str:
-    mark = next((item for item in field.metadata if isinstance(item, Component)), None)
-    if mark is not None:
-        return f"{mark.kind} component"
-    text = str(field.annotation) if not isinstance(field.annotation, type) else field.annotation.__name__
-    for noise in (
-        "typing.",
-        "pathlib.",
-        "spurline.config.run_config.",
-        "spurline.config.section.",
-    ):
-        text = text.replace(noise, "")
-    if "Component(" in text:
-        kind = text.split("kind='")[1].split("'")[0]
-        return f"map of name to {kind} component" if text.startswith("dict") else f"list of {kind} components"
-    bounds = [_bound(item) for item in field.metadata if type(item).__name__ in _BOUNDS]
-    text = text.replace(
-        "Annotated[float, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=1)])]", "float"
-    )
+    text = _words(field.annotation, field.metadata)
+    if "component" in text:
+        return text
+    bounds = list(_bounds(field.annotation, field.metadata))
     return f"`{text}`" + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+def _bounds(annotation: Any, marks: Sequence[Any]) -> Iterator[str]:
+    """Bounds of a number or of one of the choices of a union; of the entries of a list they would be too much here."""
+    for mark in marks:
+        yield from _bounds(None, mark.metadata) if isinstance(mark, FieldInfo) else ()
+        if type(mark).__name__ in _BOUNDS:
+            yield _bound(mark)
+    if _is_union(get_origin(annotation)):
+        for choice in get_args(annotation):
+            if get_origin(choice) is Annotated:
+                yield from _bounds(None, get_args(choice)[1:])
+
+
+def _words(annotation: Any, marks: Sequence[Any] = ()) -> str:
+    """A type as people write it; components by their kind."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(arguments[0], arguments[1:])
+    mark = next((item for item in marks if isinstance(item, Component)), None)
+    if mark is not None:
+        choices = [item for item in arguments if item is not type(None)] if _is_union(origin) else [annotation]
+        return f"{mark.kind} component" + (" or null" if len(choices) < len(arguments) else "")
+    if _is_union(origin):
+        parts = [_words(item) for item in arguments]
+        if any("component" in part for part in parts):
+            return " or ".join("null" if part == "None" else part for part in parts)
+        return " | ".join(parts)
+    inner = [_words(item) for item in arguments if item is not Ellipsis]
+    if any("component" in part for part in inner):
+        return f"map of name to {inner[-1]}" if origin is dict else f"list of {inner[0]}s"
+    if origin is Literal:
+        return " | ".join(repr(item) for item in arguments)
+    name = "None" if annotation is type(None) else getattr(origin or annotation, "__name__", str(annotation))
+    return f"{name}[{', '.join([*inner, *(['...'] if Ellipsis in arguments else [])])}]" if arguments else name
+
+
+def _is_union(origin: Any) -> bool:
+    return origin in (Union, types.UnionType)
 
 
 _BOUNDS = {"Gt": ">", "Ge": ">=", "Lt": "<", "Le": "<=", "MinLen": "length >="}
@@ -211,7 +242,57 @@ def _mentions_component(field: FieldInfo) -> bool:
     return any(isinstance(item, Component) for item in field.metadata)
 
 
-PAGES = {"config.md": config_page, "hooks.md": hooks_page}
+def component_table() -> list[str]:
+    """Every kind with what it decides, as its protocol's docstring begins, and core's components of it."""
+    registry = PluginHost.load([]).registry
+    lines = ["| kind | decides | Protocol in `spurline.protocols` | in core |", "|---|---|---|---|"]
+    for kind, reference in KINDS.items():
+        module, _, protocol = reference.partition(":")
+        text = (inspect.getdoc(importlib.import_module(module)) or "").splitlines()[0].partition(": ")[2].rstrip(".")
+        default = registry.default(kind)
+        names = [f"`{name}`" + (" (default)" if name == default else "") for name in registry.names(kind)]
+        shown = ", ".join(names) if kind != "report_panel" else f"{len(names)} panels"
+        lines.append(f"| `{kind}` | {text} | `{module.rpartition('.')[2]}.{protocol}` | {shown or '-'} |")
+    return lines
+
+
+def layers() -> list[str]:
+    """The layers that import-linter checks, from top to bottom."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    named = next(contract for contract in tools["contracts"] if contract["type"] == "layers")
+    return ["```", *(layer.replace("spurline.", "").replace(" : ", ", ") for layer in named["layers"]), "```"]
+
+
+def contracts() -> list[str]:
+    """The suites of the contract kit, and what a subclass of each provides."""
+    lines = ["| suite | to use it | in `spurline.testing` |", "|---|---|---|"]
+    for name in testing.__all__:
+        suite = getattr(testing, name)
+        if inspect.isclass(suite):
+            first = (inspect.getdoc(suite) or "").splitlines()[0].rstrip(".")
+            lines.append(f"| `{name}` | {first} | `{suite.__module__.rpartition('.')[2]}` |")
+    return lines
+
+
+PAGES: dict[str, Callable[[], str]] = {"reference/config.md": config_page, "reference/hooks.md": hooks_page}
+"""Pages that are generated as a whole."""
+
+PARTS: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "architecture.md": {"components": component_table, "layers": layers},
+    "testing-plugins.md": {"contracts": contracts},
+}
+"""Generated parts of written pages, between `<!-- generated: NAME -->` and `<!-- end -->`."""
+
+
+def with_parts(text: str, parts: dict[str, Callable[[], list[str]]]) -> str:
+    """The page with its generated parts made anew. Raises SystemExit when the page has no place for one."""
+    for name, build in parts.items():
+        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+        if text.count(begin) != 1:
+            raise SystemExit(f"A page needs exactly one place for its part '{name}': {begin.strip()} ... {end}")
+        before, _, rest = text.partition(begin)
+        text = "".join([before, begin, "\n", "\n".join(build()), "\n\n", end, rest.partition(end)[2]])
+    return text
 
 
 def main() -> int:
@@ -219,17 +300,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say which pages are stale")
     check = parser.parse_args().check
-    stale = 0
-    for name, build in PAGES.items():
-        path, text = REFERENCE / name, build()
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale += 1
+    built = {DOCS / name: build() for name, build in PAGES.items()}
+    for name, parts in PARTS.items():
+        built[DOCS / name] = with_parts((DOCS / name).read_text(encoding="utf-8"), parts)
+    stale = [path for path, text in built.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
         if check:
             print(f"{path} is not what the code says; run: python docs/generate.py")
         else:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_text(built[path], encoding="utf-8")
             print(f"wrote {path}")
     return 1 if check and stale else 0
 

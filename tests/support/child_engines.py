@@ -11,7 +11,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.weight_sync import SyncReport
 from spurline.testing.engine_update_contract import WeightsOf
-from spurline_async_rl.engines.child.engine import ChildProcessEngine
+from spurline_async_rl.engines.child.member import ChildProcessEngine
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync

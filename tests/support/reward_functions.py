@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 from spurline.protocols.reward import Answer
 
@@ -72,9 +74,28 @@ def sleeps(seconds: float) -> float:
     return seconds
 
 
-def spins() -> None:
-    while True:
-        pass
+def spins(report: str = "") -> None:
+    """For ever, in C code that hears no signal. report: a file that gets the id of this process when it begins."""
+    if report:
+        Path(f"{report}.new").write_text(str(os.getpid()))
+        Path(f"{report}.new").rename(report)
+    max(itertools.count())
+
+
+def exits_instead() -> None:
+    sys.exit(2)
+
+
+def gives_back_a_set() -> set[int]:
+    return {1}
+
+
+def takes_all_memory() -> int:
+    return len(bytearray(1 << 40))
+
+
+def process_ids() -> list[int]:
+    return [os.getpid(), os.getppid()]
 
 
 def dies() -> None:

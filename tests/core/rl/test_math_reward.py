@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from rl_attempts import run
@@ -17,7 +19,7 @@ from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
 from spurline.rl.concurrency import in_thread
 from spurline.rl.rewards.configs import MathVerifyConfig
-from spurline.rl.rewards.killable_worker import KillableWorker, TookTooLong, WorkerPool
+from spurline.rl.rewards.killable import KillablePool, TookTooLong
 from spurline.rl.rewards.math_verify import MathVerify
 from spurline.rl.scoring import reward_terms
 
@@ -25,10 +27,10 @@ GENEROUS_S = 60.0
 
 
 @pytest.fixture
-def worker(request: pytest.FixtureRequest) -> Iterator[KillableWorker]:
-    """A worker for the function of tests/support/reward_functions.py that the test is parametrized with."""
+def worker(request: pytest.FixtureRequest) -> Iterator[KillablePool]:
+    """A pool of one worker for the function of tests/support/reward_functions.py that the test is parametrized with."""
     function, timeout_s = request.param
-    worker = KillableWorker(f"reward_functions:{function}", timeout_s)
+    worker = KillablePool(f"reward_functions:{function}", timeout_s)
     yield worker
     worker.close()
 
@@ -84,6 +86,37 @@ def test_a_worker_that_dies_is_reported_with_its_last_words_and_replaced(worker)
             worker.call()
 
 
+@pytest.mark.parametrize("worker", [("exits_instead", GENEROUS_S)], indirect=True)
+def test_a_function_that_exits_has_failed(worker):
+    with pytest.raises(AttemptFailedError, match="reward_functions:exits_instead failed: SystemExit: 2"):
+        worker.call()
+
+
+@pytest.mark.parametrize("worker", [("gives_back_a_set", GENEROUS_S)], indirect=True)
+def test_a_result_that_is_not_json_is_the_functions_failure(worker):
+    with pytest.raises(AttemptFailedError, match="gives_back_a_set failed: TypeError: Object of type set is not JSON"):
+        worker.call()
+
+
+@pytest.mark.parametrize("worker", [("takes_all_memory", GENEROUS_S)], indirect=True)
+def test_a_call_that_takes_all_memory_has_taken_too_long(worker):
+    with pytest.raises(TookTooLong, match="reward_functions:takes_all_memory ran out of memory"):
+        worker.call()
+
+
+@pytest.mark.parametrize("worker", [("process_ids", GENEROUS_S)], indirect=True)
+@pytest.mark.parametrize("victim", ["worker", "pool"])
+def test_a_process_that_is_killed_between_calls_is_replaced(worker, victim):
+    process, pool = worker.call()
+    os.kill(process if victim == "worker" else pool, signal.SIGKILL)
+    wait_until_dead(process)
+    for _ in range(3):
+        # Calls may come before the death is seen.
+        with suppress(AttemptFailedError):
+            worker.call()
+    assert worker.call()[0] != process
+
+
 @pytest.mark.parametrize("worker", [("missing", GENEROUS_S)], indirect=True)
 def test_a_function_that_cannot_be_imported_is_a_plugin_error(worker):
     with pytest.raises(PluginError, match="cannot import reward_functions:missing: AttributeError"):
@@ -91,7 +124,7 @@ def test_a_function_that_cannot_be_imported_is_a_plugin_error(worker):
 
 
 def test_a_pool_serves_more_callers_than_it_has_workers():
-    pool = WorkerPool("reward_functions:process_id", GENEROUS_S, workers=2)
+    pool = KillablePool("reward_functions:process_id", GENEROUS_S, workers=2)
 
     async def many() -> list[int]:
         return list(await asyncio.gather(*(in_thread(pool.call) for _ in range(20))))
@@ -105,7 +138,7 @@ def test_a_pool_serves_more_callers_than_it_has_workers():
 
 
 def test_closing_a_pool_ends_a_call_under_way():
-    pool = WorkerPool("reward_functions:sleeps", GENEROUS_S, workers=1)
+    pool = KillablePool("reward_functions:sleeps", GENEROUS_S, workers=1)
 
     async def close_while_calling() -> None:
         assert await in_thread(pool.call, 0) == 0
@@ -119,37 +152,42 @@ def test_closing_a_pool_ends_a_call_under_way():
 
 
 def test_a_call_that_waited_for_a_worker_while_the_pool_was_closed_starts_no_process():
-    pool = WorkerPool("reward_functions:sleeps", GENEROUS_S, workers=1)
-    worker = pool._all[0]
+    pool = KillablePool("reward_functions:sleeps", GENEROUS_S, workers=1)
 
     async def close_while_waiting() -> None:
-        assert pool._idle.get() is worker
-        waiting = asyncio.ensure_future(in_thread(pool.call, 0))
+        assert await in_thread(pool.call, 0) == 0
+        calls = [asyncio.ensure_future(in_thread(pool.call, 600)) for _ in range(2)]
         await asyncio.sleep(0.1)
         pool.close()
-        pool._idle.put(worker)
-        with pytest.raises(RunFailedError, match="is closed"):
-            await waiting
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert any("is closed" in str(outcome) for outcome in outcomes)
+        assert all(isinstance(outcome, AttemptFailedError | RunFailedError) for outcome in outcomes)
 
     run(close_while_waiting())
-    assert worker._process is None
+    assert pool._child is None
 
 
-def test_a_worker_ends_with_its_parent_even_in_the_middle_of_a_call():
+def test_a_worker_ends_with_its_parent_even_in_the_middle_of_a_call(tmp_path):
+    report = tmp_path / "process"
     code = (
-        "import os, sys, threading\n"
-        "from spurline.rl.rewards.killable_worker import WorkerPool\n"
-        "pool = WorkerPool('reward_functions:process_id', 60, 1)\n"
-        "print(pool.call(), flush=True)\n"
-        "pool._all[0]._process.send([])\n"
+        "import os, pathlib, sys, threading, time\n"
+        "from spurline.rl.rewards.killable import KillablePool\n"
+        "report = pathlib.Path(sys.argv[1])\n"
+        "pool = KillablePool('reward_functions:spins', 60)\n"
+        "threading.Thread(target=pool.call, args=sys.argv[1:], daemon=True).start()\n"
+        "while not report.exists(): time.sleep(0.01)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     path = os.pathsep.join(sys.path)
     parent = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(report)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert parent.returncode == -9, parent.stderr
-    wait_until_dead(int(parent.stdout))
+    wait_until_dead(int(report.read_text()))
 
 
 def test_without_the_library_the_reward_says_what_to_install(monkeypatch):
@@ -187,7 +225,7 @@ def test_a_reference_without_mathematics_is_the_datas_fault(math_reward):
 def test_an_answer_that_cannot_be_checked_in_time_is_wrong(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     reward = MathVerify(MathVerifyConfig())
-    reward._pool = WorkerPool("reward_functions:compares_for_ever", 0.2, workers=1)
+    reward._pool = KillablePool("reward_functions:compares_for_ever", 0.2, workers=1)
     try:
         assert reward.score(Answer("", "10^10^10", "1", {})) == 0.0
     finally:

@@ -19,7 +19,7 @@ from child_engines import child_engine, publish
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import GenerationResult
 from spurline.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
-from spurline_async_rl.engines.child.engine import ChildProcessEngine
+from spurline_async_rl.engines.child.member import ChildProcessEngine
 
 Result = TypeVar("Result")
 NUM_KILLS = 20 if os.environ.get("SPURLINE_SOAK") else 2

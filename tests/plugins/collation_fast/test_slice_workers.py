@@ -18,7 +18,7 @@ from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 from spurline.errors import DataError, RunFailedError
 from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
-from spurline_collation_fast.tokenization.slice_task import SliceTask, UnsharableDataError
+from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 
 
@@ -30,7 +30,7 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     yield
     assert list(place.iterdir()) == []
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("slice-")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("child-")]
 
 
 def workers_on(dataset: Any, num_workers: int, stall_timeout_s: float = 60, **settings: Any) -> SliceWorkers:

@@ -2,11 +2,8 @@
 
 Place on the way: collator -> TrainingBatch -> mini-batches -> backend. SFT and RL use the same columns; a padded batch
 is a packed batch with one segment per row. Everything that belongs to a row is selected, padded and joined by the
-methods here and nowhere else, so columns cannot go out of line.
-
-Sums over the segments of a batch, for what counts by sequence and not by token.
-
-A segment is one sequence also where several share a row, so whoever needs sequences asks here and never sums rows.
+methods here and nowhere else, so columns cannot go out of line. A segment is one sequence also where several share a
+row: whoever needs sums by sequence takes them from here and never sums rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of core's datasets, tokenization, collators, prefetch and sources of data. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""Read rows that hold token ids already.
-
-In: `input_ids` and one column that says which of them carry loss. Out: a TokenRow. Token ids are checked against the
-vocabulary by the encoder, which knows it.
-
-What a row says: find out its format and read it into one of three plain forms.
+"""What a row says: find out its format and read it into one of three plain forms.
 
 Place on the way: Dataset row -> Conversation, TextPair or TokenRow -> encoding. Knows column names and types; knows
-nothing of templates or tokenizers.
+nothing of templates or tokenizers. Token ids of a TokenRow are checked against the vocabulary by the encoder, which
+knows it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Built-in dataset `hf`: local files and folders, or a name on the Hugging Face hub, with split strings.
+"""Dataset `hf`: local files and folders, or a name on the Hugging Face hub, with split strings.
 
-Place on the way: config -> files (local_files) -> rows of each file (row_files, arrow_rows) -> the rows of the split.
-
-Split strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test`.
-
-In: the string. Out: which rows of which split, in order. The grammar and the rounding are those of Hugging Face
+Place on the way: config -> files and their rows (local_files, arrow_rows) -> the rows of the split. Split strings such
+as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and the rounding of Hugging Face
 `datasets`, for local files as for hub names.
 """
 

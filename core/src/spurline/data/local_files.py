@@ -1,12 +1,8 @@
-"""Find the files that a local dataset path stands for.
+"""The files that a local dataset path stands for, and their rows, with the place of each row for error messages.
 
-In: a file, folder or glob. Out: split name -> files, sorted. Decides what is local at all: such a path never goes to
-the network. Reads no rows.
-
-Rows of one local file, with the place of each row for error messages.
-
-JSON and JSON lines are read here, line by line, because rows whose fields differ in type must stay readable and a
-malformed line must be named; all other formats are loaded by Hugging Face `datasets` (see `arrow_rows`).
+What is local never goes to the network. JSON and JSON lines are read here, line by line, because rows whose fields
+differ in type must stay readable and a malformed line must be named; all other formats are loaded by Hugging Face
+`datasets` (see `arrow_rows`).
 """
 
 from __future__ import annotations

@@ -1,26 +1,15 @@
-"""Read one side of preference rows (a prompt with a chosen and a rejected answer) as prompt and completion.
+"""Source `preference`: pairs of a chosen and a rejected answer, in an order that depends only on seed and epoch.
 
-Place on the way: Dataset row -> `PreferenceSide` row -> formats -> encoding, so that any tokenization component reads
-preference data without knowing it. Each dataset is read twice, once for each side.
+Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization, of any component,
+once for each side -> pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator
+sees a pair as one sample, so it cannot part it: whoever keeps rows whole (micro-batches, ranks) keeps pairs whole.
+Afterwards each answer is a segment of its own, which sees nothing of the other.
 
-| form | prompt | chosen, rejected |
+| form of a row | prompt | chosen, rejected |
 |---|---|---|
 | text | text | text |
 | messages | messages, in `prompt` or `messages` | messages, or a single one |
 | whole conversations | none, or its text | messages that begin alike; what they share is the prompt |
-
-Lay both answers of a preference pair out in one row, with any collator.
-
-Place on the way: chosen and rejected samples -> one joint sample per pair -> collator -> `split_pairs` -> batch. The
-collator sees a pair as one sample, so it cannot part it: whoever keeps rows whole (micro-batches, ranks) keeps pairs
-whole. Afterwards each answer is a segment of its own, which sees nothing of the other.
-
-The preference pairs of some datasets and the batches they make: one row, one pair.
-
-Place on the way: rows with prompt, chosen and rejected -> two samples each (preference_rows) -> pairs -> joint layout
-(pair_layout) -> TrainingBatch. Tokenization and collator are those of single samples, built in or of a plugin.
-
-Source `preference`: pairs of a chosen and a rejected answer, in an order that depends only on seed and epoch.
 """
 
 from __future__ import annotations

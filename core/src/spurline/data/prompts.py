@@ -1,12 +1,8 @@
-"""The question of a row that a model is to answer, and the reference answer where the row has one.
+"""From a row to the prompt that a model answers, and the reference answer where the row has one.
 
-Place on the way: Dataset row -> question -> prompt tokens. The formats are those of training rows; here the answer may
-be missing, and a column `reference` may hold what the answer is compared with.
-
-From a row to the prompt a model answers and the reference answer, for rollouts and held-out generation.
-
-In: a chat, alpaca or prompt/completion row, with or without an answer. Out: prompt tokens as the model sees them at
-inference, and the reference as plain text where there is one. Nothing here is trained on.
+In: a chat, alpaca or prompt/completion row, with or without an answer; a column `reference` may hold what an answer is
+compared with. Out: prompt tokens as the model sees them at inference, and the reference as plain text. For rollouts and
+held-out generation: nothing here is trained on.
 """
 
 from __future__ import annotations

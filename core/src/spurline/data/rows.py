@@ -1,10 +1,7 @@
-"""The error for one malformed row, before it is known where the row is.
-
-Raised by the readers of rows; the encoder adds the location, or counts the row when `on_bad_row: skip`.
-
-One row under the column names Spurline expects, whatever they are called in the file.
+"""One row under the column names Spurline expects, and the error of a malformed one.
 
 In: a row and the `columns` setting. Out: values by expected name; every error names the column as the file does.
+`BadRowError` does not know where the row is: the encoder adds that, or counts the row when `on_bad_row: skip`.
 """
 
 from __future__ import annotations

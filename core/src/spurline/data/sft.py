@@ -1,9 +1,7 @@
-"""The tokenized samples of some datasets and the batches they make: one row, one sample.
+"""Source `sft`: tokenized samples, in an order that depends only on seed and epoch.
 
-Place on the way: dataset configs -> tokenization -> SampleSet -> collator -> TrainingBatch. Sources draw training
-batches from it, evaluation its own; in which order is theirs to say.
-
-Source `sft`: tokenized samples, in an order that depends only on seed and epoch.
+Place on the way: dataset configs -> tokenization -> SampleSet -> collator -> TrainingBatch. Held-out evaluation draws
+its own batches from a SampleSet.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Turn what callers hand over (lists, numpy arrays, tensors) into plain numpy arrays, once, at the border.
-
-Imports no torch: a tensor is recognised by its methods, so that plain-data modules may use this.
-
-Tokenized samples as flat arrays: the form in which data waits to be batched.
+"""Tokenized samples as flat arrays: the form in which data waits to be batched.
 
 Place on the way: tokenization -> TokenStore -> (indices of a step) TokenView -> collator. In memory here; a plugin may
-back the same arrays by memory-mapped files, since nothing but numpy indexing is used.
+back the same arrays by memory-mapped files, since nothing but numpy indexing is used. Imports no torch.
 """
 
 from __future__ import annotations

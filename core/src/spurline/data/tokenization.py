@@ -1,10 +1,7 @@
-"""Gather encoded samples into a TokenStore, counting what was left out or cut.
+"""Tokenization `sequential`, and the collector in which every tokenization ends.
 
-The last station of every tokenization: fed in the order of datasets and rows, whoever encoded them.
-
-Built-in tokenization `sequential`: row after row, in this process, into memory.
-
-Rows are encoded in chunks, so the tokenizer's own threads are used. No worker processes, no cache.
+The collector takes encoded samples in the order of datasets and rows, whoever encoded them, and counts what was left
+out or cut. `sequential` encodes row after row in this process, in chunks, so the tokenizer's own threads are used.
 """
 
 from __future__ import annotations

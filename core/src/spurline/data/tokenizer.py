@@ -1,11 +1,6 @@
-"""Load the tokenizer that belongs to a model.
+"""Load the tokenizer that belongs to a model, and say what is nearest when there is none.
 
-Place on the way: `model` section -> tokenizer -> tokenization, collator padding and decoded samples. It loads no
-weights and tokenizes nothing itself.
-
-Say why a Hugging Face model or tokenizer cannot be loaded, and what is nearest to it.
-
-Used by the tokenizer and by every backend's model loading, so that both give the same advice. Loads nothing.
+The same advice serves every backend's loading of models. Loads no weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A rollout engine without a model, for tests of environments: tokens by a rule, or random ones by the seed.
-
-What every environment must satisfy, checked with an engine that writes random tokens.
-"""
+"""What every environment must satisfy, checked with an engine that writes random tokens, or tokens by a rule."""
 
 from __future__ import annotations
 

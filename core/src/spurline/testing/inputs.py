@@ -1,8 +1,6 @@
-"""Hypothesis settings of the contract suites.
+"""What contract tests are fed: random samples and trajectories, a tiny model and tokenizer, settings of hypothesis.
 
-Random samples and trajectories for contract tests; the same arguments give the same data.
-
-A model and tokenizer small enough for contract tests, made from a config without any download.
+The same arguments give the same data. The model is made from a config, without any download.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What every token loss must satisfy.
-
-What every correction must satisfy.
-
-What every mini-batch cutter must satisfy.
-"""
+"""What every token loss, every correction and every mini-batch cutter must satisfy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What every plugin must satisfy: light to import, well declared, its components resolvable.
+"""What every plugin must satisfy, and the trackers and report panels in it.
 
-What every tracker and every report panel must satisfy.
+A plugin is light to import and well declared, and its components resolve.
 """
 
 from __future__ import annotations

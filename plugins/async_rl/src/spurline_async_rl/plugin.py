@@ -17,7 +17,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add, package = registry.add, "spurline_async_rl"
     add(source.AsyncRolloutsConfig, f"{package}.source.source:AsyncRolloutSource")
     add(source.RecordedRolloutsConfig, f"{package}.source.recordings:RecordedRolloutSource")
-    add(engines.ChildProcessEngineConfig, f"{package}.engines.child.engine:ChildProcessEngine")
+    add(engines.ChildProcessEngineConfig, f"{package}.engines.child.member:ChildProcessEngine")
     add(engines.VllmEngineConfig, f"{package}.engines.vllm.engine:VllmEngine")
     add(HarnessConfig, f"{package}.harness.environment:HarnessEnvironment")
     add(weights.InProcessSyncConfig, f"{package}.weights.in_process:InProcessSync")

@@ -1,9 +1,4 @@
-"""Collator `padded`, vectorized: one sample per row, equal to `spurline.data.collators.padded`.
-
-Collator `packed`, vectorized: several samples or turns per row, equal to `spurline.data.collators.packed`.
-
-Collator `rollouts`, vectorized: one turn per row, equal to `spurline.data.collators.padded`.
-"""
+"""Collators `padded`, `packed` and `rollouts`, vectorized: equal bit for bit to those of `spurline.data.collators`."""
 
 from __future__ import annotations
 

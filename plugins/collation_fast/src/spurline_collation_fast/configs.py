@@ -1,4 +1,4 @@
-"""Config sections of the plugin's components. Light: imports no torch."""
+"""Settings of the plugin's collators, tokenization, prefetch and report panel. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""Build numbered things ahead of their use, on one background thread.
-
-Place on the way: `AsyncPrefetch` submits the steps to come and gets their batches back in that order. Knows nothing of
-training: `build` does the work, this decides when and on which thread. All methods belong to one thread, the owner.
-
-Prefetch `async`: while a step trains, the batches of the next ones are built on another thread.
+"""Prefetch `async`: while a step trains, the batches of the next ones are built on another thread.
 
 Place on the way: source (or evaluation) -> build(step) -> batches in order -> loop. Since the order of the data is a
-pure function of the step, building ahead crosses epochs freely and the batches are those of `core/serial`.
-Keeps no position: what was built ahead of a checkpoint is built again after a resume.
+pure function of the step, building ahead crosses epochs freely and the batches are those of `core/serial`. Keeps no
+position: what was built ahead of a checkpoint is built again after a resume. `BuildAhead` knows nothing of training:
+it decides when things are built and on which thread; all its methods belong to one thread, the owner.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Memory of batches, reused: a batch's columns are carved from one buffer that comes back when the batch is released.
+"""Write placed segments into reused buffers: what the fast collators share.
 
-Place on the way: a collator acquires, fills and hands out; the loop releases at the end of the step. Warm memory is
-several times faster to write than fresh pages. No ring: a buffer is given out again only after its release, so a batch
-that nobody releases keeps its own memory for as long as it lives, and is then freed like any other.
+Place on the way: FlatSegments + Placement -> TrainingBatch. Which segment goes where is the collator's business; the
+loops over tokens are the kernels'. A batch's columns are carved from one buffer that comes back when the batch is
+released: warm memory is several times faster to write than fresh pages. There is no ring: a batch that nobody releases
+keeps its own memory for as long as it lives, and is then freed like any other.
 
 Nothing here copies to a device or knows of streams. Whoever copies a column without waiting, as core's local backend
 does from pinned memory, must have waited for that copy before the batch is released: the next batch may be written into
 the same memory at once, by another thread. Core's loops release a batch after the backend has returned the numbers of
 its step, for which it waited for the device, and so for all copies before.
-
-Write placed segments into reused buffers: what the fast collators share.
-
-Place on the way: FlatSegments + Placement -> TrainingBatch. Which segment goes where is the collator's business; the
-loops over tokens are the kernels'.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Write segments into the columns of a TrainingBatch, one token at a time: what every reference collator shares.
 
-Readable before fast: these loops say what a batch must contain; vectorized collators are tested against them.
-
-Turn trajectories into segments, one per turn: what the reference collators of rollouts share.
-
-Place on the way: Trajectory -> Segment -> `lay_out` -> TrainingBatch.
+Place on the way: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. Readable before fast:
+these loops say what a batch must contain; vectorized collators are tested against them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Collator `padded`: one sample per row. The readable reference.
+"""Collators `padded` and `rollouts`, one sequence per row: a sample, or a turn of a trajectory. The readable reference.
 
-Collator `rollouts`: one turn of a trajectory per row. The readable reference.
-
-Also collates tokenized samples as `padded` does, so that a run may evaluate on plain text between RL steps.
+`rollouts` lays out tokenized samples as `padded` does, so that a run may evaluate on plain text between RL steps.
 """
 
 from __future__ import annotations

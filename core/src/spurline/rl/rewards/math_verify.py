@@ -6,11 +6,12 @@ The comparison runs in a worker process: simplifying what a model wrote can take
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from spurline.errors import ConfigError, DataError, Problem
 from spurline.protocols.reward import Answer
 from spurline.rl.rewards.configs import MathVerifyConfig
-from spurline.rl.rewards.killable_worker import TookTooLong, WorkerPool
+from spurline.rl.rewards.killable import KillablePool, TookTooLong
 
 
 class MathVerify:
@@ -26,7 +27,7 @@ class MathVerify:
                     )
                 ]
             )
-        self._pool = WorkerPool("spurline.rl.rewards.math_worker:equal", config.timeout_s, config.workers)
+        self._pool = KillablePool(f"{__name__}:equal", config.timeout_s, config.workers, imports=("math_verify",))
 
     def score(self, answer: Answer) -> float:
         if answer.reference is None:
@@ -42,3 +43,18 @@ class MathVerify:
     def close(self) -> None:
         """End the worker processes."""
         self._pool.close()
+
+
+def equal(reference: str, response: str) -> bool | None:
+    """Whether the response ends in what the reference says; None when the reference says nothing that can be parsed.
+
+    Runs in a worker process, where the library and its sympy have been imported, which takes seconds.
+    """
+    import math_verify  # pyright: ignore[reportMissingImports]
+
+    def parse(text: str) -> list[Any]:
+        # No time limits of the library's own: they are signals, and this process is killed when it takes too long.
+        return math_verify.parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+    gold = parse(reference) or parse(f"${reference}$")
+    return bool(math_verify.verify(gold, parse(response), timeout_seconds=None)) if gold else None

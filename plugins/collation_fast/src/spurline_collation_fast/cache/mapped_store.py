@@ -1,12 +1,8 @@
-"""Check the blocks of an entry against their checksums, each on first touch and never again.
-
-In: memory-mapped arrays, the table of checksums, the samples about to be read. Out: nothing, or DamagedEntry. Without
-locks: two threads that meet at one block both check it, which costs time and nothing else.
-
-A TokenStore whose arrays are files: opening reads the manifest, touching samples checks their blocks.
+"""A TokenStore whose arrays are files: opening reads the manifest, touching samples checks their blocks.
 
 Place on the way: cache entry -> MappedTokenStore -> views -> collator, as with a store in memory. Never hands out a
-token that does not match its checksum.
+token that does not match its checksum: each block is checked on first touch and never again. Without locks: two threads
+that meet at one block both check it, which costs time and nothing else.
 """
 
 from __future__ import annotations

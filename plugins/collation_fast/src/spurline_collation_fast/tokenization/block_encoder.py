@@ -1,4 +1,8 @@
-"""Turn chunks of rows into blocks of samples, in this process."""
+"""Turn chunks of rows into blocks of samples, in this process.
+
+Place on the way: chunks -> RowEncoder, or token_columns for rows that are tokens already -> blocks. What a row becomes
+is decided by core's RowEncoder, so that this gives what `core/sequential` gives; here it is only kept busy.
+"""
 
 from __future__ import annotations
 

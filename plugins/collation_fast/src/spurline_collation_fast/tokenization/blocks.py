@@ -1,19 +1,4 @@
-"""The rows of all datasets as one line of numbers, and how it is cut into slices and chunks.
-
-Place on the way: datasets -> ranges of rows -> whoever encodes them (this process or a slice worker). Knows numbers of
-rows only.
-
-The samples of one chunk of rows as flat arrays: what is handed on instead of Python objects per row.
-
-Place on the way: encoder -> SampleBlock -> SampleCollector, in one process or through a file that a slice worker
-writes. A block on disk is its arrays, raw and end to end; what the arrays cannot say travels in its header.
-
-Turn chunks of rows into blocks of samples, in this process.
-
-Place on the way: chunks -> RowEncoder, or token_columns for rows that are tokens already -> blocks. What a row becomes
-is decided by core's RowEncoder, so that this gives what `core/sequential` gives; here it is only kept busy.
-
-Who encodes which rows: this process, slice workers, or one after the other.
+"""Who encodes which rows: this process, slice workers, or one after the other.
 
 Place on the way: a SliceTask and the config -> blocks of samples in the order of the rows. The division changes the
 time, never the blocks' samples.
@@ -30,7 +15,7 @@ from spurline.errors import DataError
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine, SampleBlock
-from spurline_collation_fast.tokenization.slice_task import SliceTask, UnsharableDataError
+from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
     MEASURE_S,

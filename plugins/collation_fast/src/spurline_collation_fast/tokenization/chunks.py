@@ -1,4 +1,9 @@
-"""Chunks of rows, and the samples of one as flat arrays: what is handed on instead of Python objects."""
+"""Rows are cut into chunks, and the samples of a chunk are one block of flat arrays, not Python objects per row.
+
+Place on the way: datasets as one line of rows -> slices and chunks -> encoder -> SampleBlock -> SampleCollector, in one
+process or through a file that a slice worker writes. A block on disk is its arrays, raw and end to end; what the arrays
+cannot say travels in its header.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A progress bar for tokenization, on a terminal only.
+"""Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
 
-Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
-
-Place on the way: datasets -> cache key -> a cache entry; or blocks of samples (block_source) -> SampleCollector ->
-memory or a new entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
+Place on the way: datasets -> cache key -> a cache entry; or blocks of samples -> SampleCollector -> memory or a new
+entry. What a row becomes is decided by core's RowEncoder, as for `core/sequential`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.blocks import BlockSource
-from spurline_collation_fast.tokenization.slice_task import SliceTask
+from spurline_collation_fast.tokenization.slice_worker import SliceTask
 
 
 class _RowsPerSecond(ProgressColumn):

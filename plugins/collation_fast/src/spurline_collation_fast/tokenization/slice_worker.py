@@ -1,54 +1,79 @@
-"""A slice worker: the process that encodes one slice of the rows and writes it to a file.
+"""A slice worker: what it is told, and what it does.
 
-    python -m spurline_collation_fast.tokenization.slice_worker FOLDER NUMBER START STOP
-
-Loads FOLDER/task.pickle, opens the datasets itself, appends blocks to FOLDER/slice-NUMBER and says so on standard
-output, one JSON object a line. Standard input is a line to the parent: when it ends, so does the worker. Knows nothing
-of the other workers; `slice_workers` is the other end.
+The parent saves one SliceTask for all workers of a run. Each loads it, opens the datasets itself, encodes its slice of
+the rows, appends the blocks to a file, and tells the parent about every one. Rows do not travel: a dataset says with
+its pickled form how to find them again, and a tokenizer with its own JSON. A worker knows nothing of the others;
+`slice_workers` is the other end.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
+import pickle
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from spurline import errors
+from spurline.config.run_config import DataConfig
+from spurline.config.section import Section
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.ranks.child import Parent
 from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
 from spurline_collation_fast.tokenization.chunks import RowLine
-from spurline_collation_fast.tokenization.slice_task import SliceTask, UnsharableDataError
 
 ROWS_PER_CHUNK = 64
 """Small, since many workers hold a chunk each and one thread gains nothing from more."""
 
-Send = Callable[[dict[str, Any]], None]
+
+class UnsharableDataError(Exception):
+    """A dataset or tokenizer that another process cannot have. The text says why."""
 
 
-def main() -> None:
-    """Work on the slice named on the command line. Exits with 0 whenever the parent was told how it ended."""
-    folder, number, start, stop = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    send = _messages()
+@dataclass(frozen=True)
+class SliceTask:
+    """The same for all workers; each is told its rows as arguments."""
+
+    datasets: Sequence[DatasetToTokenize]
+    tokenizer: PreTrainedTokenizerBase
+    data: DataConfig
+
+    def save(self, folder: Path) -> None:
+        """Raises UnsharableDataError when something in it cannot be pickled."""
+        with _task_path(folder).open("wb") as file:
+            try:
+                _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self)
+            except OSError:
+                raise
+            except Exception as error:  # a foreign class may raise anything while it is taken apart
+                raise UnsharableDataError(f"{type(error).__name__}: {error}") from error
+
+    @classmethod
+    def load(cls, folder: Path) -> SliceTask:
+        """Raises UnsharableDataError when a class in it is not found by its module and name, say in `__main__`."""
+        with _task_path(folder).open("rb") as file:
+            try:
+                task = pickle.load(file)  # noqa: S301 - the parent's own file, in a folder of this user alone
+            except Exception as error:
+                raise UnsharableDataError(f"{type(error).__name__}: {error}") from error
+        assert isinstance(task, cls), type(task)
+        return task
+
+
+def main(parent: Parent) -> None:
+    """Work on the slice FOLDER NUMBER START STOP. Ends well whenever the parent was told how it went."""
+    folder, number, start, stop = Path(parent.arguments[0]), *map(int, parent.arguments[1:])
     try:
-        task = SliceTask.load(task_path(folder))
-        _encode(task, range(start, stop), slice_path(folder, number), send)
+        _encode(SliceTask.load(folder), range(start, stop), slice_path(folder, number), parent)
     except UnsharableDataError as error:
-        send({"unsharable": str(error)})
+        parent.send({"unsharable": str(error)})
     except errors.SpurlineError as error:
-        send({"failed": {"kind": _known_kind(error), "message": str(error)}})
+        parent.send({"failed": {"kind": _known_kind(error), "message": str(error)}})
     else:
-        send({"finished": True})
-
-
-def task_path(folder: Path) -> Path:
-    """Where the parent writes the task."""
-    return folder / "task.pickle"
+        parent.send({"finished": True})
 
 
 def slice_path(folder: Path, number: int) -> Path:
@@ -56,7 +81,11 @@ def slice_path(folder: Path, number: int) -> Path:
     return folder / f"slice-{number}"
 
 
-def _encode(task: SliceTask, rows: range, path: Path, send: Send) -> None:
+def _task_path(folder: Path) -> Path:
+    return folder / "task.pickle"
+
+
+def _encode(task: SliceTask, rows: range, path: Path, parent: Parent) -> None:
     encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
     line = RowLine([len(source.dataset) for source in task.datasets])
     with path.open("ab") as file:
@@ -70,29 +99,7 @@ def _encode(task: SliceTask, rows: range, path: Path, send: Send) -> None:
                     f"{path}: tokens of a worker cannot be written: {error.strerror or error}. Make room there, or "
                     "set tokenization.cache_dir (without a cache TMPDIR) to a folder with more."
                 ) from error
-            send({"block": header})
-
-
-def _messages() -> Send:
-    """Send to the parent; from here on nothing else reaches the channel, whatever a library prints."""
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def send(message: dict[str, Any]) -> None:
-        channel.write(json.dumps(message) + "\n")
-        channel.flush()
-
-    return send
-
-
-def _end_with_parent(folder: Path) -> None:
-    """Wait for the end of the parent, which closes our standard input, and end with it."""
-    # Not sys.stdin: its lock, held here, would break the worker's own end.
-    while os.read(0, 1):
-        pass
-    # The parent removes the folder when it can; after a kill nobody else would.
-    shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+            parent.send({"block": header})
 
 
 def _known_kind(error: errors.SpurlineError) -> str:
@@ -101,5 +108,24 @@ def _known_kind(error: errors.SpurlineError) -> str:
     return next(kind.__name__ for kind in known if "__init__" not in vars(kind))
 
 
-if __name__ == "__main__":
-    main()
+class _Pickler(pickle.Pickler):
+    """Knows the config classes that were put together for one run and exist in no module."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Section):
+            return _restore, (_written_class(type(value)), value.__getstate__())
+        return NotImplemented
+
+
+def _written_class(kind: type[Section]) -> type[Section]:
+    """The class as its author wrote it: the nearest base that its module has under its name."""
+    for base in kind.__mro__:
+        if getattr(sys.modules.get(base.__module__), base.__qualname__, None) is base:
+            return base
+    raise AssertionError(f"Section itself is in its module, but is no base of {kind}")
+
+
+def _restore(kind: type[Section], state: dict[Any, Any]) -> Section:
+    section = kind.__new__(kind)
+    section.__setstate__(state)
+    return section

@@ -7,15 +7,10 @@ one at a time, so memory stays flat. What a worker does is in `slice_worker`.
 
 from __future__ import annotations
 
-import json
-import os
 import queue
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,14 +19,13 @@ from types import TracebackType
 from typing import Any
 
 from spurline import errors
-from spurline_collation_fast.tokenization.chunks import RowLine, SampleBlock, even_slices
-from spurline_collation_fast.tokenization.slice_task import SliceTask, UnsharableDataError
-from spurline_collation_fast.tokenization.slice_worker import slice_path, task_path
+from spurline.ranks.child import ChildProcess
+from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
+from spurline_collation_fast.tokenization.chunks import SampleBlock
+from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError, slice_path
 
-EXIT_TIMEOUT_S = 30.0
-"""Seconds a worker may take to end after it was killed or has said that it is done."""
-
-_STDERR_CHARACTERS = 3000
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Environment of a worker: the workers are what runs in parallel."""
 
 
 @dataclass
@@ -40,8 +34,7 @@ class _Worker:
 
     number: int
     rows: range
-    process: subprocess.Popen[bytes]
-    reader: threading.Thread
+    child: ChildProcess
     inbox: deque[dict[str, Any]] = field(default_factory=deque[dict[str, Any]])
     rows_done: int = 0
     has_ended: bool = False
@@ -70,14 +63,14 @@ class SliceWorkers:
         self._stall_timeout_s = stall_timeout_s
         self._on_progress = on_progress
         self._parent_folder = folder
-        self._news: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> SliceWorkers:
         """Start the workers. Raises UnsharableDataError when they cannot be given the data."""
         self._folder = Path(tempfile.mkdtemp(prefix="spurline-tokenize-", dir=self._parent_folder))
         try:
-            self._task.save(task_path(self._folder))
+            self._task.save(self._folder)
             for number, rows in enumerate(self._slices):
                 self._workers.append(self._start(number, rows))
         except OSError as error:
@@ -97,7 +90,7 @@ class SliceWorkers:
     @property
     def process_ids(self) -> list[int]:
         """Of the workers, in the order of their slices."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.child.pid for worker in self._workers]
 
     def blocks(self) -> Iterator[SampleBlock]:
         """Blocks in the order of the rows, whoever is done first.
@@ -114,30 +107,21 @@ class SliceWorkers:
 
     def _start(self, number: int, rows: range) -> _Worker:
         slice_path(self._folder, number).touch()
-        arguments = [str(self._folder), *map(str, (number, rows.start, rows.stop))]
-        with self._stderr_path(number).open("wb") as stderr:
-            process = subprocess.Popen(
-                # -P: a module in the working directory must not hide one of the same name elsewhere.
-                [sys.executable, "-P", "-m", "spurline_collation_fast.tokenization.slice_worker", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=_environment(),
-                # Ctrl-C in a terminal is the parent's to handle.
-                start_new_session=True,
-            )
-        reader = threading.Thread(target=self._read, args=(number, process), name=f"slice-{number}", daemon=True)
-        reader.start()
-        return _Worker(number, rows, process, reader)
 
-    def _read(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        """Queue a worker's lines as they come; an empty one says that there are no more."""
-        assert process.stdout is not None
-        for line in process.stdout:
-            # What a killed worker did not finish saying says nothing.
-            if line.endswith(b"\n"):
-                self._news.put((number, line))
-        self._news.put((number, b""))
+        def take(messages: list[dict[str, Any]]) -> None:
+            for message in messages:
+                self._news.put((number, message))
+
+        child = ChildProcess(
+            "spurline_collation_fast.tokenization.slice_worker",
+            (self._folder, number, rows.start, rows.stop),
+            take=take,
+            on_end=lambda _: self._news.put((number, None)),
+            log=self._folder / f"stderr-{number}",
+            folder=self._folder,
+            environment=_ONE_THREAD,
+        )
+        return _Worker(number, rows, child)
 
     def _next_block(self, worker: _Worker) -> dict[str, Any] | None:
         """Header of the worker's next block; None after the last."""
@@ -151,14 +135,13 @@ class SliceWorkers:
     def _receive(self) -> None:
         """Take in one message of any worker."""
         try:
-            number, line = self._news.get(timeout=self._stall_timeout_s)
+            number, message = self._news.get(timeout=self._stall_timeout_s)
         except queue.Empty:
             raise errors.RunFailedError(self._stalled()) from None
         worker = self._workers[number]
-        if not line:
+        if message is None:
             self._check_end(worker)
             return
-        message = json.loads(line)
         if "unsharable" in message:
             raise UnsharableDataError(message["unsharable"])
         if "block" in message:
@@ -170,20 +153,18 @@ class SliceWorkers:
             # An error of a lower row would be the one to report, one of a higher row would not.
             for other in self._workers[number + 1 :]:
                 other.stopped = True
-                other.process.kill()
+                other.child.kill()
         worker.inbox.append(message)
 
     def _check_end(self, worker: _Worker) -> None:
         """Raise RunFailedError when a worker has ended without saying how."""
         if worker.has_ended or worker.stopped:
             return
-        code = worker.process.wait(EXIT_TIMEOUT_S)
-        fewer = "Use fewer workers (tokenization.workers; 0 uses none)."
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            how += f", which often means that memory ran out. {fewer}" if -code == signal.SIGKILL else f". {fewer}"
-        else:
-            how = f"ended with exit code {code}."
+        how = f"ended with {worker.child.how_it_ended}."
+        if (worker.child.exit_code or 0) < 0:
+            why = ", which often means that memory ran out" if worker.child.exit_code == -signal.SIGKILL else ""
+            fewer = "Use fewer workers (tokenization.workers; 0 uses none)."
+            how = f"was {worker.child.how_it_ended}{why}. {fewer}"
         raise errors.RunFailedError(f"{self._name(worker)} {how}{self._said(worker)}")
 
     def _stalled(self) -> str:
@@ -200,33 +181,19 @@ class SliceWorkers:
         labels = [item.dataset.label for item in self._task.datasets]
         end = f"row {last}" if last_source == source else f"row {last} of {labels[last_source]}"
         return (
-            f"tokenization worker {worker.number + 1} of {len(self._workers)} (process {worker.process.pid}, "
+            f"tokenization worker {worker.number + 1} of {len(self._workers)} (process {worker.child.pid}, "
             f"{labels[source]} row {row} to {end})"
         )
 
     def _said(self, worker: _Worker) -> str:
         """The end of the worker's standard error, when there is any."""
-        text = self._stderr_path(worker.number).read_text(encoding="utf-8", errors="replace").strip()
-        return f"\nIt said:\n{text[-_STDERR_CHARACTERS:]}" if text else ""
-
-    def _stderr_path(self, number: int) -> Path:
-        return self._folder / f"stderr-{number}"
+        text = worker.child.last_words()
+        return f"\nIt said:\n{text}" if text else ""
 
     def _close(self) -> None:
         """End what still runs, wait for it, and remove the files."""
         for worker in self._workers:
-            worker.process.kill()
+            worker.child.kill()
         for worker in self._workers:
-            worker.process.wait(EXIT_TIMEOUT_S)
-            worker.reader.join(EXIT_TIMEOUT_S)
-            for pipe in (worker.process.stdin, worker.process.stdout):
-                assert pipe is not None
-                pipe.close()
+            worker.child.end()
         shutil.rmtree(self._folder)
-
-
-def _environment() -> dict[str, str]:
-    """The parent's, with its module paths; one thread each, since the workers are what runs in parallel."""
-    one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    places = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    return {**os.environ, **one_thread, "PYTHONPATH": places}

@@ -1,41 +1,39 @@
-"""What runs in a child process: core's engine `in_process` behind a pipe.
+"""What runs in a child process: core's engine `in_process`, told by messages what to do.
 
-`python -m spurline_async_rl.engines.child.main PARENT_PID`. Plugins are loaded anew from their names, the config
-comes as JSON. The process ends when its stdin does, which is when the parent closes it or dies, however that happens.
+Plugins are loaded anew from their names, the config comes as JSON. The process ends when there are no more messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import signal
+import json
 import sys
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 from spurline.config.loading import load_config
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError, SpurlineError, UserError
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest, Sampling, WeightBucket
+from spurline.ranks.child import Parent
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.engine import InProcessEngine
 from spurline.rl.engines.in_process.response import Written
-from spurline_async_rl.engines.child.wire import MAX_LINE_BYTES, decode, encode, unpack_request
 from spurline_async_rl.engines.commands import Command, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import SegmentReader
 
-_PR_SET_PDEATHSIG = 1
+_MAX_LINE_BYTES = 1 << 28
+"""The longest message: millions of prompt tokens."""
 
 
 class Child:
-    """Does what the lines say; every call is a task, so that requests run side by side. out: answers go there."""
+    """Does what the messages say; every call is a task, so that requests run side by side."""
 
-    def __init__(self, out: BinaryIO) -> None:
-        self._out = out
-        self._unsent: list[bytes] = []
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+        self._unsent: list[dict[str, Any]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._engine: InProcessEngine | None = None
         self._readers = {"shared_memory": SegmentReader().read, "disk": read_file}
@@ -43,7 +41,7 @@ class Child:
     async def run(self, lines: asyncio.StreamReader) -> None:
         """Until there are no more lines."""
         while line := await lines.readline():
-            message = decode(line)
+            message = json.loads(line)
             number = message["id"]
             if message["do"] == "abort":
                 if number in self._tasks:
@@ -60,7 +58,7 @@ class Child:
             if message["do"] == "generate":
                 # Its answer comes with its last tokens, so that a death cannot come between the two.
                 await self._running.generate(
-                    unpack_request(message["request"]), lambda news: self._send(number, **_columns(news))
+                    _request(message["request"]), lambda news: self._send(number, **_columns(news))
                 )
             else:
                 await self._do(message)
@@ -112,20 +110,25 @@ class Child:
         return LoadBucket(WeightBucket("in_process", bucket.places, tensors=tensors))
 
     def _send(self, number: int, **message: Any) -> None:
-        """All lines of one turn of the loop, such as those of a decode step, in one write."""
+        """All messages of one turn of the loop, such as those of a decode step, in one write."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(encode({"id": number, **message}))
+        self._unsent.append({"id": number, **message})
 
     def _flush(self) -> None:
-        self._out.write(b"".join(self._unsent))
+        self._parent.send(*self._unsent)
         self._unsent.clear()
-        self._out.flush()
 
 
 def _kind(error: Exception) -> str:
     """As of the parent's `_ERRORS`."""
     return "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
+
+
+def _request(values: Mapping[str, Any]) -> GenerationRequest:
+    sampling = values["sampling"]
+    lists = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
+    return GenerationRequest(**{**values, "sampling": Sampling(**{**sampling, **lists})})
 
 
 def _columns(news: Written) -> dict[str, Any]:
@@ -134,24 +137,13 @@ def _columns(news: Written) -> dict[str, Any]:
     return columns if reason is None else {**columns, "answer": reason}
 
 
-async def _main(out: BinaryIO) -> None:
-    lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+def main(parent: Parent) -> None:
+    """Until the parent has no more to say."""
+    asyncio.run(_serve(parent))
+
+
+async def _serve(parent: Parent) -> None:
+    lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
-    await Child(out).run(lines)
-
-
-def _end_with(parent: int) -> None:
-    """Ask Linux to kill this process with its parent: the end of stdin is of no use while a computation hangs."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the parent was gone before this process began")
-
-
-if __name__ == "__main__":
-    _end_with(int(sys.argv[1]))
-    # What libraries print must not get between the answers.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    asyncio.run(_main(answers))
+    await Child(parent).run(lines)

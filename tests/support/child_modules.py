@@ -1,0 +1,75 @@
+"""What child processes of tests/core/test_child.py do: the first argument names a function of this module."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from spurline.ranks.child import ChildProcess, Parent
+
+
+def main(parent: Parent) -> None:
+    globals()[parent.arguments[0]](parent, *parent.arguments[1:])
+
+
+def echoes(parent: Parent) -> None:
+    """Sends back what it gets, and prints in between."""
+    for messages in parent.messages():
+        print("this line is not a message", flush=True)
+        parent.send(*messages)
+    parent.send({"goodbye": True})
+
+
+def hangs(parent: Parent, *also: str) -> None:
+    """For ever, in C code that hears no signal. also: beside a process of its own."""
+    others = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in also]
+    parent.send({"ids": [os.getpid(), *(other.pid for other in others)]})
+    max(itertools.count())
+
+
+def leaves_a_process(parent: Parent) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    parent.send({"ids": [child.pid]})
+
+
+def complains(parent: Parent, code: str) -> None:
+    print("giving up", file=sys.stderr, flush=True)
+    os._exit(int(code))
+
+
+def speaks_no_json(parent: Parent) -> None:
+    os.write(parent._out.fileno(), b"{]\n")
+    time.sleep(600)
+
+
+def breaks_off(parent: Parent) -> None:
+    parent.send({"whole": 1})
+    os.write(parent._out.fileno(), b'{"half": ')
+
+
+def sleeps(parent: Parent) -> None:
+    """And never reads."""
+    parent.send({"ids": [os.getpid()]})
+    time.sleep(600)
+
+
+def tells_where_it_is(parent: Parent) -> None:
+    parent.send(
+        {"group": os.getpgrp(), "id": os.getpid(), "environment": os.environ.get("OF_A_TEST"), "path": sys.path}
+    )
+
+
+def start_and_wait(task: str, folder: str | None) -> None:
+    """For a process that will be killed: start a child, print the ids that it tells, and wait."""
+    ChildProcess(
+        __name__,
+        (task,),
+        take=lambda messages: print(*messages[0]["ids"], flush=True),
+        on_end=lambda child: None,
+        folder=None if folder is None else Path(folder),
+    )
+    time.sleep(600)
