@@ -16,12 +16,12 @@ from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
 from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
+from spurline_async_rl.engines.commands import from_wire, to_wire
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import Progress
 from spurline_async_rl.engines.vllm import launch
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments, engine_environment, engine_spec
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
-from spurline_async_rl.weights.buckets import from_wire, to_wire
 from spurline_async_rl.weights.configs import CudaIpcSyncConfig, NcclSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
 from spurline_async_rl.weights.disk import read_file

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
-from spurline_async_rl.weights.buckets import from_wire, to_wire
+from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
 
 UPDATE = "update"
 """The hold in which an engine gets new weights; afterwards it may generate, whatever it was before."""
@@ -39,7 +38,7 @@ class Command:
 
     async def apply(self, engine: Any) -> None:
         """Have it done by an engine with such a method."""
-        await getattr(engine, self.name)(**vars(self))
+        await getattr(engine, self.name)(*vars(self).values())
 
     def to_plain(self) -> dict[str, Any]:
         """The command as JSON can hold it."""
@@ -67,7 +66,7 @@ class Resume(Command):
 
 @dataclass(frozen=True)
 class BeginUpdate(Command):
-    """As of `TakesWeights`, as are the next two."""
+    """Stop between two tokens for new weights; requests in flight wait."""
 
     version: int
     name, hold, limit, words = "begin_update", UPDATE, "update_timeout_s", "begin the update to version {version}"
@@ -76,12 +75,16 @@ class BeginUpdate(Command):
 
 @dataclass(frozen=True)
 class LoadBucket(Command):
+    """Take these weights over."""
+
     bucket: WeightBucket
     name, hold, limit, words = "load_bucket", UPDATE, "update_timeout_s", "load weights"
 
 
 @dataclass(frozen=True)
 class FinishUpdate(Command):
+    """Go on with the new weights, unless something else holds the engine."""
+
     version: int
     name, hold, limit, words = "finish_update", UPDATE, "update_timeout_s", "finish the update to version {version}"
     ends = True
@@ -94,6 +97,18 @@ def from_plain(plain: Mapping[str, Any]) -> Command:
     """The command that `to_plain` wrote."""
     values = {key: from_wire(value) if key == "bucket" else value for key, value in plain.items() if key != "name"}
     return _KINDS[plain["name"]](**values)
+
+
+def to_wire(bucket: WeightBucket) -> dict[str, Any]:
+    """JSON-able; tensors of a transport within one process do not travel."""
+    places = [[place.name, place.dtype, list(place.shape), place.offset] for place in bucket.places]
+    return {"transport": bucket.transport, "where": dict(bucket.where), "places": places}
+
+
+def from_wire(wire: Mapping[str, Any]) -> WeightBucket:
+    """The bucket that `to_wire` wrote."""
+    places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in wire["places"])
+    return WeightBucket(wire["transport"], places, wire["where"])
 
 
 class ControlledEngine(TakesWeights):

@@ -99,7 +99,7 @@ class Response:
         )
 
     def _cut_behind_stop_text(self) -> bool:
-        """Whether one is there; tokens behind it do not belong to the response."""
+        """Return whether there is one; tokens behind it do not belong to the response."""
         if self._stop_texts is None:
             return False
         tokens = self._so_far.token_ids

@@ -28,8 +28,7 @@ class EngineDiedError(RunFailedError):
 class Progress:
     """What has come of one response so far. The member adds to it while it generates, so that it survives the member.
 
-    All have the same length; only raw_logprobs stays shorter where an engine cannot tell them. Fields as of
-    GenerationResult.
+    The fields are those of GenerationResult, of one length; raw_logprobs stays shorter where an engine cannot tell them.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -46,7 +45,7 @@ class EngineMember(Protocol):
     """One engine. All coroutines are awaited on one event loop; the pool sets the time limits and cancels."""
 
     name: str
-    """For messages: `engine 0 (process 4711)`."""
+    """It names the engine in messages: `engine 0 (process 4711)`."""
 
     async def start(self) -> None:
         """Return when it could generate. Raises EngineDiedError when it cannot start."""
@@ -163,7 +162,7 @@ class PooledEngine(ControlledEngine):
             # Being cancelled, the member has killed them.
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """As of `EngineMember`; EngineDiedError also when no token comes for too long."""
+        """Have the member generate. Raises EngineDiedError also when no token comes for too long."""
         if self._end.done():
             raise EngineDiedError(self.reason)
         work = asyncio.ensure_future(self._member.generate(request, progress))
@@ -192,7 +191,7 @@ class PooledEngine(ControlledEngine):
             work.cancel()
 
     async def control(self, command: Command) -> None:
-        """As of `EngineMember`; an engine that does not do it, or not in time, is dead."""
+        """Have the member do it; an engine that does not, or not in time, is dead."""
         if command.begins:
             self._holds.add(command.hold)
         if command.hold not in self._holds:
@@ -205,7 +204,7 @@ class PooledEngine(ControlledEngine):
                 self._become("ready")
 
     async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
-        """Whether it did it, and within the limit of this setting; otherwise it is dead."""
+        """Return whether it did it, and within the limit of this setting; otherwise it is dead."""
         if self._end.done():
             work.close()
             return False
@@ -255,5 +254,5 @@ class PooledEngine(ControlledEngine):
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
-    """What fails after nobody waits for it any more is not worth a warning of asyncio's."""
+    """Take the error: what fails after nobody waits for it any more is not worth a warning of asyncio's."""
     _ = task.cancelled() or task.exception()

@@ -98,7 +98,7 @@ class EnginePool(ControlledEngine):
         return None if engine is None else engine.name
 
     def seconds_down(self) -> float:
-        """As of `MayBeDown`; the first start is a part of it."""
+        """The seconds that `MayBeDown` counts; the first start is a part of them."""
         since = self._down_since
         return self._down_s + (0.0 if since is None else time.monotonic() - since)
 
@@ -125,7 +125,7 @@ class EnginePool(ControlledEngine):
             try:
                 reason = await engine.generate(response.rest(), progress)
             except EngineDiedError:
-                # Told by `_keep_alive`; here it only means that another engine goes on.
+                # `_keep_alive` reports it; here it only means that another engine goes on.
                 reason = None
             except DataError:
                 if not response.has_tokens:

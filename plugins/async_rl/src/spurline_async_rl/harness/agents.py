@@ -1,11 +1,8 @@
-"""What an agent gets: where the model is, and what it is asked to do.
+"""Run the agent of an attempt: a Python function, or a program in a process group of its own.
 
-What an agent returns as reward terms: a number, or several by name.
-
-Run the agent of an attempt: a Python function, or a program in a process group of its own.
-
-Place on the way: Session -> this -> what the agent returns. It is not told when its attempt runs out of time: an async
-function is cancelled, a plain one is left behind on its thread, where its requests are refused, a program is ended.
+Place on the way: Session -> this -> what the agent returns -> named rewards. It is not told when its attempt runs out
+of time: an async function is cancelled, a plain one is left behind on its thread, where its requests are refused, a
+program is ended.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The conversations of a session: which tokens stand for the messages that a request sends again.
+"""One attempt as the server sees it: its turns, its conversations, the requests under way, and what went wrong.
 
-Place on the way: messages of a request -> the longest conversation they go on from -> ChatFront -> the model's turn.
-An API without state sends the whole conversation each time. What the model wrote in it is found by its text and kept as
-the tokens it wrote; messages that no turn of this session led to begin a conversation of their own.
-
-One attempt as the server sees it: its turns, its conversations, the requests under way, and what went wrong.
-
-Place on the way: request -> LiveSession -> policy handle of the attempt -> engine; at the end -> Trajectory.
+Place on the way: request -> LiveSession -> policy handle of the attempt -> engine; at the end -> Trajectory. An API
+without state sends the whole conversation each time. What the model wrote in it is found by its text and kept as the
+tokens it wrote; messages that no turn of this session led to begin a conversation of their own.
 """
 
 from __future__ import annotations
@@ -112,7 +108,7 @@ class DeliveredPolicy:
         )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """As any policy; ApiError when the context is full."""
+        """Ask the policy for its next turn. Raises ApiError when the context is full."""
         number = self._num_asked
         self._num_asked += 1
         try:
@@ -143,7 +139,7 @@ class DeliveredPolicy:
 
 
 class LiveSession:
-    """See the module. Lives on one event loop, from the agent's start to its end."""
+    """The attempt's state on one event loop, from the agent's start to its end."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError, Problem, RunFailedError, SpurlineError, listing
+from spurline.errors import ConfigError, RunFailedError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import RolloutEngine, TakesWeights
@@ -42,7 +42,7 @@ class Publisher:
         notify: Callable[[], None],
     ) -> None:
         if not isinstance(engine, TakesWeights):
-            raise _refusal(
+            raise ConfigError.at(
                 "source.engine.name",
                 f"is {config.engine.name}, whose weights cannot be replaced while it generates. Choose an engine that "
                 "takes weights, such as child_process or vllm.",
@@ -112,7 +112,7 @@ def choose_sync(given: WeightSyncConfig | None, engine: TakesWeights, registry: 
     reads = listing(engine.transports)
     if given is not None:
         if given.transport not in engine.transports:
-            raise _refusal(
+            raise ConfigError.at(
                 "source.weight_sync.name",
                 f"is {given.name}, which the chosen source.engine does not read: it takes weights by {reads}. Set one "
                 "of these, or leave weight_sync out.",
@@ -124,12 +124,8 @@ def choose_sync(given: WeightSyncConfig | None, engine: TakesWeights, registry: 
             config = cast("WeightSyncConfig", registry.get("weight_sync", name).config(name=name))
             if not config.needs_gpu or torch.cuda.is_available():
                 return config
-    raise _refusal(
+    raise ConfigError.at(
         "source.engine.name",
         f"chooses an engine, which reads {reads}; this run has {listing(registered)} (without a GPU no nccl or "
         "cuda_ipc). Choose another engine, or enable the plugin that brings the transport.",
     )
-
-
-def _refusal(key: str, text: str) -> ConfigError:
-    return ConfigError([Problem(key, text)])

@@ -22,7 +22,7 @@ from spurline_async_rl.weights.buckets import BucketSync, cut, place_of
 _GPU, _HANDLES = "gpu", "handles"
 """Keys of a bucket's `where`."""
 _DEVICE_ARGUMENT = 6
-"""Of torch's rebuild_cuda_tensor: the number of the GPU, which differs between processes."""
+"""Place among the arguments of torch's rebuild_cuda_tensor of the GPU's number, which differs between processes."""
 
 
 class CudaIpcSync(BucketSync):

@@ -20,8 +20,7 @@ from typing import Any
 
 from spurline import errors
 from spurline.ranks.child import ChildProcess
-from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
-from spurline_collation_fast.tokenization.chunks import SampleBlock
+from spurline_collation_fast.tokenization.chunks import RowLine, SampleBlock, even_slices
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError, slice_path
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -39,7 +39,7 @@ class Child:
         self._readers = {"shared_memory": SegmentReader().read, "disk": read_file}
 
     async def run(self, lines: asyncio.StreamReader) -> None:
-        """Until there are no more lines."""
+        """Serve until there are no more lines."""
         while line := await lines.readline():
             message = json.loads(line)
             number = message["id"]
@@ -121,7 +121,7 @@ class Child:
 
 
 def _kind(error: Exception) -> str:
-    """As of the parent's `_ERRORS`."""
+    """The name that the parent's `_ERRORS` has for it."""
     return "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
 
 

@@ -86,16 +86,16 @@ class AsyncEngine:
             self._holds.add(command.hold)
             await self._stand_still(clear_cache=command.hold == UPDATE and not self.keeps_kv_cache)
         if isinstance(command, LoadBucket):
-            command = replace(command, bucket=self._placed(command.bucket))
+            command = replace(command, bucket=self._place(command.bucket))
         if call := worker_call(command):
             check_complete(await self._call(*call))
         if command.ends:
             self._holds.discard(command.hold)
             if not self._holds:
-                await self._answered(self._llm.resume_generation())
+                await self._answer_of(self._llm.resume_generation())
 
     async def wait_ended(self) -> str:
-        """How it ended, as soon as it has."""
+        """Return how it ended, as soon as it has."""
         return await self.processes.wait_ended()
 
     async def close(self) -> None:
@@ -117,15 +117,15 @@ class AsyncEngine:
 
         clear_cache: drop all keys and values; requests in flight compute theirs anew when they go on.
         """
-        await self._answered(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+        await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         # vLLM's answer overtakes tokens that wait to be handed on, so a mark goes through the same queue behind them.
         # Whoever gets the last of them is woken before this is.
         mark = _Mark(asyncio.get_running_loop().create_future())
         self._llm.engine_core.outputs_queue.put_nowait(mark)
         self._llm._run_output_handler()
-        await self._answered(mark.passed)
+        await self._answer_of(mark.passed)
 
-    def _placed(self, bucket: WeightBucket) -> WeightBucket:
+    def _place(self, bucket: WeightBucket) -> WeightBucket:
         """The bucket that tells this engine's workers their place in a group of ranks, where it sets up one."""
         if "init" not in bucket.where:
             return bucket
@@ -138,7 +138,7 @@ class AsyncEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await self._answered(self._llm.collective_rpc(method, args=arguments))
+            return await self._answer_of(self._llm.collective_rpc(method, args=arguments))
         except EngineDiedError:
             raise
         except EngineDeadError as error:
@@ -146,7 +146,7 @@ class AsyncEngine:
         except Exception as error:
             raise RunFailedError(f"vLLM's worker failed in {method}: {error}") from error
 
-    async def _answered(self, call: Awaitable[_Result]) -> _Result:
+    async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
         """vLLM leaves whoever waits for a call to an engine that has died waiting for ever."""
         answer = asyncio.ensure_future(call)
         dead = asyncio.ensure_future(self.processes.wait_ended())
@@ -176,7 +176,7 @@ class _Mark:
 
 
 def _nothing() -> None:
-    """In place of what has been done."""
+    """Stand for what has been done."""
 
 
 def _check_heads(model_config: Any) -> None:

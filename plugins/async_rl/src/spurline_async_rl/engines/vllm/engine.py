@@ -22,7 +22,7 @@ from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
 
 
 class VllmEngine(EnginePool):
-    """See the module."""
+    """The members are made by the config's `mode` and `placement`."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
         """Raises ConfigError when vLLM, or Ray where engines are its actors, is not installed."""

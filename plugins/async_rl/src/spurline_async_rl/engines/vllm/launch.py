@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from spurline.config.run_config import ModelConfig, RunConfig
-from spurline.errors import ConfigError, Problem, RunFailedError, listing
+from spurline.errors import ConfigError, RunFailedError, listing
 from spurline_async_rl.engines.configs import VllmEngineConfig
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
@@ -26,7 +26,7 @@ _CPU_KV_CACHE_GB = 4.0
 def require(package: str, reason: str, fix: str) -> None:
     """Raise ConfigError when the package is not installed."""
     if find_spec(package) is None:
-        raise ConfigError([Problem("source.engine", f"{reason}, and {package} is not installed. {fix}")])
+        raise ConfigError.at("source.engine", f"{reason}, and {package} is not installed. {fix}")
 
 
 def require_vllm() -> None:
@@ -62,7 +62,7 @@ class EngineSpec:
     rank_offset: int = 0
 
     def to_plain(self) -> tuple[dict[str, Any], dict[str, Any], str, int]:
-        """For another process, where config classes are imported, not unpickled."""
+        """The spec for another process, where config classes are imported, not unpickled."""
         config, model = self.config.model_dump(mode="json"), self.model.model_dump(mode="json")
         return config, model, self.transport, self.rank_offset
 

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError
 from spurline.protocols.rollout_engine import Sampling
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import Command, LoadBucket
@@ -45,14 +45,10 @@ class RayCluster:
         for resource, count in needs.items():
             there = ray.cluster_resources().get(resource, 0.0)
             if there < count * self._config.engines:
-                raise ConfigError(
-                    [
-                        Problem(
-                            "source.engine.engines",
-                            f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
-                            f"{there:g}. Lower engines or tensor_parallel_size, or add nodes.",
-                        )
-                    ]
+                raise ConfigError.at(
+                    "source.engine.engines",
+                    f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
+                    f"{there:g}. Lower engines or tensor_parallel_size, or add nodes.",
                 )
         group = placement_group([needs], strategy="STRICT_PACK")
         try:
@@ -212,7 +208,7 @@ class RayEngine:
         self._group = await self._cluster.reserve()
         actor_class: Any = ray.remote(EngineActor)
         self._actor = actor_class.options(**self._cluster.actor_options(self._group)).remote(self._spec.to_plain())
-        facts: _Facts = await self._asked("start")
+        facts: _Facts = await self._ask("start")
         self.max_model_len, self.vocabulary = facts.max_model_len, facts.vocabulary
         self._node = facts.node
         self.where = f"{facts.where} on Ray node {facts.node[:8]}"
@@ -225,7 +221,7 @@ class RayEngine:
         self._inboxes[request_id] = inbox
         ended = False
         # Tokens may overtake the answer to this: whoever waited for it would take them for those of later weights.
-        submitting = asyncio.ensure_future(self._asked("submit", request_id, list(prompt), sampling, seed, salt))
+        submitting = asyncio.ensure_future(self._ask("submit", request_id, list(prompt), sampling, seed, salt))
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
             while not ended:
@@ -248,7 +244,7 @@ class RayEngine:
         mark = next(self._marks)
         self._inboxes[mark] = asyncio.Queue()
         try:
-            await self._asked("control", command, mark)
+            await self._ask("control", command, mark)
             # Behind all tokens in the stream; whoever gets the last of them is woken before this is.
             if isinstance(error := await self._inboxes[mark].get(), Exception):
                 raise error
@@ -257,7 +253,7 @@ class RayEngine:
 
     async def wait_ended(self) -> str:
         try:
-            return await self._asked("wait_ended")
+            return await self._ask("wait_ended")
         except EngineDiedError as error:
             return str(error)
 
@@ -276,18 +272,14 @@ class RayEngine:
         import ray
 
         if transport in ("shared_memory", "cuda_ipc") and self._node != ray.get_runtime_context().get_node_id():
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.weight_sync.name",
-                        f"is {transport}, which ends at this machine, but Ray has put an engine on node "
-                        f"{self._node[:8]}. Set weight_sync: nccl, or disk with a folder that all nodes see.",
-                    )
-                ]
+            raise ConfigError.at(
+                "source.weight_sync.name",
+                f"is {transport}, which ends at this machine, but Ray has put an engine on node "
+                f"{self._node[:8]}. Set weight_sync: nccl, or disk with a folder that all nodes see.",
             )
 
     def _end(self, actor: Any) -> None:
-        """By force: an actor's processes end with it."""
+        """End the actor by force; its processes end with it."""
         import ray
 
         if self._reader is not None:
@@ -298,7 +290,7 @@ class RayEngine:
             self._cluster.release(self._group)
             self._group = None
 
-    async def _asked(self, method: str, *arguments: Any) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         """The actor's answer. Raises EngineDiedError when the actor has died."""
         from ray.exceptions import RayActorError, RayTaskError
 

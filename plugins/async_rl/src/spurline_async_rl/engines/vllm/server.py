@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from transformers import PreTrainedTokenizerBase
 
-from spurline.errors import ConfigError, DataError, Problem, RunFailedError
+from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import Command, FinishUpdate
@@ -65,7 +65,7 @@ class ServerApi:
             ("worker extension", extension, WORKER_EXTENSION),
         ):
             if value != wanted:
-                raise self._misconfigured(f"has {what} '{value}', not {wanted}. {START_HINT}")
+                raise self._config_error(f"has {what} '{value}', not {wanted}. {START_HINT}")
         first = listed["data"][0]
         return ServerModel(first["id"], int(first["max_model_len"]))
 
@@ -96,7 +96,7 @@ class ServerApi:
                     if text.startswith("data:") and not text.endswith("[DONE]"):
                         yield self._delta(json.loads(text.removeprefix("data:")))
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self._lost(error) from error
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension; an answer per worker. Raises RunFailedError when one cannot do it."""
@@ -142,19 +142,19 @@ class ServerApi:
         try:
             async with self._session.request(verb, self._url + path, json=body, params=params) as answer:
                 if answer.status == 404:
-                    raise self._misconfigured(f"has no endpoint {path}. {START_HINT}")
+                    raise self._config_error(f"has no endpoint {path}. {START_HINT}")
                 await self._check(answer, on_failure)
                 text = await answer.text()
                 return json.loads(text) if text else {}
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self._lost(error) from error
 
     async def _check(self, answer: aiohttp.ClientResponse, on_failure: type[RunFailedError] = EngineDiedError) -> None:
         if answer.status < 400:
             return
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
-            raise self._misconfigured(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
+            raise self._config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
         # Refused for now, not for what it says: the request goes on elsewhere, or here later.
         if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
@@ -173,11 +173,11 @@ class ServerApi:
         logprobs = choice["logprobs"]["token_logprobs"] if tokens else ()
         return Delta(tokens, logprobs, reason)
 
-    def _unreachable(self, error: BaseException) -> EngineDiedError:
+    def _lost(self, error: BaseException) -> EngineDiedError:
         return EngineDiedError(f"{self._url} cannot be reached: {type(error).__name__}: {error}")
 
-    def _misconfigured(self, text: str) -> ConfigError:
-        return ConfigError([Problem("source.engine.urls", f"names {self._url}, which {text}")])
+    def _config_error(self, text: str) -> ConfigError:
+        return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
 
 
 class ServerMember:

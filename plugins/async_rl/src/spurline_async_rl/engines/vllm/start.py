@@ -33,7 +33,7 @@ class EngineProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of all of them."""
+        """The ids of all of them."""
         return [process.pid for process in self._all]
 
     def __str__(self) -> str:
