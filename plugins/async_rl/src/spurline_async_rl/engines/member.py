@@ -28,7 +28,7 @@ class EngineDiedError(RunFailedError):
 class Progress:
     """What has come of one response so far. The member adds to it while it generates, so that it survives the member.
 
-    The fields are those of GenerationResult, of one length; raw_logprobs stays shorter where an engine cannot tell them.
+    The fields are those of GenerationResult, of one length; raw_logprobs is shorter where an engine cannot tell them.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
