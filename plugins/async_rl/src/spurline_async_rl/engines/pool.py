@@ -26,6 +26,8 @@ _SLACK = 16
 """Requests that an engine may have more than the least busy one, and still be preferred for its prefix cache."""
 _REMEMBERED = 8192
 """Prompts; older ones are forgotten, so that memory has a bound."""
+_LONGEST_BREAK_S = 60.0
+"""Seconds between two tries to start an engine, which double from 1."""
 
 
 class Router:
@@ -48,10 +50,6 @@ class Router:
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
         return chosen
-
-
-_LONGEST_BREAK_S = 60.0
-"""Seconds between two tries to start an engine, which double from 1."""
 
 
 class EnginePool(ControlledEngine):

@@ -24,6 +24,9 @@ from spurline.rl.chat_front import ChatFront
 from spurline.rl.trajectory import Trajectory, Turn
 from spurline_async_rl.harness.bodies import ApiError
 
+_REFUSALS = 16
+"""Requests over the limit of turns that an agent may still make before its attempt is ended."""
+
 
 class Conversations:
     """All conversations that one policy handle has had."""
@@ -83,10 +86,6 @@ def _identity(message: Mapping[str, Any]) -> Any:
 def _digest(before: bytes, value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
-
-
-_REFUSALS = 16
-"""Requests over the limit of turns that an agent may still make before its attempt is ended."""
 
 
 class DeliveredPolicy:

@@ -22,6 +22,9 @@ import psutil
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments, engine_environment
 
+_ONE_AT_A_TIME = threading.Lock()
+"""The environment, and what has been started meanwhile, belong to the whole process."""
+
 
 class EngineProcesses:
     """main: ids of the engine's own processes; what these have started belongs to it too."""
@@ -69,10 +72,6 @@ class EngineProcesses:
 def _note(ended: asyncio.Future[int], pid: int) -> None:
     if not ended.done():
         ended.set_result(pid)
-
-
-_ONE_AT_A_TIME = threading.Lock()
-"""The environment, and what has been started meanwhile, belong to the whole process."""
 
 
 class EngineStart:
