@@ -20,7 +20,13 @@ from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig, WeightBucket
+from spurline.protocols.rollout_engine import (
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngineConfig,
+    TakesWeights,
+    WeightBucket,
+)
 from spurline_async_rl.simulation.distributions import Distribution, LogNormal, Stragglers
 
 PLUGIN = Plugin("paced", api=API_VERSION)
@@ -48,7 +54,7 @@ class PacedEngineConfig(RolloutEngineConfig):
         return Stragglers(LogNormal(self.mean_s / (1 + share * (factor - 1)), self.sigma), share, factor)
 
 
-class PacedEngine:
+class PacedEngine(TakesWeights):
     """Two tokens for every request, the first when it begins and the second when it ends.
 
     Takes weights without looking at them, or shares those of a backend that has none.

@@ -10,6 +10,7 @@ import xxhash
 
 from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.pool import EnginePool
@@ -77,7 +78,6 @@ class ScriptedMember:
 
     def __init__(self, name: str, world: World) -> None:
         self.name = name
-        self.transports: Sequence[str] = ("in_process",)
         self.version = -1
         self.served: list[str] = []
         self.is_closed = False
@@ -117,24 +117,15 @@ class ScriptedMember:
                 return "stop"
         return "length"
 
-    async def pause(self) -> None:
-        await self._act("pause")
-        self._hold("pause")
-
-    async def resume(self) -> None:
-        self._release("pause")
-
-    async def begin_update(self, version: int) -> None:
-        await self._act("begin_update")
-        self._hold("update")
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._act("load_bucket")
-
-    async def finish_update(self, version: int) -> None:
-        await self._act("finish_update")
-        self.version = version
-        self._release("update")
+    async def control(self, command: Command) -> None:
+        if command.name != "resume":
+            await self._act(command.name)
+        if command.begins:
+            self._hold(command.hold)
+        if isinstance(command, FinishUpdate):
+            self.version = command.version
+        if command.ends:
+            self._release(command.hold)
 
     async def wait_dead(self) -> str:
         await self._dead.wait()

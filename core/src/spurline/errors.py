@@ -80,6 +80,11 @@ class ConfigError(UserError):
         located = lines or {}
         super().__init__("\n".join(self._render(problem, located) for problem in self.problems))
 
+    @classmethod
+    def at(cls, key: str, message: str) -> ConfigError:
+        """The error of one problem, where no file is at hand."""
+        return cls([Problem(key, message)])
+
     def _render(self, problem: Problem, lines: dict[str, int]) -> str:
         line = line_of(problem.key, lines)
         place = f"{self.origin}:{line}" if line else self.origin

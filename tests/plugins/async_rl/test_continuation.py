@@ -8,10 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 from spurline.rl.engines.in_process.response import StopTexts
+from spurline.rl.trajectory import FinishReason
 from spurline.testing.inputs import tiny_tokenizer
-from spurline_async_rl.engines.continuation import Continuation
+from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import Progress
 
 TOKENIZER = tiny_tokenizer()
@@ -26,19 +27,25 @@ def part(tokens: list[int], version: int = 1) -> Progress:
     return Progress(list(tokens), list(numbers), list(numbers), [version] * len(tokens))
 
 
+def add(response: Response, written: Progress, reason: FinishReason | None) -> GenerationResult | None:
+    """The response, if it has ended with this."""
+    ended = response.add(written, reason)
+    return None if ended is None else response.result(ended)
+
+
 def test_the_rest_asks_for_what_is_left_behind_the_tokens_so_far_with_another_seed() -> None:
-    response = Continuation(request(), TOKENIZER)
+    response = Response(request(), TOKENIZER)
     assert response.rest() == request()
-    assert response.add(Progress(), None) is None
+    assert add(response, Progress(), None) is None
     assert response.rest() == request()
-    assert response.add(part([40, 41]), None) is None
+    assert add(response, part([40, 41]), None) is None
     rest = response.rest()
     assert rest.prompt_ids == [5, 6, 40, 41]
     assert rest.sampling.max_new_tokens == 8
     assert rest.seed != 77
-    assert response.add(part([42], version=2), None) is None
+    assert add(response, part([42], version=2), None) is None
     assert response.rest().seed != rest.seed
-    result = response.add(part([43], version=3), "stop")
+    result = add(response, part([43], version=3), "stop")
     assert result is not None
     assert result.token_ids.tolist() == [40, 41, 42, 43]
     assert result.versions.tolist() == [1, 1, 2, 3]
@@ -47,23 +54,23 @@ def test_the_rest_asks_for_what_is_left_behind_the_tokens_so_far_with_another_se
 
 
 def test_nothing_left_to_generate_is_an_end_by_length() -> None:
-    response = Continuation(request(max_new_tokens=2), TOKENIZER)
-    result = response.add(part([40, 41]), None)
+    response = Response(request(max_new_tokens=2), TOKENIZER)
+    result = add(response, part([40, 41]), None)
     assert result is not None
     assert result.finish_reason == "length"
 
 
 def test_an_end_token_that_came_before_the_death_ends_the_response() -> None:
     for end, sampling in ((TOKENIZER.eos_token_id, {}), (50, {"stop_token_ids": (50,)})):
-        result = Continuation(request(**sampling), TOKENIZER).add(part([40, end]), None)
+        result = add(Response(request(**sampling), TOKENIZER), part([40, end]), None)
         assert result is not None
         assert result.finish_reason == "stop"
 
 
 def test_raw_logprobs_are_told_only_when_every_engine_could_tell_them() -> None:
-    response = Continuation(request(), TOKENIZER)
-    response.add(Progress([40], [-1.0], [], [1]), None)
-    result = response.add(part([41]), "stop")
+    response = Response(request(), TOKENIZER)
+    add(response, Progress([40], [-1.0], [], [1]), None)
+    result = add(response, part([41]), "stop")
     assert result is not None
     assert result.raw_logprobs is None
     assert result.logprobs.tolist() == [-1.0, -41.0]
@@ -78,7 +85,7 @@ def test_a_stop_text_is_found_wherever_the_response_was_interrupted(text: str, s
     tokens: list[int] = TOKENIZER.encode(text)
     whole = StopTexts(TOKENIZER, [stop])
     end = next((number for number, token in enumerate(tokens, 1) if whole.completed_by(token)), None)
-    response = Continuation(request(stop=(stop,), max_new_tokens=len(tokens) + 5), TOKENIZER)
+    response = Response(request(stop=(stop,), max_new_tokens=len(tokens) + 5), TOKENIZER)
     edges = sorted({0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)})
     result = None
     for begin, stop_at in pairwise(edges):
@@ -87,7 +94,7 @@ def test_a_stop_text_is_found_wherever_the_response_was_interrupted(text: str, s
         written = tokens[begin:stop_at]
         seen = next((number for number, token in enumerate(written, 1) if own.completed_by(token)), None)
         ends = seen is not None or stop_at == len(tokens)
-        result = response.add(part(written[:seen]), ("stop" if seen is not None else "length") if ends else None)
+        result = add(response, part(written[:seen]), ("stop" if seen is not None else "length") if ends else None)
         if result is not None:
             break
     assert result is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from scripted_members import ScriptedMember, Trainer, World, reference
 
 from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
+from spurline.protocols.rollout_engine import (
+    GenerationRequest,
+    GenerationResult,
+    Sampling,
+    TakesWeights,
+    TensorPlace,
+    WeightBucket,
+)
+from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, from_plain
 from spurline_async_rl.engines.pool import EnginePool
 
 Result = TypeVar("Result")
@@ -176,6 +185,12 @@ def test_an_engine_that_fails_or_hangs_in_an_update_is_replaced_and_the_update_g
     assert {version for result in results for version in result.versions.tolist()} == {1}
     assert world.members[0].is_closed
     assert [member.version for member in world.members[1:]] == [1, 1]
+
+
+def test_a_command_survives_the_way_to_another_process() -> None:
+    bucket = WeightBucket("disk", (TensorPlace("a", "float32", (2, 3), 64),), {"path": "/x"})
+    for command in (Pause(), Resume(), BeginUpdate(3), LoadBucket(bucket), FinishUpdate(4)):
+        assert from_plain(json.loads(json.dumps(command.to_plain()))) == command
 
 
 def test_an_update_that_no_engine_survives_is_an_error_with_the_reasons() -> None:

@@ -9,7 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
+from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.publishing import Publisher, choose_sync
+from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.weights.buckets import BucketSync, cut
-from spurline_async_rl.weights.choice import choose_sync
 from spurline_async_rl.weights.configs import InProcessSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.in_process import InProcessSync
 from spurline_async_rl.weights.shared_memory import SegmentReader, SharedMemorySync
@@ -41,7 +44,7 @@ class Weights:
             yield item
 
 
-class Taker:
+class Taker(TakesWeights):
     """An engine that keeps copies of what comes. hang_in: a part of the update that never ends."""
 
     transports: Sequence[str] = ("shared_memory", "in_process")
@@ -274,3 +277,47 @@ def test_without_a_gpu_no_transport_that_needs_one_is_chosen() -> None:
     engine = Taker()
     engine.transports = ("cuda_ipc", "nccl", "shared_memory")
     assert choose_sync(None, engine, PluginHost.load(["async_rl"]).registry).name == "shared_memory"
+
+
+class Fleet(Taker):
+    """An engine of a plugin with a member that it has started anew."""
+
+    longest_start_s = 5.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.member = Taker()
+        self.events: list[str] = []
+
+    @property
+    def awaiting_weights(self) -> Sequence[TakesWeights]:
+        return [self.member]
+
+    async def start(self) -> None:
+        self.events.append("start")
+
+    async def wait_for_one(self) -> None:
+        self.events.append("wait for one")
+
+
+@pytest.mark.parametrize("make", [Taker, Fleet])
+def test_any_engine_that_takes_weights_is_started_and_its_members_are_served(make: type[Taker], tmp_path: Path) -> None:
+    engine, loop, told = make(), LoopThread("publishing"), threading.Event()
+    config: Any = SimpleNamespace(engine=SimpleNamespace(name="own"), weight_sync=None, watchdog_s=60.0)
+    run, backend, rollout_engine = cast("Any", None), cast("Any", Weights(weights())), cast("Any", engine)
+    registry = PluginHost.load(["async_rl"]).registry
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    publisher = Publisher(rollout_engine, config, run, registry, loop, timeline, told.set)
+    try:
+        publisher.start_engines()
+        publisher.publish(1, backend)
+        publisher.publish(2, backend, publisher.awaiting_weights)
+        assert engine.on_awaiting_weights is not None
+        engine.on_awaiting_weights()
+    finally:
+        publisher.close()
+        loop.close()
+    assert told.is_set()
+    assert engine.version == 1
+    if isinstance(engine, Fleet):
+        assert (engine.events, engine.member.version) == (["start", "wait for one"], 2)

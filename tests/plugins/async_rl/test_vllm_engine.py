@@ -171,14 +171,14 @@ class TestTiedHead(EngineUpdateContract):
 
         async def use(engine: Any) -> tuple[list[GenerationResult], GenerationResult]:
             (live,) = engine._engines
-            live._member.keeps_kv_cache = True
+            live._member._engine.keeps_kv_cache = True
             writing = [asyncio.ensure_future(engine.generate(wanted)) for wanted in asked]
             try:
                 await engine.generate(request(PROMPTS[0], max_new_tokens=20, temperature=0.0))
                 await self.publish(engine, 2, models.new)
                 return await asyncio.gather(*writing), await engine.generate(asked[0])
             finally:
-                live._member.keeps_kv_cache = False
+                live._member._engine.keeps_kv_cache = False
 
         results, later = self.run(models, use)
         after = [

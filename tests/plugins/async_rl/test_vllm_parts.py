@@ -17,15 +17,15 @@ from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
 from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
+from spurline_async_rl.engines.commands import from_wire, to_wire
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import Progress
 from spurline_async_rl.engines.vllm import launch
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments, engine_environment, engine_spec
-from spurline_async_rl.engines.vllm.response import Delta, Response
+from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
 from spurline_async_rl.engines.vllm.worker_extension import WorkerExtension
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.weights import nccl
-from spurline_async_rl.weights.buckets import from_wire, to_wire
+from spurline_async_rl.weights import buckets
 from spurline_async_rl.weights.configs import CudaIpcSyncConfig, NcclSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
 from spurline_async_rl.weights.disk import read_file
@@ -128,7 +128,7 @@ def test_transports_between_gpus_are_refused_without_one() -> None:
     reason="nccl names no tensors of a bucket under `update`, which workers read", raises=KeyError, strict=True
 )
 def test_a_worker_receives_every_bucket_that_nccl_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "require_gpu", lambda transport: None)
+    monkeypatch.setattr(buckets, "_require_gpu", lambda transport: None)
     monkeypatch.setattr(NcclSync, "_meeting_point", lambda self: {})
     monkeypatch.setattr(NcclSync, "_send", lambda self, meeting_point, tensors: None)
     received: list[Any] = []
@@ -141,23 +141,23 @@ def test_a_worker_receives_every_bucket_that_nccl_sends(monkeypatch: pytest.Monk
     assert received
 
 
-def response(progress: Progress | None = None, **asked: Any) -> Response:
-    return Response(
+def response(progress: Progress | None = None, **asked: Any) -> VllmResponse:
+    return VllmResponse(
         request([40, 41], **asked), progress or Progress(), tiny_tokenizer(), max_model_len=100, vocabulary=300
     )
 
 
 def test_what_is_left_of_a_response_is_asked_for_with_other_random_numbers() -> None:
     progress = Progress(token_ids=[50, 51], logprobs=[-1.0, -1.0], versions=[1, 1])
-    first, rest = response(), response(progress)
-    assert [first.prompt, rest.prompt] == [[40, 41], [40, 41, 50, 51]]
+    first, rest = response().rest(), response(progress).rest()
+    assert [first.prompt_ids, rest.prompt_ids] == [[40, 41], [40, 41, 50, 51]]
     assert [first.sampling.max_new_tokens, rest.sampling.max_new_tokens] == [12, 10]
     assert first.seed != rest.seed
-    assert rest.seed != response(Progress(token_ids=[50], logprobs=[-1.0], versions=[1])).seed
+    assert rest.seed != response(Progress(token_ids=[50], logprobs=[-1.0], versions=[1])).rest().seed
 
 
 def test_the_context_bounds_a_response() -> None:
-    assert response(max_new_tokens=500).sampling.max_new_tokens == 98
+    assert response(max_new_tokens=500).rest().sampling.max_new_tokens == 98
 
 
 def test_a_response_that_has_ended_says_why() -> None:
@@ -178,7 +178,7 @@ def test_a_response_that_has_ended_says_why() -> None:
 def test_tokens_behind_a_stop_text_do_not_belong_to_the_response() -> None:
     progress = Progress(token_ids=[60], logprobs=[-0.5], versions=[3])
     ongoing = response(progress, stop=(tiny_tokenizer().decode([60, 61]),), temperature=0.5)
-    assert ongoing.add(Delta([61, 62], [-1.0, -2.0]), 4) == "stop"
+    assert ongoing.add_delta(Delta([61, 62], [-1.0, -2.0]), 4) == "stop"
     assert progress == Progress(token_ids=[60, 61], logprobs=[-0.5, -1.0], versions=[3, 4])
 
 
@@ -194,7 +194,7 @@ def test_tokens_behind_a_stop_text_do_not_belong_to_the_response() -> None:
 )
 def test_raw_logprobs_are_known_where_nothing_changes_them(sampling: dict[str, Any], known: bool) -> None:
     progress = Progress()
-    response(progress, **sampling).add(Delta([60], [-1.0]), 0)
+    response(progress, **sampling).add_delta(Delta([60], [-1.0]), 0)
     assert progress.raw_logprobs == ([-1.0] if known else [])
 
 
@@ -203,7 +203,7 @@ def test_raw_logprobs_are_known_where_nothing_changes_them(sampling: dict[str, A
 )
 def test_a_prompt_that_the_model_cannot_read_is_an_error_that_names_it(prompt: list[int], message: str) -> None:
     with pytest.raises(DataError, match=f"asked by a test.*{message}"):
-        Response(request(prompt), Progress(), tiny_tokenizer(), max_model_len=100, vocabulary=300)
+        VllmResponse(request(prompt), Progress(), tiny_tokenizer(), max_model_len=100, vocabulary=300)
 
 
 def test_a_bucket_survives_the_way_to_another_process() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -161,29 +162,56 @@ class WeightBucket:
     within_machine: bool = False
 
 
-@runtime_checkable
-class TakesWeights(Protocol):
-    """An engine with weights of its own, which a `weight_sync` replaces between two tokens.
+class TakesWeights(ABC):
+    """Base of an engine with weights of its own, which a `weight_sync` replaces between two tokens.
 
     `begin_update`, then `load_bucket` until every weight has come, then `finish_update`; one update at a time. A
     failure on the way raises RunFailedError and leaves an engine that generates no further token.
+
+    What has a default here is for an engine that takes long to start, consists of several, or starts some anew.
     """
 
     transports: Sequence[str]
     """Transports whose buckets it reads, the best one first."""
+    num_workers: int = 1
+    """Processes that hold weights: those that a transport with a group of ranks has to reach."""
+    engines_started: int = 0
+    """Members started so far; when it has risen, some of the workers are others than before."""
+    longest_start_s: float = 0.0
+    """Seconds that `start` and `wait_for_one` may take by the engine's own limits."""
+    on_awaiting_weights: Callable[[], None] | None = None
+    """Called on the event loop when a member has been started and awaits weights; then look at `awaiting_weights`, and
+    publish to them from the thread that owns the backend."""
 
+    @property
+    def awaiting_weights(self) -> Sequence[TakesWeights]:
+        """Members that generate nothing until they alone, or all, get weights. May be read on any thread."""
+        return ()
+
+    def holder_of(self, name: str) -> str | None:
+        """Who has the request of this name; None while it waits for a member. May be called on any thread."""
+        return "the engine"
+
+    async def start(self) -> None:
+        """Return when it could take weights, as could all its members; without this it starts with the first use."""
+        return
+
+    async def wait_for_one(self) -> None:
+        """Return when it, or at least one of its members, could take weights."""
+        return
+
+    @abstractmethod
     async def begin_update(self, version: int) -> None:
         """Stop between two tokens; requests in flight wait."""
-        ...
 
+    @abstractmethod
     async def load_bucket(self, bucket: WeightBucket) -> None:
         """Take these weights over. When it returns, the transport may use the bucket's memory for the next one."""
-        ...
 
+    @abstractmethod
     async def finish_update(self, version: int) -> None:
         """Go on with the new weights; tokens generated from now on carry this version.
 
         Nothing computed with the old weights is used any more: keys and values of requests in flight are computed anew,
         unless the engine's config says otherwise. Raises RunFailedError when weights are missing.
         """
-        ...

@@ -20,6 +20,11 @@ class WeightSyncConfig(ComponentConfig):
     needs_gpu: ClassVar[bool] = False
     """Whether it works between GPUs only, so that it is not chosen by default where there is none."""
 
+    @property
+    def transport(self) -> str:
+        """Name of the buckets it makes, without the plugin that a name may begin with."""
+        return self.name.rpartition("/")[2]
+
 
 @dataclass(frozen=True)
 class SyncReport:

@@ -1,4 +1,5 @@
 """A pool of rollout engines behind one object: routing, restarts, requests that go on where a dead engine left them.
 
-pool -> routing -> pooled_engine (one engine, start to death) -> member; continuation joins what several engines wrote
+pool -> member (one engine, start to death) -> child process, vLLM engine, actor or server. Requests are continued by
+`continuation`; everything else that an engine is told is one of `commands`.
 """

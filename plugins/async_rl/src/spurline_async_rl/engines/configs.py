@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of the engines in child processes and of vLLM, and the limits of a pool that both have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A response that several engines may write in turn, each going on where the last one ended.
 
 Place on the way: request -> what is left of it to ask -> tokens of one engine -> the whole result. No engine and no
-waiting here: that is `pool.py`.
+waiting here. The pool continues what a dead engine has left, a vLLM server what a pause has cut off.
 """
 
 from __future__ import annotations
@@ -18,54 +18,74 @@ from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.member import Progress
 
 
-class Continuation:
-    """The response to one request, so far."""
+class Response:
+    """The response to one request, so far.
 
-    def __init__(self, request: GenerationRequest, tokenizer: PreTrainedTokenizerBase) -> None:
+    progress: what has come of it; further tokens are added there.
+    finds_stop_texts: whether all stop texts are found here, and engines are not told of them. Without it an engine
+    finds those within what it writes itself, and only those that several have written are found here.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: Progress | None = None,
+        *,
+        finds_stop_texts: bool = False,
+    ) -> None:
         self._request = request
-        self._tokenizer = tokenizer
-        self._so_far = Progress()
+        self._so_far = Progress() if progress is None else progress
+        self._ends = (*request.sampling.stop_token_ids, tokenizer.eos_token_id)
+        self._finds_stop_texts = finds_stop_texts
+        self._stop_texts = StopTexts(tokenizer, request.sampling.stop) if request.sampling.stop else None
+        self._num_searched = 0
+        self._has_stop_text = finds_stop_texts and self._cut_behind_stop_text()
+        self._has_raw_logprobs = True
 
     @property
     def has_tokens(self) -> bool:
         return bool(self._so_far.token_ids)
 
+    @property
+    def ended(self) -> FinishReason | None:
+        """Why nothing is left to ask for; an engine may have died between the last token and saying so."""
+        tokens = self._so_far.token_ids
+        if self._has_stop_text or (tokens and tokens[-1] in self._ends):
+            return "stop"
+        return "length" if len(tokens) >= self._request.sampling.max_new_tokens else None
+
     def rest(self) -> GenerationRequest:
         """What to ask the next engine. As long as no token has come it is the request itself."""
         request, tokens = self._request, self._so_far.token_ids
+        if self._finds_stop_texts:
+            request = replace(request, sampling=replace(request.sampling, stop=()))
         if not tokens:
             return request
-        left = request.sampling.max_new_tokens - len(tokens)
-        assert left > 0, f"{request.name} has ended"
+        assert self.ended is None, f"{request.name} has ended"
         return replace(
             request,
             prompt_ids=[*request.prompt_ids, *tokens],
-            sampling=replace(request.sampling, max_new_tokens=left),
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(tokens)),
             # An engine counts random numbers from the first token it writes; with the same seed it would draw with
             # those of the beginning once more.
             seed=derive_seed(request.seed, "continuation", len(tokens), 0),
         )
 
-    def add(self, progress: Progress, reason: FinishReason | None) -> GenerationResult | None:
+    def add(self, part: Progress, reason: FinishReason | None) -> FinishReason | None:
         """Take over what an engine wrote. reason: None when it did not end the response.
 
-        Returns the response when it has ended with this.
+        Returns why the response has ended with this, if it has.
         """
         was_continued = self.has_tokens
-        missing = len(progress.token_ids) - len(progress.raw_logprobs)
-        self._so_far.token_ids += progress.token_ids
-        self._so_far.logprobs += progress.logprobs
         # Not every engine can tell both kinds.
-        self._so_far.raw_logprobs += [*progress.raw_logprobs, *[float("nan")] * missing]
-        self._so_far.versions += progress.versions
-        if reason is None and self._ends_with_stop_token():
-            reason = "stop"
-        if reason is None or was_continued:
-            # The engine that wrote the last part knew nothing of the text before it.
-            reason = self._cut_behind_stop_text() or reason
-        if reason is None and len(self._so_far.token_ids) >= self._request.sampling.max_new_tokens:
-            reason = "length"
-        return None if reason is None else self.result(reason)
+        self._has_raw_logprobs &= len(part.raw_logprobs) == len(part.token_ids)
+        for column, more in zip(self._so_far.columns(), part.columns(), strict=True):
+            column.extend(more)
+        # The engine that wrote the last part knew nothing of the text before it.
+        if self._finds_stop_texts or was_continued or reason is None:
+            self._has_stop_text = self._cut_behind_stop_text()
+        return "stop" if self._has_stop_text else reason or self.ended
 
     def result(self, reason: FinishReason) -> GenerationResult:
         """All that came, as one response."""
@@ -73,25 +93,20 @@ class Continuation:
         return GenerationResult(
             token_ids=np.array(so_far.token_ids, np.int32),
             logprobs=np.array(so_far.logprobs, np.float32),
-            raw_logprobs=None if np.isnan(so_far.raw_logprobs).any() else np.array(so_far.raw_logprobs, np.float32),
+            raw_logprobs=np.array(so_far.raw_logprobs, np.float32) if self._has_raw_logprobs else None,
             versions=np.array(so_far.versions, np.int32),
             finish_reason=reason,
         )
 
-    def _ends_with_stop_token(self) -> bool:
-        """Whether an engine died between the last token and saying that it was the last."""
-        ends = [*self._request.sampling.stop_token_ids, self._tokenizer.eos_token_id]
-        return self.has_tokens and self._so_far.token_ids[-1] in ends
-
-    def _cut_behind_stop_text(self) -> FinishReason | None:
-        texts = self._request.sampling.stop
-        if not texts:
-            return None
-        stop = StopTexts(self._tokenizer, texts)
-        so_far = self._so_far
-        end = next((number for number, token in enumerate(so_far.token_ids, 1) if stop.completed_by(token)), None)
-        if end is None:
-            return None
-        for column in (so_far.token_ids, so_far.logprobs, so_far.raw_logprobs, so_far.versions):
-            del column[end:]
-        return "stop"
+    def _cut_behind_stop_text(self) -> bool:
+        """Return whether there is one; tokens behind it do not belong to the response."""
+        if self._stop_texts is None:
+            return False
+        tokens = self._so_far.token_ids
+        while self._num_searched < len(tokens):
+            self._num_searched += 1
+            if self._stop_texts.completed_by(tokens[self._num_searched - 1]):
+                for column in self._so_far.columns():
+                    del column[self._num_searched :]
+                return True
+        return False

@@ -1,12 +1,9 @@
-"""One engine of a pool, as the pool sees it.
+"""One engine of a pool: what the pool may ask of it, and its life from start to death with all time limits.
 
-Place on the way: pool -> member (a child process, a vLLM engine, an actor, a server) -> tokens. A member knows nothing
-of other members, of routing or of retries.
-
-One engine from its start to its death, with the time limits that a member itself does not have.
-
-Place on the way: pool -> this -> member. Whatever goes wrong with the member ends this object for good; the pool makes
-another one. A failure of an engine is thus never an error of a publish or pause that the other engines survive.
+Place on the way: pool -> PooledEngine -> member (a child process, a vLLM engine, an actor, a server) -> tokens. A
+member knows nothing of other members, of routing, retries or time limits. Whatever goes wrong with it ends its
+PooledEngine for good, and the pool makes another one: a failure of one engine is never an error of a publish or pause
+that the others survive.
 """
 
 from __future__ import annotations
@@ -17,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from spurline.errors import RunFailedError, UserError
-from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.commands import UPDATE, Command, ControlledEngine
 from spurline_async_rl.engines.configs import PoolConfig
 
 
@@ -30,8 +28,7 @@ class EngineDiedError(RunFailedError):
 class Progress:
     """What has come of one response so far. The member adds to it while it generates, so that it survives the member.
 
-    All have the same length; only raw_logprobs stays shorter where an engine cannot tell them. Fields as of
-    GenerationResult.
+    The fields are those of GenerationResult, of one length; raw_logprobs is shorter where an engine cannot tell them.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -39,14 +36,16 @@ class Progress:
     raw_logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
 
+    def columns(self) -> tuple[list[Any], ...]:
+        """All four."""
+        return self.token_ids, self.logprobs, self.raw_logprobs, self.versions
+
 
 class EngineMember(Protocol):
     """One engine. All coroutines are awaited on one event loop; the pool sets the time limits and cancels."""
 
     name: str
-    """For messages: `engine 0 (process 4711)`."""
-    transports: Sequence[str]
-    """As of `TakesWeights`."""
+    """It names the engine in messages: `engine 0 (process 4711)`."""
 
     async def start(self) -> None:
         """Return when it could generate. Raises EngineDiedError when it cannot start."""
@@ -59,21 +58,9 @@ class EngineMember(Protocol):
         """
         ...
 
-    async def pause(self) -> None:
-        """Stop between two tokens. When it returns every token generated so far is in its Progress."""
+    async def control(self, command: Command) -> None:
+        """Do what the command says. Any error in an update is fatal for the engine."""
         ...
-
-    async def resume(self) -> None:
-        """Go on."""
-        ...
-
-    async def begin_update(self, version: int) -> None:
-        """As of `TakesWeights`, as are the next two; any error there is fatal for the engine."""
-        ...
-
-    async def load_bucket(self, bucket: WeightBucket) -> None: ...
-
-    async def finish_update(self, version: int) -> None: ...
 
     async def wait_dead(self) -> str:
         """Return when the engine has ended by itself, with what is known about why, such as the end of its log."""
@@ -100,19 +87,18 @@ class _UnderWay:
     since: float
 
 
-class PooledEngine:
-    """Also a `TakesWeights`: that of an engine which was started anew.
+class PooledEngine(ControlledEngine):
+    """A member and its limits. on_change: is called after every change of `state`."""
 
-    on_change: is called after every change of `state`.
-    """
-
-    def __init__(self, member: EngineMember, config: PoolConfig, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, member: EngineMember, config: PoolConfig, transports: Sequence[str], on_change: Callable[[], None]
+    ) -> None:
         self.state: State = "starting"
         self.load = 0
         self.has_started = False
         self.has_refused = False
         """Whether it is dead because it did not do what it was asked to, or not in time."""
-        self.transports = member.transports
+        self.transports = transports
         self._member = member
         self._config = config
         self._on_change = on_change
@@ -129,7 +115,7 @@ class PooledEngine:
 
     @property
     def is_updating(self) -> bool:
-        return "update" in self._holds
+        return UPDATE in self._holds
 
     @property
     def reason(self) -> str:
@@ -138,7 +124,7 @@ class PooledEngine:
 
     async def live(self) -> str:
         """Start it, and return when it is dead, with the reason. Raises what a user can mend, such as ModelError."""
-        if await self._ask("start", self._member.start(), self._config.start_timeout_s, "start_timeout_s"):
+        if await self._ask("start", self._member.start(), "start_timeout_s"):
             self.has_started = True
             self._become("awaiting")
             death = asyncio.ensure_future(self._member.wait_dead())
@@ -176,7 +162,7 @@ class PooledEngine:
             # Being cancelled, the member has killed them.
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """As of `EngineMember`; EngineDiedError also when no token comes for too long."""
+        """Have the member generate. Raises EngineDiedError also when no token comes for too long."""
         if self._end.done():
             raise EngineDiedError(self.reason)
         work = asyncio.ensure_future(self._member.generate(request, progress))
@@ -204,35 +190,25 @@ class PooledEngine:
             self.load -= 1
             work.cancel()
 
-    async def pause(self) -> None:
-        self._holds.add("pause")
-        await self._ask("pause", self._member.pause(), self._config.pause_timeout_s, "pause_timeout_s")
+    async def control(self, command: Command) -> None:
+        """Have the member do it; an engine that does not, or not in time, is dead."""
+        if command.begins:
+            self._holds.add(command.hold)
+        if command.hold not in self._holds:
+            # It was started after the hold began, and takes no part in it.
+            return
+        if await self._ask(str(command), self._member.control(command), command.limit) and command.ends:
+            self._holds.discard(command.hold)
+            self._moved_at = asyncio.get_running_loop().time()
+            if command.hold == UPDATE:
+                self._become("ready")
 
-    async def resume(self) -> None:
-        if "pause" in self._holds:
-            await self._ask("go on", self._member.resume(), self._config.pause_timeout_s, "pause_timeout_s")
-            self._release("pause")
-
-    async def begin_update(self, version: int) -> None:
-        self._holds.add("update")
-        await self._update(f"begin the update to version {version}", self._member.begin_update(version))
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._update("load weights", self._member.load_bucket(bucket))
-
-    async def finish_update(self, version: int) -> None:
-        if await self._update(f"finish the update to version {version}", self._member.finish_update(version)):
-            self._release("update")
-            self._become("ready")
-
-    async def _update(self, what: str, work: Coroutine[Any, Any, None]) -> bool:
-        return await self._ask(what, work, self._config.update_timeout_s, "update_timeout_s")
-
-    async def _ask(self, what: str, work: Coroutine[Any, Any, None], limit_s: float, setting: str) -> bool:
-        """Whether it did it, and in time; otherwise it is dead."""
+    async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
+        """Return whether it did it, and within the limit of this setting; otherwise it is dead."""
         if self._end.done():
             work.close()
             return False
+        limit_s: float = getattr(self._config, setting)
         task = asyncio.ensure_future(work)
         task.add_done_callback(_retrieve)
         self._asked.add(task)
@@ -271,10 +247,6 @@ class PooledEngine:
                 "(source.engine.generate_timeout_s)"
             )
 
-    def _release(self, why: str) -> None:
-        self._holds.discard(why)
-        self._moved_at = asyncio.get_running_loop().time()
-
     def _become(self, state: State) -> None:
         if self.state != "dead":
             self.state = state
@@ -282,5 +254,5 @@ class PooledEngine:
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
-    """What fails after nobody waits for it any more is not worth a warning of asyncio's."""
+    """Take the error: what fails after nobody waits for it any more is not worth a warning of asyncio's."""
     _ = task.cancelled() or task.exception()

@@ -1,12 +1,8 @@
-"""Which engine gets a request: the one with least to do, or the one that knows the prompt already.
-
-Place on the way: request's name and load of the ready engines -> engine. No waiting here: that is `pool.py`.
-
-Several engines behind one object, which stays when they come and go.
+"""Several engines behind one object, which stays when they come and go.
 
 Place on the way: environments -> request -> the engine that suits it -> result; weights -> every engine. A dead engine
 is started anew, waits for the current weights, and meanwhile others go on with its requests from their tokens so far.
-What one engine does and may not do too long is `pooled_engine.py`; how it is reached is a member's business.
+What one engine does and may not do too long is `member.py`; how it is reached is a member's business.
 """
 
 from __future__ import annotations
@@ -14,41 +10,34 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError, SpurlineError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline.rl.engines.in_process.response import check_request
+from spurline_async_rl.engines.commands import UPDATE, Command, ControlledEngine
 from spurline_async_rl.engines.configs import PoolConfig
-from spurline_async_rl.engines.continuation import Continuation
+from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine, Progress
 
 _SLACK = 16
 """Requests that an engine may have more than the least busy one, and still be preferred for its prefix cache."""
 _REMEMBERED = 8192
 """Prompts; older ones are forgotten, so that memory has a bound."""
-
-
-class Loaded(Protocol):
-    """load: requests that it has."""
-
-    @property
-    def load(self) -> int: ...
-
-
-E = TypeVar("E", bound=Loaded)
+_LONGEST_BREAK_S = 60.0
+"""Seconds between two tries to start an engine, which double from 1."""
 
 
 class Router:
-    """Remembers which engine each prompt was last sent to."""
+    """Choose the engine with least to do, or the one that knows the prompt already: it remembers where each was last
+    sent to."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, Loaded] = OrderedDict()
+        self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
 
-    def choose(self, name: str, engines: Sequence[E]) -> E:
+    def choose(self, name: str, engines: Sequence[PooledEngine]) -> PooledEngine:
         """name: of the request; what stands before ` sample ` names the prompt. engines: at least one."""
         prompt = name.partition(" sample ")[0]
         chosen = min(engines, key=lambda engine: engine.load)
@@ -63,11 +52,7 @@ class Router:
         return chosen
 
 
-_LONGEST_BREAK_S = 60.0
-"""Seconds between two tries to start an engine, which double from 1."""
-
-
-class EnginePool:
+class EnginePool(ControlledEngine):
     """A `RolloutEngine` that `TakesWeights`.
 
     make_member: from an engine's number, one that has not been started; called anew after every death.
@@ -86,15 +71,13 @@ class EnginePool:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.transports = transports
-        self.on_awaiting_weights: Callable[[], None] | None = None
-        """Called on the event loop when an engine has been started and awaits weights; then look at
-        `awaiting_weights`, and publish to them from the thread that owns the backend."""
+        self.longest_start_s = config.start_timeout_s * (config.max_restarts + 1)
         self._config = config
         self._make_member = make_member
         self._tokenizer = tokenizer
         self._engines: list[PooledEngine] = []
         self._lives: list[asyncio.Task[None]] = []
-        self._updating: Sequence[PooledEngine] = ()
+        self._held: dict[str, list[PooledEngine]] = {}
         self._holders: dict[str, PooledEngine] = {}
         self._router = Router()
         self._change = asyncio.Event()
@@ -102,37 +85,29 @@ class EnginePool:
         self._down_s = 0.0
         self._down_since: float | None = None
         self._has_started = False
-        self._is_paused = False
         self._failure: Exception | None = None
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
-        """Engines that generate nothing until they alone, or all, get weights. May be read on any thread."""
         return [engine for engine in self._engines if engine.state == "awaiting" and not engine.is_updating]
 
     def holder_of(self, name: str) -> str | None:
-        """The engine that has the request of this name; None when none has. May be called on any thread."""
         engine = self._holders.get(name)
         return None if engine is None else engine.name
 
     def seconds_down(self) -> float:
-        """As of `MayBeDown`; the first start is a part of it."""
+        """The seconds that `MayBeDown` counts; the first start is a part of them."""
         since = self._down_since
         return self._down_s + (0.0 if since is None else time.monotonic() - since)
-
-    @property
-    def longest_start_s(self) -> float:
-        """Seconds that `start` may take by its own limits."""
-        return self._config.start_timeout_s * (self._config.max_restarts + 1)
 
     async def start(self) -> None:
         """Return when every engine has been started. Raises RunFailedError when they cannot be."""
         self._open()
-        # Ends: every start has a time limit, and the number of starts has one.
+        # This ends: every start has a time limit, and the number of starts has one.
         await self._until("start", lambda: all(engine.state in ("awaiting", "ready") for engine in self._engines))
 
     async def wait_for_one(self) -> None:
-        """Return when at least one engine has been started, and could take weights. Ends as `start` does."""
+        """Return when at least one engine has been started; it ends as `start` does."""
         self._open()
         await self._until("a publish", lambda: bool(self._started()))
 
@@ -140,7 +115,7 @@ class EnginePool:
         check_request(request)
         self._check(request.name)
         self._open()
-        response = Continuation(request, self._tokenizer)
+        response = Response(request, self._tokenizer)
         while True:
             engine = await self._engine_for(request)
             self._holders[request.name] = engine
@@ -148,7 +123,7 @@ class EnginePool:
             try:
                 reason = await engine.generate(response.rest(), progress)
             except EngineDiedError:
-                # Told by `_keep_alive`; here it only means that another engine goes on.
+                # `_keep_alive` reports it; here it only means that another engine goes on.
                 reason = None
             except DataError:
                 if not response.has_tokens:
@@ -157,42 +132,48 @@ class EnginePool:
                 return response.result("length")
             finally:
                 self._holders.pop(request.name, None)
-            result = response.add(progress, reason)
-            if result is not None:
-                return result
+            reason = response.add(progress, reason)
+            if reason is not None:
+                return response.result(reason)
 
-    async def pause(self) -> None:
-        self._check("pause")
+    async def control(self, command: Command) -> None:
+        """Have it done by every engine that takes part in the command's hold, from its beginning on; one that dies on
+        the way is started anew without the others' waiting for it.
+
+        Raises RunFailedError when no engine is left in an update, and not only because they happened to die: an engine
+        that is started anew awaits the weights, so that nothing is ever generated with older ones.
+        """
+        self._check(command.name)
         self._open()
-        self._is_paused = True
-        await _all(engine.pause() for engine in self._engines if engine.state == "ready")
+        if command.begins:
+            self._held[command.hold] = await self._ready_for(command)
+        engines = self._held.get(command.hold, [])
+        await asyncio.gather(*(engine.control(command) for engine in engines))
+        refusals = [engine.reason for engine in engines if engine.has_refused]
+        alive = [engine for engine in engines if engine.state != "dead"]
+        if command.ends:
+            self._held.pop(command.hold, None)
+            self._changed()
+        elif command.hold in self._held:
+            self._held[command.hold] = alive
+        if command.hold == UPDATE and refusals and not alive:
+            raise RunFailedError(f"No engine takes the new weights: {'; '.join(refusals)}")
 
-    async def resume(self) -> None:
-        self._check("resume")
-        self._is_paused = False
-        await _all(engine.resume() for engine in self._engines)
-        self._changed()
-
-    async def begin_update(self, version: int) -> None:
-        """Every engine that has been started takes part; one that dies on the way is started anew without the others'
-        waiting for it. With the first update all do."""
+    async def _ready_for(self, command: Command) -> list[PooledEngine]:
+        """The engines that take part in an update, when there is one that has been started, or else in a pause. In the
+        first update all do."""
+        if command.hold != UPDATE:
+            return [engine for engine in self._engines if engine.state == "ready"]
         if not self._has_started:
             await self.start()
             self._has_started = True
-        # Ends as in `start`.
-        await self._until("begin_update", lambda: bool(self._started()))
-        self._updating = self._started()
-        await self._update(engine.begin_update(version) for engine in self._updating)
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._update(engine.load_bucket(bucket) for engine in self._updating)
-
-    async def finish_update(self, version: int) -> None:
-        await self._update(engine.finish_update(version) for engine in self._updating)
+        # This ends as `start` does.
+        await self._until(command.name, lambda: bool(self._started()))
+        return self._started()
 
     async def close(self) -> None:
         self._fail(RunFailedError("they were closed"))
-        # Ends: closing an engine has a time limit.
+        # This ends: closing an engine has a time limit.
         await asyncio.gather(*self._lives, return_exceptions=True)
 
     def _open(self) -> None:
@@ -202,7 +183,8 @@ class EnginePool:
             self._lives = [asyncio.create_task(self._keep_alive(number)) for number in range(self._config.engines)]
 
     def _new_engine(self, number: int) -> PooledEngine:
-        return PooledEngine(self._make_member(number), self._config, self._changed)
+        self.engines_started += 1
+        return PooledEngine(self._make_member(number), self._config, self.transports, self._changed)
 
     async def _keep_alive(self, number: int) -> None:
         """One engine after another, until they have died too often."""
@@ -236,21 +218,13 @@ class EnginePool:
         while True:
             self._check(request.name)
             ready = [engine for engine in self._engines if engine.state == "ready"]
-            if ready and not self._is_paused:
+            # Also an engine that was started after a pause began generates nothing before it ends.
+            if ready and self._held.keys() <= {UPDATE}:
                 return self._router.choose(request.name, ready)
             await self._change.wait()
 
     def _started(self) -> list[PooledEngine]:
         return [engine for engine in self._engines if engine.state in ("awaiting", "ready")]
-
-    async def _update(self, parts: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Raises RunFailedError when no engine is left in the update, and not only because they happened to die: an
-        engine that is started anew awaits the weights, so that nothing is ever generated with older ones."""
-        await _all(parts)
-        refusals = [engine.reason for engine in self._updating if engine.has_refused]
-        self._updating = [engine for engine in self._updating if engine.state != "dead"]
-        if refusals and not self._updating:
-            raise RunFailedError(f"No engine takes the new weights: {'; '.join(refusals)}")
 
     async def _until(self, who: str, condition: Callable[[], bool]) -> None:
         while True:
@@ -288,7 +262,3 @@ class EnginePool:
                 if life is not asyncio.current_task():
                     life.cancel()
         self._changed()
-
-
-async def _all(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*parts)

@@ -1,11 +1,8 @@
-"""What an agent gets: where the model is, and what it is asked to do.
+"""Run the agent of an attempt: a Python function, or a program in a process group of its own.
 
-What an agent returns as reward terms: a number, or several by name.
-
-Run the agent of an attempt: a Python function, or a program in a process group of its own.
-
-Place on the way: Session -> this -> what the agent returns. It is not told when its attempt runs out of time: an async
-function is cancelled, a plain one is left behind on its thread, where its requests are refused, a program is ended.
+Place on the way: Session -> this -> what the agent returns -> named rewards. It is not told when its attempt runs out
+of time: an async function is cancelled, a plain one is left behind on its thread, where its requests are refused, a
+program is ended.
 """
 
 from __future__ import annotations
@@ -33,6 +30,13 @@ from spurline.rl.rewards.function import load_function
 
 CANCEL_TIMEOUT_S = 20.0
 """Seconds that a cancelled part of an attempt may take to end; less than the attempt itself has to."""
+TERM_TIMEOUT_S = 5.0
+"""Seconds a program may take to end by itself when it is told to."""
+_KILL_TIMEOUT_S = 10.0
+_STDOUT_KEPT = 2**20
+_STDERR_KEPT = 2000
+REWARD = "reward"
+"""The term that a single number is."""
 
 
 @dataclass(frozen=True)
@@ -56,36 +60,6 @@ class Session:
     uid: str
     sample: int
     location: str
-
-
-REWARD = "reward"
-"""The term that a single number is."""
-
-
-def terms_of(value: Any, who: str) -> dict[str, float]:
-    """Named finite terms. Raises AttemptFailedError naming `who` for anything else."""
-    terms = value if isinstance(value, Mapping) else {REWARD: value}
-    if not terms:
-        raise AttemptFailedError(f"{who} has returned no reward. Give at least one term.")
-    return {str(name): _number(number, str(name), who) for name, number in terms.items()}
-
-
-def _number(value: Any, name: str, who: str) -> float:
-    if not isinstance(value, (int, float, np.number, np.bool_)):
-        hint = " Does it lack a return statement?" if value is None else ""
-        raise AttemptFailedError(
-            f"{who} has returned {value!r:.200} as '{name}'; return a number, or numbers by name.{hint}"
-        )
-    if not math.isfinite(value):
-        raise AttemptFailedError(f"{who} has returned {value} as '{name}'; it must be finite.")
-    return float(value)
-
-
-TERM_TIMEOUT_S = 5.0
-"""Seconds a program may take to end by itself when it is told to."""
-_KILL_TIMEOUT_S = 10.0
-_STDOUT_KEPT = 2**20
-_STDERR_KEPT = 2000
 
 
 class Agent(Protocol):
@@ -152,6 +126,25 @@ class CommandAgent:
                 f"The last line that the agent's program printed is not JSON ({error}): {lines[-1][:200]!r}. Print the "
                 f'rewards, such as 1.0 or {{"solved": 1.0}}, last. {last_words}'.strip()
             ) from error
+
+
+def terms_of(value: Any, who: str) -> dict[str, float]:
+    """Named finite terms. Raises AttemptFailedError naming `who` for anything else."""
+    terms = value if isinstance(value, Mapping) else {REWARD: value}
+    if not terms:
+        raise AttemptFailedError(f"{who} has returned no reward. Give at least one term.")
+    return {str(name): _number(number, str(name), who) for name, number in terms.items()}
+
+
+def _number(value: Any, name: str, who: str) -> float:
+    if not isinstance(value, (int, float, np.number, np.bool_)):
+        hint = " Does it lack a return statement?" if value is None else ""
+        raise AttemptFailedError(
+            f"{who} has returned {value!r:.200} as '{name}'; return a number, or numbers by name.{hint}"
+        )
+    if not math.isfinite(value):
+        raise AttemptFailedError(f"{who} has returned {value} as '{name}'; it must be finite.")
+    return float(value)
 
 
 _ENDING_WITH_THIS = (

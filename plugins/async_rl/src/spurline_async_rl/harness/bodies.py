@@ -44,7 +44,7 @@ class ApiError(Exception):
         self.retry = retry
 
     def response(self) -> web.Response:
-        """As it is sent."""
+        """The answer that is sent."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         # OpenAI's clients repeat requests after 408, 429 and 5xx of their own accord, unless this header forbids it.

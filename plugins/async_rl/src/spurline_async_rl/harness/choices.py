@@ -77,7 +77,7 @@ class Answering:
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         except PluginError as error:
-            raise self._explained(error, session, sampling) from error
+            raise self._explain(error, session, sampling) from error
         choices = [self._choice(session, body, reply) for reply in replies]
         for branch, choice in zip(branches, choices, strict=True):
             [message] = read_messages([choice.message()], "message")
@@ -95,7 +95,7 @@ class Answering:
                 [session.policy.generate(prompt, sampling) for prompt in prompts], session.where, CANCEL_TIMEOUT_S
             )
         except PluginError as error:
-            raise self._explained(error, session, sampling) from error
+            raise self._explain(error, session, sampling) from error
         return [
             Choice(self._text(result, body), result.finish_reason, result, prompt)
             for prompt, result in zip(prompts, results, strict=True)
@@ -104,7 +104,7 @@ class Answering:
     def _sampling(self, session: LiveSession, body: Body) -> Sampling:
         return sampling_of(body, session.policy.sampling, ignore_sampling=self._ignore_sampling)
 
-    def _explained(self, error: PluginError, session: LiveSession, sampling: Sampling) -> Exception:
+    def _explain(self, error: PluginError, session: LiveSession, sampling: Sampling) -> Exception:
         """The policy refuses what training cannot use: the request's fault where it asked for that."""
         run = session.policy.sampling
         for name in _DISTRIBUTION:

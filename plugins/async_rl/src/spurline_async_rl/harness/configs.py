@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of the environment `harness`: the agent, its rewards, and the endpoint that it talks to."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
 from spurline.data.rows import BadRowError
-from spurline.errors import ConfigError, DataError, PluginError, Problem
+from spurline.errors import ConfigError, DataError, PluginError
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline.protocols.reward import Answer, Reward
@@ -165,13 +165,9 @@ def _api_key(config: HarnessConfig) -> str:
         return secrets.token_urlsafe(32)
     key = os.environ.get(config.api_key_env)
     if not key:
-        raise ConfigError(
-            [
-                Problem(
-                    "source.environment.api_key_env",
-                    f"names the environment variable {config.api_key_env}, which is not set. Set it, or remove "
-                    "api_key_env for a new key in each run.",
-                )
-            ]
+        raise ConfigError.at(
+            "source.environment.api_key_env",
+            f"names the environment variable {config.api_key_env}, which is not set. Set it, or remove "
+            "api_key_env for a new key in each run.",
         )
     return key

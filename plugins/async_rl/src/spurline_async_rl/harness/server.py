@@ -1,6 +1,4 @@
-"""Errors as OpenAI's API says them: a status and a JSON object with message, type, param and code.
-
-The HTTP server of a run: who may ask what, how much and how long; what goes wrong as OpenAI's API says it.
+"""The HTTP server of a run: who may ask what, how much and how long; what goes wrong as OpenAI's API says it.
 
 Place on the way: HTTP request -> session, body -> `Answering` -> JSON or a stream. One server serves all attempts, on
 the event loop that the environment runs on; each has an address of its own: `/sessions/ID/v1`.
@@ -43,7 +41,7 @@ _BACKLOG = 1024
 
 
 class HarnessServer:
-    """See the module. `start` before anything else, `stop` at the end."""
+    """Serves sessions between `start` and `stop`."""
 
     def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase, api_key: str) -> None:
         self._config = config
@@ -136,7 +134,7 @@ class HarnessServer:
             session = self._sessions.get(request.match_info.get("session", ""))
             if session is None:
                 raise
-            return _told(session, error).response()
+            return _fail(session, error).response()
 
     def _authorize(self, request: web.Request) -> None:
         shown = request.headers.get("Authorization", "")
@@ -150,10 +148,11 @@ class HarnessServer:
     def _session(self, request: web.Request) -> LiveSession:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
-            raise self._ended()
+            raise self._refusal()
         return session
 
-    def _ended(self) -> ApiError:
+    def _refusal(self) -> ApiError:
+        """Why a session is not served."""
         if self._is_closing:
             return ApiError(503, "The run is closing.", code="closing")
         return ApiError(404, "There is no such session: its attempt has ended.", code="unknown_session")
@@ -163,20 +162,18 @@ class HarnessServer:
         return web.json_response(self._writer.models())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        body = await self._read(request, ChatBody)
+        session, body = self._session(request), await self._read(request, ChatBody)
         choices = await self._in_session(session, self._answering.chat(session, body))
         if body.stream:
             return await self._stream(request, session, choices, self._writer.chat_chunks(body, choices))
-        return _whole(session, choices, self._writer.chat(body, choices))
+        return _deliver(session, choices, self._writer.chat(body, choices))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        body = await self._read(request, CompletionBody)
+        session, body = self._session(request), await self._read(request, CompletionBody)
         choices = await self._in_session(session, self._answering.complete(session, body))
         if body.stream:
             return await self._stream(request, session, choices, self._writer.completion_chunks(body, choices))
-        return _whole(session, choices, self._writer.completion(body, choices))
+        return _deliver(session, choices, self._writer.completion(body, choices))
 
     async def _read(self, request: web.Request, kind: type[BodyT]) -> BodyT:
         try:
@@ -192,7 +189,7 @@ class HarnessServer:
         if session.is_over:
             # While the request was on its way.
             work.close()
-            raise self._ended()
+            raise self._refusal()
         if self._num_requests >= limit:
             work.close()
             raise ApiError(
@@ -214,7 +211,7 @@ class HarnessServer:
                     code="timeout",
                 )
             if call.cancelled():
-                raise self._ended()
+                raise self._refusal()
             return call.result()
         finally:
             self._num_requests -= 1
@@ -235,13 +232,14 @@ class HarnessServer:
         return response
 
 
-def _whole(session: LiveSession, choices: list[Choice], answer: dict[str, Any]) -> web.Response:
+def _deliver(session: LiveSession, choices: list[Choice], answer: dict[str, Any]) -> web.Response:
+    """The choices as one JSON object; from now on they count as received."""
     response = web.json_response(answer)
     session.policy.deliver(choice.result for choice in choices)
     return response
 
 
-def _told(session: LiveSession, error: Exception) -> ApiError:
+def _fail(session: LiveSession, error: Exception) -> ApiError:
     """End the attempt with an error that the request is not to blame for; returns what the client is told."""
     session.fail(error)
     if isinstance(error, PrefixError):

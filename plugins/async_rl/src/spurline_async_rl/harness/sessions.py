@@ -1,12 +1,8 @@
-"""The conversations of a session: which tokens stand for the messages that a request sends again.
+"""One attempt as the server sees it: its turns, its conversations, the requests under way, and what went wrong.
 
-Place on the way: messages of a request -> the longest conversation they go on from -> ChatFront -> the model's turn.
-An API without state sends the whole conversation each time. What the model wrote in it is found by its text and kept as
-the tokens it wrote; messages that no turn of this session led to begin a conversation of their own.
-
-One attempt as the server sees it: its turns, its conversations, the requests under way, and what went wrong.
-
-Place on the way: request -> LiveSession -> policy handle of the attempt -> engine; at the end -> Trajectory.
+Place on the way: request -> LiveSession -> policy handle of the attempt -> engine; at the end -> Trajectory. An API
+without state sends the whole conversation each time. What the model wrote in it is found by its text and kept as the
+tokens it wrote; messages that no turn of this session led to begin a conversation of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +23,9 @@ from spurline.protocols.rollout_engine import GenerationResult, Sampling
 from spurline.rl.chat_front import ChatFront
 from spurline.rl.trajectory import Trajectory, Turn
 from spurline_async_rl.harness.bodies import ApiError
+
+_REFUSALS = 16
+"""Requests over the limit of turns that an agent may still make before its attempt is ended."""
 
 
 class Conversations:
@@ -89,10 +88,6 @@ def _digest(before: bytes, value: Any) -> bytes:
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
-_REFUSALS = 16
-"""Requests over the limit of turns that an agent may still make before its attempt is ended."""
-
-
 class DeliveredPolicy:
     """A PolicyHandle that leaves out the turns which no client has received, such as those of one that hung up."""
 
@@ -112,7 +107,7 @@ class DeliveredPolicy:
         )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """As any policy; ApiError when the context is full."""
+        """Ask the policy for its next turn. Raises ApiError when the context is full."""
         number = self._num_asked
         self._num_asked += 1
         try:
@@ -143,7 +138,7 @@ class DeliveredPolicy:
 
 
 class LiveSession:
-    """See the module. Lives on one event loop, from the agent's start to its end."""
+    """The attempt's state on one event loop, from the agent's start to its end."""
 
     def __init__(
         self,

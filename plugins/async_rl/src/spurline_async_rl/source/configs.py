@@ -63,7 +63,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
     @property
     def transport(self) -> str | None:
-        return None if self.weight_sync is None else self.weight_sync.name.rpartition("/")[2]
+        return None if self.weight_sync is None else self.weight_sync.transport
 
     def limits(self, num_batches: int) -> SchedulerLimits:
         """What the scheduler may do in a run of so many steps."""

@@ -6,19 +6,20 @@ Place on the way: backend, on the training thread, which waits -> weight sync, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError, Problem, RunFailedError, SpurlineError
+from spurline.errors import ConfigError, RunFailedError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import RolloutEngine, TakesWeights
-from spurline.protocols.weight_sync import SyncReport, WeightSync
-from spurline_async_rl.engines.pool import EnginePool
+from spurline.protocols.weight_sync import SyncReport, WeightSync, WeightSyncConfig
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.watchdog import tell
 from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.weights.choice import choose_sync
 
 _GRACE_S = 60.0
 """Longer than anything may take by its own limit: it knows better what it waited for."""
@@ -41,35 +42,29 @@ class Publisher:
         notify: Callable[[], None],
     ) -> None:
         if not isinstance(engine, TakesWeights):
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.engine.name",
-                        f"is {config.engine.name}, whose weights cannot be replaced while it generates. Choose an "
-                        "engine that takes weights, such as child_process or vllm.",
-                    )
-                ]
+            raise ConfigError.at(
+                "source.engine.name",
+                f"is {config.engine.name}, whose weights cannot be replaced while it generates. Choose an engine that "
+                "takes weights, such as child_process or vllm.",
             )
         self._engine: TakesWeights = engine
         self._name = config.engine.name
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
-        chosen = choose_sync(config.weight_sync, engine, registry)
+        chosen = choose_sync(cast("WeightSyncConfig | None", config.weight_sync), engine, registry)
         self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
-        if isinstance(engine, EnginePool):
-            engine.on_awaiting_weights = notify
+        engine.on_awaiting_weights = notify
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
         """Engines that were started anew and generate nothing before they get weights."""
-        return self._engine.awaiting_weights if isinstance(self._engine, EnginePool) else ()
+        return self._engine.awaiting_weights
 
     def start_engines(self) -> None:
         """Before the first publish, whose time limit is about sending weights alone."""
-        if isinstance(self._engine, EnginePool):
-            limit = self._engine.longest_start_s + _GRACE_S
-            self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
+        limit = self._engine.longest_start_s + _GRACE_S
+        self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
 
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
         """Return when these engines, or all, generate with the backend's weights.
@@ -77,7 +72,7 @@ class Publisher:
         Raises RunFailedError when they do not; nothing may be trained after that.
         """
         what = f"Publishing the weights of version {version} over {self._sync.transport}"
-        if engines is None and isinstance(self._engine, EnginePool):
+        if engines is None:
             # Its start has limits of its own, which are no part of the transport's.
             waiting = f"Starting a rollout engine '{self._name}' anew"
             self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + _GRACE_S, waiting)
@@ -106,3 +101,31 @@ class Publisher:
     def close(self) -> None:
         """Free what the transport holds."""
         self._sync.close()
+
+
+def choose_sync(given: WeightSyncConfig | None, engine: TakesWeights, registry: Registry) -> WeightSyncConfig:
+    """The config of the transport to create: the config's own `weight_sync`, or the first of the engine's transports
+    that can be used here.
+
+    Raises ConfigError naming both sides when they do not fit.
+    """
+    reads = listing(engine.transports)
+    if given is not None:
+        if given.transport not in engine.transports:
+            raise ConfigError.at(
+                "source.weight_sync.name",
+                f"is {given.name}, which the chosen source.engine does not read: it takes weights by {reads}. Set one "
+                "of these, or leave weight_sync out.",
+            )
+        return given
+    registered = registry.names("weight_sync")
+    for name in engine.transports:
+        if name in registered:
+            config = cast("WeightSyncConfig", registry.get("weight_sync", name).config(name=name))
+            if not config.needs_gpu or torch.cuda.is_available():
+                return config
+    raise ConfigError.at(
+        "source.engine.name",
+        f"chooses an engine, which reads {reads}; this run has {listing(registered)} (without a GPU no nccl or "
+        "cuda_ipc). Choose another engine, or enable the plugin that brings the transport.",
+    )

@@ -17,8 +17,13 @@ from typing import TypeVar
 from rich.console import Console
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, MayBeDown, RolloutEngine
-from spurline_async_rl.engines.pool import EnginePool
+from spurline.protocols.rollout_engine import (
+    GenerationRequest,
+    GenerationResult,
+    MayBeDown,
+    RolloutEngine,
+    TakesWeights,
+)
 from spurline_async_rl.scheduling.scheduler import Scheduler
 from spurline_async_rl.source.loop_thread import LoopThread
 
@@ -40,6 +45,8 @@ class ObservedEngine:
         self._next = 0
         self.answered_at = 0.0
         """When a request was last answered, on the monotonic clock."""
+        # The rest goes straight to the engine.
+        self.pause, self.resume, self.close = engine.pause, engine.resume, engine.close
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         number = self._next
@@ -54,15 +61,6 @@ class ObservedEngine:
     def seconds_down(self) -> float:
         return self._engine.seconds_down() if isinstance(self._engine, MayBeDown) else 0.0
 
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def close(self) -> None:
-        await self._engine.close()
-
     def describe(self) -> list[str]:
         """A line for each request, the oldest first: its name, how long it has taken, and which engine has it."""
         now = time.monotonic()
@@ -76,9 +74,7 @@ class ObservedEngine:
         return lines
 
     def _holder(self, name: str) -> str:
-        if not isinstance(self._engine, EnginePool):
-            return "with the engine"
-        holder = self._engine.holder_of(name)
+        holder = self._engine.holder_of(name) if isinstance(self._engine, TakesWeights) else "the engine"
         return f"with {holder}" if holder else "waiting for an engine"
 
 

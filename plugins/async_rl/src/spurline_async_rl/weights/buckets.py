@@ -1,8 +1,4 @@
-"""A bucket of weights as plain data, for a call to another process.
-
-Place on the way: transport -> WeightBucket -> `to_wire` -> RPC or HTTP -> `from_wire` -> the worker's readers.
-
-Publish weights bucket by bucket: what all transports share that hand buckets to engines.
+"""What all transports share: publish weights bucket by bucket, cut them, and place them in memory.
 
 Place on the way: `backend.named_weights()`, on a thread -> buckets, one at a time -> every engine at once. How a bucket
 travels is the transports' business; what an engine does with it is the engine's.
@@ -14,34 +10,23 @@ import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from spurline.errors import RunFailedError
+from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.concurrency import in_thread
-from spurline_async_rl.weights.configs import WeightSyncConfig
+from spurline_async_rl.engines.commands import BeginUpdate, Command, FinishUpdate, LoadBucket
+from spurline_async_rl.engines.vllm.launch import require_vllm
+from spurline_async_rl.weights.configs import BucketSyncConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
     from spurline.protocols.backend import Backend
-
-
-def to_wire(bucket: WeightBucket) -> dict[str, Any]:
-    """JSON-able; tensors of a transport within one process do not travel."""
-    places = [[place.name, place.dtype, list(place.shape), place.offset] for place in bucket.places]
-    facts = {"transport": bucket.transport, "within_machine": bucket.within_machine}
-    return {**facts, "where": dict(bucket.where), "places": places}
-
-
-def from_wire(wire: Mapping[str, Any]) -> WeightBucket:
-    """The bucket that `to_wire` wrote."""
-    places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in wire["places"])
-    return WeightBucket(wire["transport"], places, wire["where"], within_machine=wire["within_machine"])
 
 
 _ALIGNMENT = 64
@@ -53,10 +38,14 @@ class BucketSync(ABC):
 
     transport: str
 
-    def __init__(self, config: WeightSyncConfig, run: RunConfig | None = None) -> None:
-        """run: the whole config, for transports that write into the run directory."""
+    def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
+        """run: the whole config, for transports that write into the run directory.
+
+        Raises ConfigError on a machine where this transport cannot work.
+        """
+        if config.needs_gpu:
+            _require_gpu(self.transport)
         self._config = config
-        self._run = run
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
@@ -65,8 +54,8 @@ class BucketSync(ABC):
     def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
         """Runs on a thread; asked for the next bucket when every engine has taken the last one."""
 
-    def close(self) -> None:  # noqa: B027 - most transports have nothing to free
-        """As of `WeightSync`."""
+    def close(self) -> None:  # noqa: B027
+        """Free what the transport holds; most hold nothing."""
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         limit_s = self._config.timeout_s
@@ -83,31 +72,39 @@ class BucketSync(ABC):
 
     async def _publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         began = time.perf_counter()
-        await self._all(engines, "to begin an update", lambda engine: engine.begin_update(version))
+        await self._tell(engines, "to begin an update", BeginUpdate(version))
         sending = time.perf_counter()
         sent = number = 0
-        buckets = self.make_buckets(version, _opened(backend))
+        buckets = self.make_buckets(version, _weights_of(backend))
         self.waits_for = "the backend's first weights"
         while (bucket := await in_thread(_next, buckets)) is not None:
             number += 1
             sent += bucket_bytes(bucket.places)
-            await self._all(engines, f"to load bucket {number}", _loading(bucket))
+            await self._tell(engines, f"to load bucket {number}", LoadBucket(bucket))
             # The next one may need the memory.
             del bucket
             self.waits_for = f"the backend's weights after bucket {number}"
         finishing = time.perf_counter()
-        await self._all(engines, "to finish the update", lambda engine: engine.finish_update(version))
+        await self._tell(engines, "to finish the update", FinishUpdate(version))
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
 
-    async def _all(
-        self, engines: Sequence[TakesWeights], what: str, call: Callable[[TakesWeights], Awaitable[None]]
-    ) -> None:
-        """Every engine at once; the first error, when all have answered."""
+    async def _tell(self, engines: Sequence[TakesWeights], what: str, command: Command) -> None:
+        """Tell every engine at once. Raises the first error when all have answered."""
         self.waits_for = f"{len(engines)} engine(s) {what}"
-        answers = await asyncio.gather(*map(call, engines), return_exceptions=True)
+        answers = await asyncio.gather(*map(command.apply, engines), return_exceptions=True)
         for answer in answers:
             if answer is not None:
                 raise answer
+
+
+def _require_gpu(transport: str) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError.at(
+            "source.weight_sync.name",
+            f"is {transport}, which sends from GPU to GPU, but torch sees no GPU. Set weight_sync: "
+            "shared_memory, or check nvidia-smi.",
+        )
+    require_vllm()
 
 
 def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -156,14 +153,10 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _opened(backend: Backend) -> Iterator[tuple[str, Tensor]]:
+def _weights_of(backend: Backend) -> Iterator[tuple[str, Tensor]]:
     """The backend is called where the first weight is asked for: on the thread."""
     yield from backend.named_weights()
 
 
 def _next(buckets: Iterator[WeightBucket]) -> WeightBucket | None:
     return next(buckets, None)
-
-
-def _loading(bucket: WeightBucket) -> Callable[[TakesWeights], Awaitable[None]]:
-    return lambda engine: engine.load_bucket(bucket)

@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""Settings of the ways that weights take to the engines: bucket size, checksum, time limit, folder."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,27 +18,17 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline_async_rl.weights.buckets import BucketSync, cut, place_of
-from spurline_async_rl.weights.choice import require_gpu
-from spurline_async_rl.weights.configs import CudaIpcSyncConfig
-
-if TYPE_CHECKING:
-    from spurline.config.run_config import RunConfig
-
 
 _GPU, _HANDLES = "gpu", "handles"
 """Keys of a bucket's `where`."""
 _DEVICE_ARGUMENT = 6
-"""Of torch's rebuild_cuda_tensor: the number of the GPU, which differs between processes."""
+"""Place among the arguments of torch's rebuild_cuda_tensor of the GPU's number, which differs between processes."""
 
 
 class CudaIpcSync(BucketSync):
     """A `WeightSync` for engine `vllm` in mode `engine` on this machine."""
 
     transport = "cuda_ipc"
-
-    def __init__(self, config: CudaIpcSyncConfig, run: RunConfig | None = None) -> None:
-        super().__init__(config, run)
-        require_gpu(self.transport)
 
     def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
         device = torch.cuda.current_device()

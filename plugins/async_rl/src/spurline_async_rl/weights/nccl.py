@@ -17,7 +17,6 @@ from torch import Tensor
 from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
 from spurline_async_rl.weights.buckets import BucketSync, cut, place_of
-from spurline_async_rl.weights.choice import require_gpu
 from spurline_async_rl.weights.configs import NcclSyncConfig
 
 if TYPE_CHECKING:
@@ -32,17 +31,16 @@ class NcclSync(BucketSync):
 
     def __init__(self, config: NcclSyncConfig, run: RunConfig | None = None) -> None:
         super().__init__(config, run)
-        require_gpu(self.transport)
         self._num_workers = 0
         self._engines_started = 0
         self._group: Any = None
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
-        started = sum(getattr(engine, "engines_started", 0) for engine in engines)
+        started = sum(engine.engines_started for engine in engines)
         if started != self._engines_started:
             self._group = None
         self._engines_started = started
-        self._num_workers = sum(getattr(engine, "num_workers", 1) for engine in engines)
+        self._num_workers = sum(engine.num_workers for engine in engines)
         return await super().publish(version, backend, engines)
 
     def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:

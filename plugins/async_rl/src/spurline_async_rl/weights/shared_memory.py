@@ -95,7 +95,7 @@ class SegmentReader:
 
         Raises RunFailedError when its checksum is another one.
         """
-        memory = memoryview(self._attached(bucket.where[_SEGMENT]))
+        memory = memoryview(self._attach(bucket.where[_SEGMENT]))
         expected = bucket.where.get(_CHECKSUM)
         if expected is not None:
             got = checksum(memory, bucket.places)
@@ -106,7 +106,7 @@ class SegmentReader:
                 )
         return [(place.name, view(memory, place)) for place in bucket.places]
 
-    def _attached(self, name: str) -> mmap.mmap:
+    def _attach(self, name: str) -> mmap.mmap:
         if self._memory is None or self._name != name:
             # Not `SharedMemory(name)`: before Python 3.13 it tells this process's resource tracker, which would unlink
             # the segment when this process ends. The old mapping goes with its last view.
@@ -120,7 +120,7 @@ class SegmentReader:
 
 
 def checksum(memory: memoryview, places: Sequence[TensorPlace]) -> str:
-    """Of the tensors' bytes; what lies between them may be anything."""
+    """The checksum of the tensors' bytes; what lies between them may be anything."""
     digest = xxhash.xxh3_64()
     for place in places:
         digest.update(memory[place.offset : end_of([place])])

@@ -28,7 +28,7 @@ from spurline.model.probe import check_exactness
 from spurline.model.stream_model import StreamModel
 from spurline.model.weights import named_weights
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights, WeightBucket
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
@@ -110,8 +110,8 @@ class WeightWriter:
             )
 
 
-class InProcessEngine:
-    """A `RolloutEngine` that also `SharesWeights` and `TakesWeights`.
+class InProcessEngine(TakesWeights):
+    """A `RolloutEngine` that also `SharesWeights`.
 
     Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by updates only.
     With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.

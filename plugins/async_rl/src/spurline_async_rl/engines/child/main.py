@@ -19,8 +19,8 @@ from spurline.ranks.child import Parent
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.engine import InProcessEngine
 from spurline.rl.engines.in_process.response import Written
+from spurline_async_rl.engines.commands import Command, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
-from spurline_async_rl.weights.buckets import from_wire
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import SegmentReader
 
@@ -39,7 +39,7 @@ class Child:
         self._readers = {"shared_memory": SegmentReader().read, "disk": read_file}
 
     async def run(self, lines: asyncio.StreamReader) -> None:
-        """Until there are no more lines."""
+        """Serve until there are no more lines."""
         while line := await lines.readline():
             message = json.loads(line)
             number = message["id"]
@@ -71,16 +71,8 @@ class Child:
         match message["do"]:
             case "start":
                 await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
-            case "pause":
-                await self._running.pause()
-            case "resume":
-                await self._running.resume()
-            case "begin_update":
-                await self._running.begin_update(message["version"])
-            case "load_bucket":
-                await self._load(from_wire(message["bucket"]))
-            case "finish_update":
-                await self._running.finish_update(message["version"])
+            case "control":
+                await self._opened(from_plain(message["command"])).apply(self._running)
             case other:
                 raise AssertionError(f"nobody sends '{other}'")
 
@@ -109,9 +101,13 @@ class Child:
         )
         await self._running.load()
 
-    async def _load(self, bucket: WeightBucket) -> None:
+    def _opened(self, command: Command) -> Command:
+        """The command with the weights themselves, where it brings some."""
+        if not isinstance(command, LoadBucket):
+            return command
+        bucket = command.bucket
         tensors = tuple(tensor for _, tensor in self._readers[bucket.transport](bucket))
-        await self._running.load_bucket(WeightBucket("in_process", bucket.places, tensors=tensors))
+        return LoadBucket(WeightBucket("in_process", bucket.places, tensors=tensors))
 
     def _send(self, number: int, **message: Any) -> None:
         """All messages of one turn of the loop, such as those of a decode step, in one write."""
@@ -125,7 +121,7 @@ class Child:
 
 
 def _kind(error: Exception) -> str:
-    """As of the parent's `_ERRORS`."""
+    """The name that the parent's `_ERRORS` has for it."""
     return "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
 
 

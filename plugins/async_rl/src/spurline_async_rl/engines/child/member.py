@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import DataError, RunFailedError, UserError
-from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.ranks.child import ChildProcess
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.pool import EnginePool
-from spurline_async_rl.weights.buckets import to_wire
 
 _ERRORS = {"data": DataError, "user": UserError, "failed": RunFailedError}
 """Kinds of errors a child tells."""
@@ -70,20 +70,8 @@ class ChildMember:
             # An engine that has failed once generates no further token.
             raise EngineDiedError(str(error)) from error
 
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    async def begin_update(self, version: int) -> None:
-        await self._call("begin_update", version=version)
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._call("load_bucket", bucket=to_wire(bucket))
-
-    async def finish_update(self, version: int) -> None:
-        await self._call("finish_update", version=version)
+    async def control(self, command: Command) -> None:
+        await self._call("control", command=command.to_plain())
 
     async def wait_dead(self) -> str:
         await self._dead.wait()

@@ -1,23 +1,24 @@
 """One vLLM engine: AsyncLLM with what its users here need and it does not offer by itself.
 
-Place on the way: local member or Ray actor -> this -> AsyncLLM -> the engine's own processes. It knows tokens, pauses
-and buckets; versions, stop texts and Progress are the member's.
+Place on the way: local member or Ray actor -> this -> AsyncLLM -> the engine's own processes. It knows tokens and
+commands; versions, stop texts and Progress are the member's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.protocols.rollout_engine import Sampling
+from spurline.protocols.rollout_engine import Sampling, WeightBucket
 from spurline.rl.concurrency import in_thread
+from spurline_async_rl.engines.commands import UPDATE, Command, LoadBucket
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.launch import EngineSpec, check_complete
-from spurline_async_rl.engines.vllm.response import Delta
+from spurline_async_rl.engines.vllm.member import Delta, worker_call
 from spurline_async_rl.engines.vllm.start import EngineProcesses, EngineStart
 
 _Result = TypeVar("_Result")
@@ -32,12 +33,14 @@ class AsyncEngine:
 
     def __init__(self, spec: EngineSpec):
         self._spec = spec
+        self.keeps_kv_cache = spec.config.kv_cache == "keep"
+        self._holds: set[str] = set()
         self._llm: Any = None
         self._starting: EngineStart | None = None
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Names the engine in messages."""
         return str(self.processes)
 
     async def start(self) -> None:
@@ -74,36 +77,25 @@ class AsyncEngine:
         except ValueError as error:
             raise DataError(f"vLLM refuses the request: {error}") from error
 
-    async def pause(self, *, clear_cache: bool) -> None:
-        """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
+    async def control(self, command: Command) -> None:
+        """Do what the command says; vLLM's workers get weights between two tokens.
 
-        clear_cache: drop all keys and values; requests in flight compute theirs anew when they go on.
+        Raises RunFailedError when a worker cannot do it or weights are missing.
         """
-        await self._answered(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
-        # vLLM's answer overtakes tokens that wait to be handed on, so a mark goes through the same queue behind them.
-        # Whoever gets the last of them is woken before this is.
-        mark = _Mark(asyncio.get_running_loop().create_future())
-        self._llm.engine_core.outputs_queue.put_nowait(mark)
-        self._llm._run_output_handler()
-        await self._answered(mark.passed)
-
-    async def resume(self) -> None:
-        await self._answered(self._llm.resume_generation())
-
-    async def begin_update(self) -> None:
-        """Only between `pause` and `resume`, as are the next two."""
-        await self._call("spurline_begin_update")
-
-    async def load_bucket(self, wire: Mapping[str, Any]) -> None:
-        """wire: as of `bucket_wire.to_wire`."""
-        await self._call("spurline_load_bucket", dict(wire))
-
-    async def finish_update(self) -> None:
-        """Raises RunFailedError when weights are missing."""
-        check_complete(await self._call("spurline_finish_update"))
+        if command.begins:
+            self._holds.add(command.hold)
+            await self._stand_still(clear_cache=command.hold == UPDATE and not self.keeps_kv_cache)
+        if isinstance(command, LoadBucket):
+            command = replace(command, bucket=self._place(command.bucket))
+        if call := worker_call(command):
+            check_complete(await self._call(*call))
+        if command.ends:
+            self._holds.discard(command.hold)
+            if not self._holds:
+                await self._answer_of(self._llm.resume_generation())
 
     async def wait_ended(self) -> str:
-        """How it ended, as soon as it has."""
+        """Return how it ended, as soon as it has."""
         return await self.processes.wait_ended()
 
     async def close(self) -> None:
@@ -120,12 +112,33 @@ class AsyncEngine:
             # Its __del__ shuts down once more, maybe when the interpreter ends and half of what that needs is gone.
             llm.shutdown = _nothing
 
+    async def _stand_still(self, *, clear_cache: bool) -> None:
+        """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
+
+        clear_cache: drop all keys and values; requests in flight compute theirs anew when they go on.
+        """
+        await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+        # vLLM's answer overtakes tokens that wait to be handed on, so a mark goes through the same queue behind them.
+        # Whoever gets the last of them is woken before this is.
+        mark = _Mark(asyncio.get_running_loop().create_future())
+        self._llm.engine_core.outputs_queue.put_nowait(mark)
+        self._llm._run_output_handler()
+        await self._answer_of(mark.passed)
+
+    def _place(self, bucket: WeightBucket) -> WeightBucket:
+        """The bucket that tells this engine's workers their place in a group of ranks, where it sets up one."""
+        if "init" not in bucket.where:
+            return bucket
+        init = bucket.where["init"]
+        placed = {**init, "rank_offset": init["rank_offset"] + self._spec.rank_offset}
+        return replace(bucket, where={**bucket.where, "init": placed})
+
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """One answer per worker. Raises RunFailedError when a worker cannot do it, EngineDiedError when it has died."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await self._answered(self._llm.collective_rpc(method, args=arguments))
+            return await self._answer_of(self._llm.collective_rpc(method, args=arguments))
         except EngineDiedError:
             raise
         except EngineDeadError as error:
@@ -133,7 +146,7 @@ class AsyncEngine:
         except Exception as error:
             raise RunFailedError(f"vLLM's worker failed in {method}: {error}") from error
 
-    async def _answered(self, call: Awaitable[_Result]) -> _Result:
+    async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
         """vLLM leaves whoever waits for a call to an engine that has died waiting for ever."""
         answer = asyncio.ensure_future(call)
         dead = asyncio.ensure_future(self.processes.wait_ended())
@@ -163,7 +176,7 @@ class _Mark:
 
 
 def _nothing() -> None:
-    """In place of what has been done."""
+    """Stand for what has been done."""
 
 
 def _check_heads(model_config: Any) -> None:

@@ -6,6 +6,7 @@ Place on the way: config and run -> members -> `EnginePool`, which does the rest
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -16,19 +17,18 @@ from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import engine_spec, require, require_vllm
-from spurline_async_rl.engines.vllm.member import VllmHandle, VllmMember
+from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
 
 
 class VllmEngine(EnginePool):
-    """num_workers: GPUs (on CPUs, processes) that hold weights, over all engines. engines_started: so far."""
+    """The members are made by the config's `mode` and `placement`."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
         """Raises ConfigError when vLLM, or Ray where engines are its actors, is not installed."""
         self._vllm_config = config
         self._spec = engine_spec(config, run)
         self._model_tokenizer = tokenizer
-        self.engines_started = 0
         self.num_workers = config.engines * config.tensor_parallel_size
         self._cluster = None
         if config.mode == "server":
@@ -50,27 +50,14 @@ class VllmEngine(EnginePool):
             await self._cluster.close()
 
     def _make(self, number: int) -> EngineMember:
-        self.engines_started += 1
         config = self._vllm_config
         if config.mode == "server":
             url, key = config.urls[number], os.environ.get(config.api_key_env)
             make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
             return ServerMember(f"server {url}", make_api, self._model_tokenizer)
-        return VllmMember(
-            f"engine {number}",
-            self._engine(),
-            self._model_tokenizer,
-            transports=self.transports,
-            keeps_kv_cache=config.kv_cache == "keep",
-            rank_offset=number * config.tensor_parallel_size,
-        )
-
-    def _engine(self) -> VllmHandle:
-        if self._cluster is None:
-            return AsyncEngine(self._spec)
-        from spurline_async_rl.engines.vllm.ray import RayEngine
-
-        return RayEngine(self._spec, self._cluster)
+        spec = replace(self._spec, rank_offset=number * config.tensor_parallel_size)
+        engine = AsyncEngine(spec) if self._cluster is None else self._cluster.engine(spec)
+        return VllmMember(f"engine {number}", engine, self._model_tokenizer)
 
 
 def _transports(chosen: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from spurline.config.run_config import ModelConfig, RunConfig
-from spurline.errors import ConfigError, Problem, RunFailedError, listing
+from spurline.errors import ConfigError, RunFailedError, listing
 from spurline_async_rl.engines.configs import VllmEngineConfig
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
@@ -26,7 +26,7 @@ _CPU_KV_CACHE_GB = 4.0
 def require(package: str, reason: str, fix: str) -> None:
     """Raise ConfigError when the package is not installed."""
     if find_spec(package) is None:
-        raise ConfigError([Problem("source.engine", f"{reason}, and {package} is not installed. {fix}")])
+        raise ConfigError.at("source.engine", f"{reason}, and {package} is not installed. {fix}")
 
 
 def require_vllm() -> None:
@@ -39,9 +39,9 @@ def require_vllm() -> None:
     )
 
 
-def check_complete(missing: Sequence[Sequence[str]]) -> None:
-    """missing: what each worker's `spurline_finish_update` returned. Raises RunFailedError when it names layers."""
-    layers = sorted({layer for worker in missing for layer in worker})
+def check_complete(answers: Sequence[Sequence[str] | None]) -> None:
+    """answers: of the workers to a part of an update. Raises RunFailedError when they name layers without weights."""
+    layers = sorted({layer for missing in answers for layer in missing or ()})
     if layers:
         raise RunFailedError(
             f"New weights came without those of {listing(layers[:4])}; a model must be published as a whole."
@@ -50,24 +50,30 @@ def check_complete(missing: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine is started from, wherever that is. transport: the way weights take; empty where none is set."""
+    """What one engine is started from, wherever that is.
+
+    transport: the way weights take; empty where none is set. rank_offset: number of workers of the engines before this
+    one, for transports with a group of ranks.
+    """
 
     config: VllmEngineConfig
     model: ModelConfig
     transport: str
+    rank_offset: int = 0
 
-    def to_plain(self) -> tuple[dict[str, Any], dict[str, Any], str]:
-        """For another process, where config classes are imported, not unpickled."""
-        return self.config.model_dump(mode="json"), self.model.model_dump(mode="json"), self.transport
+    def to_plain(self) -> tuple[dict[str, Any], dict[str, Any], str, int]:
+        """The spec for another process, where config classes are imported, not unpickled."""
+        config, model = self.config.model_dump(mode="json"), self.model.model_dump(mode="json")
+        return config, model, self.transport, self.rank_offset
 
     @classmethod
-    def from_plain(cls, plain: tuple[dict[str, Any], dict[str, Any], str]) -> EngineSpec:
-        config, model, transport = plain
-        return cls(VllmEngineConfig.model_validate(config), ModelConfig.model_validate(model), transport)
+    def from_plain(cls, plain: tuple[dict[str, Any], dict[str, Any], str, int]) -> EngineSpec:
+        config, model, transport, rank_offset = plain
+        return cls(VllmEngineConfig.model_validate(config), ModelConfig.model_validate(model), transport, rank_offset)
 
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
-    """Of this run's engines."""
+    """The spec of this run's first engine."""
     return EngineSpec(config, run.model, run.source.transport or "")
 
 

@@ -1,4 +1,4 @@
-"""One vLLM engine as a member of the pool, wherever it runs.
+"""One vLLM engine as a member of the pool, wherever it runs; what vLLM is asked, and what of its answer is kept.
 
 Place on the way: pool -> this -> engine on this machine or in a Ray actor -> tokens with their versions.
 """
@@ -8,17 +8,91 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
-from spurline.protocols.rollout_engine import GenerationRequest, Sampling, WeightBucket
+from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.rl.engines.in_process.response import check_request
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.commands import UPDATE, Command, FinishUpdate
+from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError, Progress
-from spurline_async_rl.engines.vllm.response import Delta, Response
-from spurline_async_rl.weights.buckets import to_wire
+
+_SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
+"""vLLM takes seeds below 2**63."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Some more tokens of a response, in order. finish_reason: set with the last ones."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason | None = None
+
+
+class VllmResponse(Response):
+    """A response that vLLM writes; what has come so far may be continued.
+
+    Stop texts are found here, not by vLLM, so that a response ends at the very token at which core's engine ends it.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_model_len: int,
+        vocabulary: int | None = None,
+    ):
+        """vocabulary: number of tokens of the model, where it is known. Raises DataError for a request that the model
+        cannot answer."""
+        check_request(request)
+        prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
+        _check_prompt(request.name, prompt, max_model_len, vocabulary)
+        asked, eos = request.sampling, tokenizer.eos_token_id
+        sampling = replace(
+            asked,
+            max_new_tokens=min(asked.max_new_tokens, max_model_len - len(prompt)),
+            stop_token_ids=(*asked.stop_token_ids, *([eos] if isinstance(eos, int) else [])),
+        )
+        known = replace(request, prompt_ids=prompt, sampling=sampling, seed=request.seed & _SEED_BITS)
+        super().__init__(known, tokenizer, progress, finds_stop_texts=True)
+        self._is_raw = asked.temperature == 0 or (asked.temperature == 1 and asked.top_p == 1 and asked.top_k == 0)
+
+    def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
+        """Take the tokens that belong to the response. Returns why it ended, if it has."""
+        tokens, logprobs = list(delta.token_ids), list(delta.logprobs)
+        part = Progress(tokens, logprobs, logprobs if self._is_raw else [], [version] * len(tokens))
+        return self.add(part, delta.finish_reason)
+
+
+def _check_prompt(name: str, prompt: list[int], max_model_len: int, vocabulary: int | None) -> None:
+    if len(prompt) >= max_model_len:
+        raise DataError(
+            f"{name}: the prompt has {len(prompt)} tokens, and the engine's context of {max_model_len} holds prompt "
+            "and response. Shorten the prompt, or raise max_model_len and kv_cache_gb where the model allows it."
+        )
+    outside = [token for token in (min(prompt), max(prompt)) if token < 0 or (vocabulary and token >= vocabulary)]
+    if outside:
+        raise DataError(
+            f"{name}: the prompt has token {outside[0]}, and the model knows 0 to {(vocabulary or 0) - 1}. Is the "
+            "tokenizer another model's?"
+        )
+
+
+def worker_call(command: Command) -> tuple[Any, ...] | None:
+    """The method of our worker extension that has a part in this command, and its arguments; None when none has."""
+    if command.hold != UPDATE:
+        return None
+    values = command.to_plain()
+    return (f"spurline_{command.name}", *([values["bucket"]] if "bucket" in values else []))
 
 
 class VllmHandle(Protocol):
@@ -33,39 +107,43 @@ class VllmHandle(Protocol):
     def generate(
         self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
     ) -> AsyncGenerator[Delta, None]: ...
-    async def pause(self, *, clear_cache: bool) -> None: ...
-    async def resume(self) -> None: ...
-    async def begin_update(self) -> None: ...
-    async def load_bucket(self, wire: Mapping[str, Any]) -> None: ...
-    async def finish_update(self) -> None: ...
+    async def control(self, command: Command) -> None: ...
     async def wait_ended(self) -> str: ...
     async def close(self) -> None: ...
+
+
+class Gate:
+    """Shut by every hold on its own; requests pass when none is left."""
+
+    def __init__(self) -> None:
+        self.holds: set[str] = set()
+        self._opened = asyncio.Event()
+
+    def shut(self, hold: str) -> None:
+        self.holds.add(hold)
+        self._opened.clear()
+
+    def open(self, hold: str) -> None:
+        """Take this hold away."""
+        self.holds.discard(hold)
+        if not self.holds:
+            self._opened.set()
+
+    async def wait(self) -> None:
+        """Return when nothing holds."""
+        while self.holds:
+            await self._opened.wait()
 
 
 class VllmMember:
     """An `EngineMember`. A pause and an update may each hold the engine; it goes on when neither does."""
 
-    def __init__(
-        self,
-        name: str,
-        engine: VllmHandle,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        transports: Sequence[str],
-        keeps_kv_cache: bool,
-        rank_offset: int = 0,
-    ):
-        """rank_offset: number of workers of the engines before this one, for transports with a group of ranks."""
+    def __init__(self, name: str, engine: VllmHandle, tokenizer: PreTrainedTokenizerBase):
         self.name = name
-        self.transports = transports
         self._engine = engine
         self._tokenizer = tokenizer
-        self.keeps_kv_cache = keeps_kv_cache
-        self._rank_offset = rank_offset
         self._version = 0
-        self._holds: set[str] = set()
-        self._released = asyncio.Event()
-        self._released.set()
+        self._gate = Gate()
         self._request_ids = map(str, itertools.count())
 
     async def start(self) -> None:
@@ -73,67 +151,40 @@ class VllmMember:
         self.name = f"{self.name} ({self._engine.where})"
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        response = Response(
-            request,
-            progress,
-            self._tokenizer,
-            max_model_len=self._engine.max_model_len,
-            vocabulary=self._engine.vocabulary,
+        engine = self._engine
+        response = VllmResponse(
+            request, progress, self._tokenizer, max_model_len=engine.max_model_len, vocabulary=engine.vocabulary
         )
         if response.ended is not None:
             return response.ended
-        while self._holds:
-            await self._released.wait()
+        await self._gate.wait()
+        rest = response.rest()
         # Prompts read by older weights are of no use to newer ones: the version keeps them apart.
-        deltas = self._engine.generate(
-            next(self._request_ids), response.prompt, response.sampling, response.seed, salt=str(self._version)
+        deltas = engine.generate(
+            next(self._request_ids), rest.prompt_ids, rest.sampling, rest.seed, salt=str(self._version)
         )
         async with contextlib.aclosing(deltas):
             try:
                 async for delta in deltas:
-                    reason = response.add(delta, self._version)
+                    reason = response.add_delta(delta, self._version)
                     if reason is not None:
                         return reason
             except DataError as error:
                 raise DataError(f"{request.name}: {error}") from error
         raise EngineDiedError(f"{self.name} left a response without an end.")
 
-    async def pause(self) -> None:
-        self._hold("pause")
-        await self._engine.pause(clear_cache=False)
-
-    async def resume(self) -> None:
-        await self._release("pause")
-
-    async def begin_update(self, version: int) -> None:
-        self._hold("update")
-        await self._engine.pause(clear_cache=not self.keeps_kv_cache)
-        await self._engine.begin_update()
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        wire = to_wire(bucket)
-        init = wire["where"].get("init")
-        if init is not None:
-            wire["where"]["init"] = init | {"rank_offset": init["rank_offset"] + self._rank_offset}
-        await self._engine.load_bucket(wire)
-
-    async def finish_update(self, version: int) -> None:
-        await self._engine.finish_update()
-        self._version = version
-        await self._release("update")
+    async def control(self, command: Command) -> None:
+        if command.begins:
+            self._gate.shut(command.hold)
+        if isinstance(command, FinishUpdate):
+            # Before the engine goes on: its next tokens are of this version.
+            self._version = command.version
+        await self._engine.control(command)
+        if command.ends:
+            self._gate.open(command.hold)
 
     async def wait_dead(self) -> str:
         return await self._engine.wait_ended()
 
     async def close(self) -> None:
         await self._engine.close()
-
-    def _hold(self, why: str) -> None:
-        self._holds.add(why)
-        self._released.clear()
-
-    async def _release(self, why: str) -> None:
-        self._holds.discard(why)
-        if not self._holds:
-            await self._engine.resume()
-            self._released.set()

@@ -1,11 +1,8 @@
-"""The Ray cluster that engines run on: joined, or a local one started for this run.
-
-Place on the way: VllmEngine -> this -> placement groups for `ray_engine.py`. Imported only with `placement: ray`.
-
-A vLLM engine in a Ray actor, and the handle to it.
+"""vLLM engines in Ray actors: the cluster, joined or a local one started for this run, an actor, and the handle to it.
 
 Place on the way: member -> `RayEngine`, on the controller -> `EngineActor`, on any node -> AsyncEngine. All that comes
-from the engine comes back through one stream, in order: a batch of whatever has happened since the last one.
+from the engine comes back through one stream, in order: a batch of whatever has happened since the last one. Imported
+only with `placement: ray`.
 """
 
 from __future__ import annotations
@@ -14,20 +11,21 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
-from spurline.errors import ConfigError, Problem
-from spurline.protocols.rollout_engine import Sampling
+from spurline.errors import ConfigError
+from spurline.protocols.rollout_engine import Sampling, WeightBucket
 from spurline.rl.concurrency import in_thread
+from spurline_async_rl.engines.commands import Command, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import EngineSpec
-from spurline_async_rl.engines.vllm.response import Delta
+from spurline_async_rl.engines.vllm.member import Delta
 
 
 class RayCluster:
@@ -47,14 +45,10 @@ class RayCluster:
         for resource, count in needs.items():
             there = ray.cluster_resources().get(resource, 0.0)
             if there < count * self._config.engines:
-                raise ConfigError(
-                    [
-                        Problem(
-                            "source.engine.engines",
-                            f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
-                            f"{there:g}. Lower engines or tensor_parallel_size, or add nodes.",
-                        )
-                    ]
+                raise ConfigError.at(
+                    "source.engine.engines",
+                    f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
+                    f"{there:g}. Lower engines or tensor_parallel_size, or add nodes.",
                 )
         group = placement_group([needs], strategy="STRICT_PACK")
         try:
@@ -89,6 +83,10 @@ class RayCluster:
             self._is_own = False
             await in_thread(ray.shutdown)
 
+    def engine(self, spec: EngineSpec) -> RayEngine:
+        """One that has not been started, for this cluster."""
+        return RayEngine(spec, self)
+
     def _open(self) -> None:
         """Takes seconds, and is not for a thread of its own: Ray's processes end with the thread that started them."""
         import ray
@@ -110,7 +108,8 @@ class RayCluster:
 
 @dataclass(frozen=True)
 class _Event:
-    """key: a request's id, or a pause's. what: tokens of the request, why it failed, or nothing for a pause's mark."""
+    """Something that has happened to `key`, the id of a request or command. what: tokens of the request, why it failed,
+    or nothing for the mark behind a command."""
 
     key: str
     what: Delta | Exception | None
@@ -129,7 +128,7 @@ class _Facts:
 class EngineActor:
     """Runs in the actor; every method is called through Ray."""
 
-    def __init__(self, plain_spec: tuple[dict[str, Any], dict[str, Any], str]):
+    def __init__(self, plain_spec: tuple[dict[str, Any], dict[str, Any], str, int]):
         self._engine = AsyncEngine(EngineSpec.from_plain(plain_spec))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._events: list[_Event] = []
@@ -158,21 +157,9 @@ class EngineActor:
         if task is not None:
             task.cancel()
 
-    async def pause(self, clear_cache: bool, mark: str) -> None:
-        await self._engine.pause(clear_cache=clear_cache)
+    async def control(self, command: Command, mark: str) -> None:
+        await self._engine.control(command)
         self._tell(_Event(mark, None))
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def begin_update(self) -> None:
-        await self._engine.begin_update()
-
-    async def load_bucket(self, wire: Mapping[str, Any]) -> None:
-        await self._engine.load_bucket(wire)
-
-    async def finish_update(self) -> None:
-        await self._engine.finish_update()
 
     async def wait_ended(self) -> str:
         return await self._engine.wait_ended()
@@ -212,7 +199,7 @@ class RayEngine:
         self._actor: Any = None
         self._node = ""
         self._inboxes: dict[str, asyncio.Queue[Delta | Exception | None]] = {}
-        self._marks = (f"pause {number}" for number in itertools.count())
+        self._marks = (f"command {number}" for number in itertools.count())
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -221,7 +208,7 @@ class RayEngine:
         self._group = await self._cluster.reserve()
         actor_class: Any = ray.remote(EngineActor)
         self._actor = actor_class.options(**self._cluster.actor_options(self._group)).remote(self._spec.to_plain())
-        facts: _Facts = await self._asked("start")
+        facts: _Facts = await self._ask("start")
         self.max_model_len, self.vocabulary = facts.max_model_len, facts.vocabulary
         self._node = facts.node
         self.where = f"{facts.where} on Ray node {facts.node[:8]}"
@@ -234,7 +221,7 @@ class RayEngine:
         self._inboxes[request_id] = inbox
         ended = False
         # Tokens may overtake the answer to this: whoever waited for it would take them for those of later weights.
-        submitting = asyncio.ensure_future(self._asked("submit", request_id, list(prompt), sampling, seed, salt))
+        submitting = asyncio.ensure_future(self._ask("submit", request_id, list(prompt), sampling, seed, salt))
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
             while not ended:
@@ -242,7 +229,7 @@ class RayEngine:
                 if isinstance(delta, Exception):
                     ended = True
                     raise delta
-                assert delta is not None, "the mark of a pause among the tokens of a request"
+                assert delta is not None, "the mark of a command among the tokens of a request"
                 ended = delta.finish_reason is not None
                 yield delta
         finally:
@@ -251,44 +238,22 @@ class RayEngine:
             if not ended:
                 self._actor.abort.remote(request_id)
 
-    async def pause(self, *, clear_cache: bool) -> None:
+    async def control(self, command: Command) -> None:
+        if isinstance(command, LoadBucket):
+            self._check_reach(command.bucket)
         mark = next(self._marks)
         self._inboxes[mark] = asyncio.Queue()
         try:
-            await self._asked("pause", clear_cache, mark)
+            await self._ask("control", command, mark)
             # Behind all tokens in the stream; whoever gets the last of them is woken before this is.
             if isinstance(error := await self._inboxes[mark].get(), Exception):
                 raise error
         finally:
             del self._inboxes[mark]
 
-    async def resume(self) -> None:
-        await self._asked("resume")
-
-    async def begin_update(self) -> None:
-        await self._asked("begin_update")
-
-    async def load_bucket(self, wire: Mapping[str, Any]) -> None:
-        import ray
-
-        if wire["within_machine"] and self._node != ray.get_runtime_context().get_node_id():
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.weight_sync.name",
-                        f"is {wire['transport']}, which ends at this machine, but Ray has put an engine on node "
-                        f"{self._node[:8]}. Set weight_sync: disk with a folder that all nodes see.",
-                    )
-                ]
-            )
-        await self._asked("load_bucket", dict(wire))
-
-    async def finish_update(self) -> None:
-        await self._asked("finish_update")
-
     async def wait_ended(self) -> str:
         try:
-            return await self._asked("wait_ended")
+            return await self._ask("wait_ended")
         except EngineDiedError as error:
             return str(error)
 
@@ -303,8 +268,18 @@ class RayEngine:
         finally:
             self._end(actor)
 
+    def _check_reach(self, bucket: WeightBucket) -> None:
+        import ray
+
+        if bucket.within_machine and self._node != ray.get_runtime_context().get_node_id():
+            raise ConfigError.at(
+                "source.weight_sync.name",
+                f"is {bucket.transport}, which ends at this machine, but Ray has put an engine on node "
+                f"{self._node[:8]}. Set weight_sync: disk with a folder that all nodes see.",
+            )
+
     def _end(self, actor: Any) -> None:
-        """By force: an actor's processes end with it."""
+        """End the actor by force; its processes end with it."""
         import ray
 
         if self._reader is not None:
@@ -315,7 +290,7 @@ class RayEngine:
             self._cluster.release(self._group)
             self._group = None
 
-    async def _asked(self, method: str, *arguments: Any) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
         """The actor's answer. Raises EngineDiedError when the actor has died."""
         from ray.exceptions import RayActorError, RayTaskError
 

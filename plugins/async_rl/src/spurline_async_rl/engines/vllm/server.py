@@ -1,8 +1,4 @@
-"""The HTTP calls to one vLLM server, and what its answers mean.
-
-Place on the way: server member -> this -> server. It knows no versions, pauses or retries.
-
-An external OpenAI-compatible vLLM server as a member of the pool.
+"""An external OpenAI-compatible vLLM server as a member of the pool, and the HTTP calls to it.
 
 Place on the way: pool -> this -> server -> tokens with their versions. A pause cancels the streams, which go on from
 their tokens so far: what was on its way is generated anew, so that no token can get the wrong version.
@@ -13,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,13 +17,13 @@ from urllib.parse import urlsplit
 import aiohttp
 from transformers import PreTrainedTokenizerBase
 
-from spurline.errors import ConfigError, DataError, Problem, RunFailedError
-from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
+from spurline.errors import ConfigError, DataError, RunFailedError
+from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
-from spurline_async_rl.engines.vllm.response import Delta, Response
-from spurline_async_rl.weights.buckets import to_wire
+from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
 
 _LONGEST_LINE = 1 << 24
 """Bytes; the first event of a stream repeats the prompt."""
@@ -69,16 +65,16 @@ class ServerApi:
             ("worker extension", extension, WORKER_EXTENSION),
         ):
             if value != wanted:
-                raise self._misconfigured(f"has {what} '{value}', not {wanted}. {START_HINT}")
+                raise self._config_error(f"has {what} '{value}', not {wanted}. {START_HINT}")
         first = listed["data"][0]
         return ServerModel(first["id"], int(first["max_model_len"]))
 
-    async def complete(self, model: str, response: Response) -> AsyncGenerator[Delta, None]:
-        """What is left of the response, as it comes."""
-        sampling = response.sampling
+    async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """The response as it comes."""
+        sampling = request.sampling
         body = {
             "model": model,
-            "prompt": response.prompt,
+            "prompt": request.prompt_ids,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -86,7 +82,7 @@ class ServerApi:
             # Given, so that defaults that ship with the model do not apply.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "seed": response.seed,
+            "seed": request.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "logprobs": 0,
             "return_token_ids": True,
@@ -100,7 +96,7 @@ class ServerApi:
                     if text.startswith("data:") and not text.endswith("[DONE]"):
                         yield self._delta(json.loads(text.removeprefix("data:")))
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self._lost(error) from error
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension; an answer per worker. Raises RunFailedError when one cannot do it."""
@@ -146,19 +142,19 @@ class ServerApi:
         try:
             async with self._session.request(verb, self._url + path, json=body, params=params) as answer:
                 if answer.status == 404:
-                    raise self._misconfigured(f"has no endpoint {path}. {START_HINT}")
+                    raise self._config_error(f"has no endpoint {path}. {START_HINT}")
                 await self._check(answer, on_failure)
                 text = await answer.text()
                 return json.loads(text) if text else {}
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise self._lost(error) from error
 
     async def _check(self, answer: aiohttp.ClientResponse, on_failure: type[RunFailedError] = EngineDiedError) -> None:
         if answer.status < 400:
             return
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
-            raise self._misconfigured(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
+            raise self._config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
         # Refused for now, not for what it says: the request goes on elsewhere, or here later.
         if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
@@ -177,17 +173,15 @@ class ServerApi:
         logprobs = choice["logprobs"]["token_logprobs"] if tokens else ()
         return Delta(tokens, logprobs, reason)
 
-    def _unreachable(self, error: BaseException) -> EngineDiedError:
+    def _lost(self, error: BaseException) -> EngineDiedError:
         return EngineDiedError(f"{self._url} cannot be reached: {type(error).__name__}: {error}")
 
-    def _misconfigured(self, text: str) -> ConfigError:
-        return ConfigError([Problem("source.engine.urls", f"names {self._url}, which {text}")])
+    def _config_error(self, text: str) -> ConfigError:
+        return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
 
 
 class ServerMember:
     """An `EngineMember`. The server is not ours: closing lets it run, and go on."""
-
-    transports: Sequence[str] = ("disk",)
 
     def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
         """make_api: called on the event loop."""
@@ -198,8 +192,7 @@ class ServerMember:
         self._tokenizer = tokenizer
         self._version = 0
         self._streams: set[asyncio.Task[FinishReason]] = set()
-        self._holds: set[str] = set()
-        self._released = asyncio.Event()
+        self._gate = Gate()
 
     async def start(self) -> None:
         self._api = self._make_api()
@@ -208,10 +201,9 @@ class ServerMember:
         await self._api.resume()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
+        response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._model.max_model_len)
         while True:
-            while self._holds:
-                await self._released.wait()
-            response = Response(request, progress, self._tokenizer, max_model_len=self._model.max_model_len)
+            await self._gate.wait()
             if response.ended is not None:
                 return response.ended
             stream = asyncio.create_task(self._stream(request.name, response))
@@ -224,23 +216,19 @@ class ServerMember:
             if not stream.cancelled():
                 return stream.result()
 
-    async def pause(self) -> None:
-        await self._hold("pause")
-
-    async def resume(self) -> None:
-        await self._release("pause")
-
-    async def begin_update(self, version: int) -> None:
-        await self._hold("update")
-        await self._opened.workers("spurline_begin_update")
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._opened.workers("spurline_load_bucket", to_wire(bucket))
-
-    async def finish_update(self, version: int) -> None:
-        check_complete(await self._opened.workers("spurline_finish_update"))
-        self._version = version
-        await self._release("update")
+    async def control(self, command: Command) -> None:
+        if command.begins:
+            self._gate.shut(command.hold)
+            await self._cut_streams()
+            await self._opened.pause()
+        if call := worker_call(command):
+            check_complete(await self._opened.workers(*call))
+        if isinstance(command, FinishUpdate):
+            self._version = command.version
+        if command.ends:
+            if self._gate.holds == {command.hold}:
+                await self._opened.resume()
+            self._gate.open(command.hold)
 
     async def wait_dead(self) -> str:
         return await self._opened.wait_gone()
@@ -252,7 +240,7 @@ class ServerMember:
         for stream in self._streams:
             stream.cancel()
         try:
-            if self._holds:
+            if self._gate.holds:
                 await api.resume()
         except EngineDiedError as error:
             # It has ended before us.
@@ -266,29 +254,20 @@ class ServerMember:
             raise EngineDiedError(f"{self.name} is closed")
         return self._api
 
-    async def _stream(self, name: str, response: Response) -> FinishReason:
+    async def _stream(self, name: str, response: VllmResponse) -> FinishReason:
         try:
-            async with contextlib.aclosing(self._opened.complete(self._model.name, response)) as deltas:
+            async with contextlib.aclosing(self._opened.complete(self._model.name, response.rest())) as deltas:
                 async for delta in deltas:
-                    reason = response.add(delta, self._version)
+                    reason = response.add_delta(delta, self._version)
                     if reason is not None:
                         return reason
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
         raise EngineDiedError(f"{self.name} left a response without an end")
 
-    async def _hold(self, why: str) -> None:
-        self._holds.add(why)
-        self._released.clear()
+    async def _cut_streams(self) -> None:
         streams = list(self._streams)
         for stream in streams:
             stream.cancel()
-        # Ends: being cancelled, they only close their connections.
+        # This ends: being cancelled, they only close their connections.
         await asyncio.gather(*streams, return_exceptions=True)
-        await self._opened.pause()
-
-    async def _release(self, why: str) -> None:
-        self._holds.discard(why)
-        if not self._holds:
-            await self._opened.resume()
-            self._released.set()

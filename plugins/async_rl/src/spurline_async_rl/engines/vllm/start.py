@@ -1,8 +1,4 @@
-"""The processes of one vLLM engine: notice their end, and end them.
-
-Place on the way: AsyncEngine hands over their ids -> this.
-
-Start vLLM's AsyncLLM, or give up on the way.
+"""Start vLLM's AsyncLLM, or give up on the way; notice the end of its processes, and end them.
 
 Place on the way: EngineSpec -> this, on a thread -> AsyncLLM with its processes running. The one place that imports
 vLLM for an engine in this process.
@@ -26,6 +22,9 @@ import psutil
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments, engine_environment
 
+_ONE_AT_A_TIME = threading.Lock()
+"""The environment, and what has been started meanwhile, belong to the whole process."""
+
 
 class EngineProcesses:
     """main: ids of the engine's own processes; what these have started belongs to it too."""
@@ -37,7 +36,7 @@ class EngineProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of all of them."""
+        """The ids of all of them."""
         return [process.pid for process in self._all]
 
     def __str__(self) -> str:
@@ -73,10 +72,6 @@ class EngineProcesses:
 def _note(ended: asyncio.Future[int], pid: int) -> None:
     if not ended.done():
         ended.set_result(pid)
-
-
-_ONE_AT_A_TIME = threading.Lock()
-"""The environment, and what has been started meanwhile, belong to the whole process."""
 
 
 class EngineStart:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import WeightBucket
+from spurline_async_rl.engines.commands import from_wire
 from spurline_async_rl.engines.vllm.launch import OWNER
-from spurline_async_rl.weights.buckets import from_wire
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import SegmentReader
@@ -59,7 +59,7 @@ class WorkerExtension:
             initialize_layerwise_reload(self._spurline_model())
 
     def spurline_load_bucket(self, wire: dict[str, Any]) -> None:
-        """wire: as of `bucket_wire.to_wire`."""
+        """wire: as of `engines.commands.to_wire`."""
         from vllm.config import set_current_vllm_config
 
         taken = from_wire(wire)

@@ -1,0 +1,135 @@
+"""What an engine is told between requests: a closed set of commands, which every layer passes on as they are.
+
+Place on the way: pool -> each of its engines -> a pipe or an actor -> the engine that does what a command says. A new
+command is a class here and what that engine does with it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
+
+UPDATE = "update"
+"""The hold in which an engine gets new weights; afterwards it may generate, whatever it was before."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Base of all commands; `str` says for messages what is to be done.
+
+    name: the method of `RolloutEngine` or `TakesWeights` that does it, whose arguments are the command's fields.
+    hold: why an engine generates nothing from the command that `begins` it to the one that `ends` it.
+    limit: the setting of PoolConfig with the seconds that it may take.
+    """
+
+    name: ClassVar[str]
+    hold: ClassVar[str]
+    limit: ClassVar[str]
+    words: ClassVar[str]
+    begins: ClassVar[bool] = False
+    ends: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return self.words.format_map(vars(self))
+
+    async def apply(self, engine: Any) -> None:
+        """Have it done by an engine with such a method."""
+        await getattr(engine, self.name)(*vars(self).values())
+
+    def to_plain(self) -> dict[str, Any]:
+        """The command as JSON can hold it."""
+        values = {
+            key: to_wire(value) if isinstance(value, WeightBucket) else value for key, value in vars(self).items()
+        }
+        return {"name": self.name, **values}
+
+
+@dataclass(frozen=True)
+class Pause(Command):
+    """Stop between two tokens. When it is done, every token generated so far is in its Progress."""
+
+    name, hold, limit, words = "pause", "pause", "pause_timeout_s", "pause"
+    begins = True
+
+
+@dataclass(frozen=True)
+class Resume(Command):
+    """Go on, unless something else holds the engine."""
+
+    name, hold, limit, words = "resume", "pause", "pause_timeout_s", "go on"
+    ends = True
+
+
+@dataclass(frozen=True)
+class BeginUpdate(Command):
+    """Stop between two tokens for new weights; requests in flight wait."""
+
+    version: int
+    name, hold, limit, words = "begin_update", UPDATE, "update_timeout_s", "begin the update to version {version}"
+    begins = True
+
+
+@dataclass(frozen=True)
+class LoadBucket(Command):
+    """Take these weights over."""
+
+    bucket: WeightBucket
+    name, hold, limit, words = "load_bucket", UPDATE, "update_timeout_s", "load weights"
+
+
+@dataclass(frozen=True)
+class FinishUpdate(Command):
+    """Go on with the new weights, unless something else holds the engine."""
+
+    version: int
+    name, hold, limit, words = "finish_update", UPDATE, "update_timeout_s", "finish the update to version {version}"
+    ends = True
+
+
+_KINDS: dict[str, type[Command]] = {kind.name: kind for kind in (Pause, Resume, BeginUpdate, LoadBucket, FinishUpdate)}
+
+
+def from_plain(plain: Mapping[str, Any]) -> Command:
+    """The command that `to_plain` wrote."""
+    values = {key: from_wire(value) if key == "bucket" else value for key, value in plain.items() if key != "name"}
+    return _KINDS[plain["name"]](**values)
+
+
+def to_wire(bucket: WeightBucket) -> dict[str, Any]:
+    """JSON-able; tensors of a transport within one process do not travel."""
+    places = [[place.name, place.dtype, list(place.shape), place.offset] for place in bucket.places]
+    facts = {"transport": bucket.transport, "within_machine": bucket.within_machine}
+    return {**facts, "where": dict(bucket.where), "places": places}
+
+
+def from_wire(wire: Mapping[str, Any]) -> WeightBucket:
+    """The bucket that `to_wire` wrote."""
+    places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in wire["places"])
+    return WeightBucket(wire["transport"], places, wire["where"], within_machine=wire["within_machine"])
+
+
+class ControlledEngine(TakesWeights):
+    """A `RolloutEngine`, as far as commands go, that gets all of them in one method."""
+
+    @abstractmethod
+    async def control(self, command: Command) -> None:
+        """Return when it has been done. Raises what the public method of the command's name does."""
+
+    async def pause(self) -> None:
+        await self.control(Pause())
+
+    async def resume(self) -> None:
+        await self.control(Resume())
+
+    async def begin_update(self, version: int) -> None:
+        await self.control(BeginUpdate(version))
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await self.control(LoadBucket(bucket))
+
+    async def finish_update(self, version: int) -> None:
+        await self.control(FinishUpdate(version))
