@@ -45,7 +45,7 @@ class Attempts:
             stop=sampling.stop,
         )
         self.quarantine = Quarantine(config.faults.max_quarantined)
-        self._training = self._runner(
+        self.training = self._runner(
             self._sampling,
             self.quarantine,
             config.samples_per_prompt,
@@ -55,11 +55,11 @@ class Attempts:
 
     async def train(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """The groups of these prompts, scored for training, in order."""
-        return await self._training.run_groups(prompts)
+        return await self.training.run_groups(prompts)
 
     async def train_one(self, prompt: Draw) -> Outcome:
         """The group of this prompt, scored for training."""
-        return await self._training.run_group(prompt)
+        return await self.training.run_group(prompt)
 
     async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
@@ -73,7 +73,7 @@ class Attempts:
 
     def take_retries(self, uid: str) -> int:
         """Attempts at this prompt, in training, that were made again; told once."""
-        return self._training.take_retries(uid)
+        return self.training.take_retries(uid)
 
     async def close(self) -> None:
         """End the engine and the environment."""

@@ -1,7 +1,6 @@
-"""Report panels `rollout_timeline` and `staleness`, for runs of source `async_rollouts`.
+"""Show in the report how waiting and age came about in a run of source `async_rollouts`.
 
-The first reads RUN_DIR/timeline.jsonl, the second the metrics. Totals of time are in core's panels; here is how waiting
-and age came about.
+Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, `staleness` the metrics. Totals of time are in core's panels.
 """
 
 from __future__ import annotations
@@ -149,20 +148,17 @@ def _staleness_plot(record: RunRecord) -> str:
 
 def _waiting_plot(record: RunRecord) -> str:
     """Shares of the step: those times are within `time/step`."""
+    seconds = dict(zip(*record.series("time/step"), strict=True))
     traces: list[Trace] = []
     for metric, name, color in (
         ("time/wait_rollouts", "waiting for a batch", "--series-6"),
         ("time/sync", "publishing weights", "--series-1"),
         ("time/sync_pause", "engines stand still", "--series-2"),
     ):
-        points = [
-            (int(metrics["step"]), metrics[metric] / metrics["time/step"])
-            for metrics in record.metrics
-            if metric in metrics and metrics.get("time/step", 0) > 0
-        ]
-        if points:
-            steps, shares = [step for step, _ in points], [share for _, share in points]
-            traces += one_of_several(name, steps, shares, color, hovertemplate="%{y:.1%}")
+        points = zip(*record.series(metric), strict=True)
+        shares = {step: spent / seconds[step] for step, spent in points if seconds.get(step, 0) > 0}
+        if shares:
+            traces += one_of_several(name, [*shares], [*shares.values()], color, hovertemplate="%{y:.1%}")
     if not traces:
         return ""
     return step_figure(traces, "Share of the step", label="Waiting over steps", tickformat=".0%", rangemode="tozero")

@@ -1,7 +1,7 @@
 """Keep what an asynchronous run does when, and write it step by step.
 
-Place on the way: the source's two threads (loop and generation) -> Timeline -> RUN_DIR/timeline.jsonl. It observes and
-decides nothing.
+Place on the way: the source's two threads (training and generation) -> Timeline -> RUN_DIR/timeline.jsonl. It observes
+and decides nothing.
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ class Timeline:
         """
         with self._lock:
             levels = _thinned(self._levels)
-            record = StepRecord(
-                step, self._now(), tuple(self._groups), tuple(self._spans), tuple(levels), tuple(self._taken)
-            )
+            kept = (tuple(part) for part in (self._groups, self._spans, levels, self._taken))
+            record = StepRecord(step, self._now(), *kept)
             self._groups, self._spans, self._levels, self._taken = [], [], [], []
         if self._path is not None:
             _append(self._path, encode_record(record))
