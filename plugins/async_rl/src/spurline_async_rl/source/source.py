@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from spurline.data.batch import TrainingBatch
@@ -140,7 +141,7 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("evaluate")
         evaluating = self._loop.start(self._attempts.evaluate(prompts))
         evaluating.add_done_callback(lambda _: self._changed.set())
-        watchdog = self._watchdog(lambda waited_s: held_out_report(self._observed, waited_s))
+        watchdog = self._watchdog(partial(held_out_report, self._observed))
         try:
             while not evaluating.done():
                 self._changed.clear()
@@ -194,7 +195,7 @@ class AsyncRolloutSource(PromptSource):
 
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
         """The groups of this step, and the attempts that were made again for them."""
-        watchdog = self._watchdog(lambda waited_s: stall_report(self._producer, self._observed, waited_s, step))
+        watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
         while True:
             self._changed.clear()
             taken = watchdog.result(self._loop.submit(self._producer.take, step))

@@ -6,10 +6,10 @@ Place on the way: policy handle -> ObservedEngine, which remembers what it was a
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from rich.console import Console
@@ -26,30 +26,23 @@ T = TypeVar("T")
 _SHOWN = 8
 
 
-@dataclass(frozen=True)
-class _Asked:
-    request: GenerationRequest
-    at: float
-
-
 class ObservedEngine:
     """A rollout engine whose requests under way can be listed. engine: the one that generates."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._under_way: dict[int, _Asked] = {}
-        self._next = 0
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[str, float]] = {}
         self.answered_at = 0.0
         """When a request was last answered, on the monotonic clock."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        number = self._next
-        self._next += 1
-        self._under_way[number] = _Asked(request, time.monotonic())
+        number = next(self._numbers)
+        self._asked[number] = (request.name, time.monotonic())
         try:
             return await self._engine.generate(request)
         finally:
-            del self._under_way[number]
+            del self._asked[number]
             self.answered_at = time.monotonic()
 
     def seconds_down(self) -> float:
@@ -66,15 +59,9 @@ class ObservedEngine:
 
     def describe(self) -> list[str]:
         """A line for each request, the oldest first: its name, how long it has taken, and which engine has it."""
-        now = time.monotonic()
-        asked = sorted(self._under_way.values(), key=lambda item: item.at)
-        lines = [
-            f"{item.request.name}: asked {now - item.at:.0f} s ago, {self._holder(item.request.name)}"
-            for item in asked[:_SHOWN]
-        ]
-        if len(asked) > _SHOWN:
-            lines.append(f"and {len(asked) - _SHOWN} requests more")
-        return lines
+        now, asked = time.monotonic(), list(self._asked.values())
+        lines = [f"{name}: asked {now - at:.0f} s ago, {self._holder(name)}" for name, at in asked[:_SHOWN]]
+        return [*lines, *_more(len(asked), "requests")]
 
     def _holder(self, name: str) -> str:
         if not isinstance(self._engine, EnginePool):
@@ -83,7 +70,7 @@ class ObservedEngine:
         return f"with {holder}" if holder else "waiting for an engine"
 
 
-def stall_report(producer: Producer, engine: ObservedEngine, waited_s: float, step: int) -> str:
+def stall_report(producer: Producer, engine: ObservedEngine, step: int, waited_s: float) -> str:
     """Why the loop still waits for the batch of this step."""
     now, scheduler = time.monotonic(), producer.scheduler
     limits = scheduler.limits
@@ -93,14 +80,10 @@ def stall_report(producer: Producer, engine: ObservedEngine, waited_s: float, st
         f"{scheduler.num_buffered} are finished, {scheduler.num_running} under way (order: {limits.order}, "
         f"max_staleness: {limits.max_staleness}, weights of version {scheduler.version})."
     ]
-    oldest = sorted(dict(producer.began_at).items(), key=lambda item: item[1])
-    lines += [f"  group {uid}: under way for {now - began:.0f} s" for uid, began in oldest[:_SHOWN]]
-    if len(oldest) > _SHOWN:
-        lines.append(f"  and {len(oldest) - _SHOWN} groups more")
-    requests = engine.describe()
-    if requests:
-        lines += [f"  {line}" for line in requests]
-    elif oldest:
+    groups, requests = list(producer.began_at.items()), engine.describe()
+    lines += [f"  group {uid}: under way for {now - began:.0f} s" for uid, began in groups[:_SHOWN]]
+    lines += [f"  {line}" for line in (*_more(len(groups), "groups"), *requests)]
+    if groups and not requests:
         lines.append("  no request is with an engine: the environments or rewards of these groups have not returned")
     return "\n".join(lines)
 
@@ -109,6 +92,10 @@ def held_out_report(engine: ObservedEngine, waited_s: float) -> str:
     """Why the loop still waits for an evaluation."""
     head = f"The evaluation waits for held-out attempts; no request was answered for {waited_s:.0f} s."
     return "\n".join([head, *(f"  {line}" for line in engine.describe())])
+
+
+def _more(count: int, what: str) -> list[str]:
+    return [f"and {count - _SHOWN} {what} more"] if count > _SHOWN else []
 
 
 class Watchdog:
@@ -120,11 +107,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        config: AsyncRolloutsConfig,
-        loop: LoopThread,
-        engine: ObservedEngine,
-        describe: Callable[[float], str],
+        self, config: AsyncRolloutsConfig, loop: LoopThread, engine: ObservedEngine, describe: Callable[[float], str]
     ) -> None:
         self._config = config
         self._loop = loop
