@@ -52,6 +52,7 @@ class Producer:
         self._notify = notify
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, Group] = {}
+        # Since the last batch, by the names that a checkpoint has for them; quarantined prompts are those given up.
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._failure: BaseException | None = None
         self._stopped = True

@@ -141,9 +141,7 @@ def _staleness_plot(record: RunRecord) -> str:
     steps, oldest = record.series("staleness/max")
     if steps:
         traces.append(line("oldest token", steps, oldest, "--series-6", width=1.2, mode="lines"))
-    if not traces:
-        return ""
-    return step_figure(traces, "Updates", label="Staleness of trained tokens over steps", rangemode="tozero")
+    return _over_steps(traces, "Updates", "Staleness of trained tokens over steps")
 
 
 def _waiting_plot(record: RunRecord) -> str:
@@ -159,9 +157,7 @@ def _waiting_plot(record: RunRecord) -> str:
         shares = {step: spent / seconds[step] for step, spent in points if seconds.get(step, 0) > 0}
         if shares:
             traces += one_of_several(name, [*shares], [*shares.values()], color, hovertemplate="%{y:.1%}")
-    if not traces:
-        return ""
-    return step_figure(traces, "Share of the step", label="Waiting over steps", tickformat=".0%", rangemode="tozero")
+    return _over_steps(traces, "Share of the step", "Waiting over steps", tickformat=".0%")
 
 
 def _level_plot(record: RunRecord) -> str:
@@ -173,6 +169,8 @@ def _level_plot(record: RunRecord) -> str:
         steps, counts = record.series(metric)
         if steps:
             traces += one_of_several(name, steps, counts, color)
-    if not traces:
-        return ""
-    return step_figure(traces, "Groups", label="Groups under way and buffered over steps", rangemode="tozero")
+    return _over_steps(traces, "Groups", "Groups under way and buffered over steps")
+
+
+def _over_steps(traces: Sequence[Trace], y_title: str, label: str, **y_axis: str) -> str:
+    return step_figure(traces, y_title, label=label, **y_axis, rangemode="tozero") if traces else ""
