@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
@@ -172,5 +173,5 @@ def _level_plot(record: RunRecord) -> str:
     return _over_steps(traces, "Groups", "Groups under way and buffered over steps")
 
 
-def _over_steps(traces: Sequence[Trace], y_title: str, label: str, **y_axis: str) -> str:
+def _over_steps(traces: Sequence[Trace], y_title: str, label: str, **y_axis: Any) -> str:
     return step_figure(traces, y_title, label=label, **y_axis, rangemode="tozero") if traces else ""

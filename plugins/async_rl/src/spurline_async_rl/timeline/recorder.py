@@ -103,9 +103,8 @@ class Timeline:
         Raises RunFailedError when the disk is full. What is still going on comes in the line of the step it ends in.
         """
         with self._lock:
-            levels = _thinned(self._levels)
-            kept = (tuple(part) for part in (self._groups, self._spans, levels, self._taken))
-            record = StepRecord(step, self._now(), *kept)
+            groups, spans, levels, taken = self._groups, self._spans, _thinned(self._levels), self._taken
+            record = StepRecord(step, self._now(), tuple(groups), tuple(spans), tuple(levels), tuple(taken))
             self._groups, self._spans, self._levels, self._taken = [], [], [], []
         if self._path is not None:
             _append(self._path, encode_record(record))
