@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once, quarantined_reasons
+from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once, reasons_of_given_up
 from run_helpers import train_and_kill
 from torch import Tensor
 from warm_runs import WarmRuns
@@ -17,7 +17,7 @@ from warm_runs import WarmRuns
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import WeightBucket
-from spurline_async_rl.scheduling.ledger import State
+from spurline_async_rl.scheduling.scheduler import State
 from spurline_async_rl.weights.in_process import InProcessSync
 
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -47,10 +47,10 @@ def test_environments_that_raise_and_hang_cost_prompts_but_lose_none(faulty_conf
     faulty_config["source"]["faults"] |= {"retries": 0}
     faulty_config["steps"] = 12
     Run(load_config(faulty_config)).train()
-    ledger = assert_every_prompt_ended_once(faulty_config)
-    given_up = ledger.in_state(State.QUARANTINED)
+    scheduler = assert_every_prompt_ended_once(faulty_config)
+    given_up = scheduler.in_state(State.GIVEN_UP)
     assert given_up, "no attempt failed"
-    reasons = quarantined_reasons(Path(faulty_config["run_dir"]))
+    reasons = reasons_of_given_up(Path(faulty_config["run_dir"]))
     assert len(reasons) == len(given_up)
     assert all("the sandbox is gone" in reason or "did not end within 2 s" in reason for reason in reasons)
 

@@ -10,7 +10,7 @@ from typing import Any
 from run_helpers import read_metrics
 
 from spurline.run.checkpoint import read_state
-from spurline_async_rl.scheduling.ledger import Ledger, State
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.recordings import groups_of, recorded_step
 
 FAULTY_REWARDS = '''
@@ -28,21 +28,20 @@ async def fails_and_hangs(answer):
 '''
 
 
-def newest_ledger(run_dir: Path) -> Ledger:
-    """Of the run's last checkpoint."""
+def newest_scheduler(run_dir: Path) -> Scheduler:
+    """The scheduler as the run's last checkpoint has it, with the knobs of another run."""
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    state: dict[str, Any] = read_state(newest / "components" / "source" / "async_rollouts")
-    ledger = Ledger()
-    ledger.load_state_dict(state["ledger"])
-    return ledger
+    scheduler = Scheduler(SchedulerLimits(0, 1, 1, "fifo", "wait", 1, 1))
+    scheduler.load_state_dict(read_state(newest / "components" / "source" / "async_rollouts"))
+    return scheduler
 
 
-def assert_every_prompt_ended_once(config: dict[str, Any]) -> Ledger:
+def assert_every_prompt_ended_once(config: dict[str, Any]) -> Scheduler:
     """Each step has its line, its groups, and each prompt that was drawn ended exactly once. Needs `record_groups`."""
     run_dir, steps = Path(config["run_dir"]), config["steps"]
     assert [line["step"] for line in read_metrics(run_dir)] == list(range(1, steps + 1))
-    ledger = newest_ledger(run_dir)
-    counts = ledger.counts()
+    scheduler = newest_scheduler(run_dir)
+    counts = scheduler.counts()
     assert {name: counts[name] for name in ("pending", "running", "buffered")} == dict.fromkeys(
         ("pending", "running", "buffered"), 0
     )
@@ -53,12 +52,12 @@ def assert_every_prompt_ended_once(config: dict[str, Any]) -> Ledger:
         for group in groups:
             assert group.draw not in recorded, f"draw {group.draw} was trained at {recorded[group.draw]} and {step}"
             recorded[group.draw] = step
-    assert recorded == dict(ledger.trained())
-    left_out = [*ledger.in_state(State.FILTERED), *ledger.in_state(State.QUARANTINED)]
-    assert Counter([*recorded, *left_out]) == dict.fromkeys(range(ledger.num_drawn), 1)
-    return ledger
+    assert recorded == scheduler.trained()
+    untrained = [*scheduler.in_state(State.FILTERED), *scheduler.in_state(State.GIVEN_UP)]
+    assert Counter([*recorded, *untrained]) == dict.fromkeys(range(scheduler.num_drawn), 1)
+    return scheduler
 
 
-def quarantined_reasons(run_dir: Path) -> list[str]:
-    """Of the run's summary."""
+def reasons_of_given_up(run_dir: Path) -> list[str]:
+    """Why prompts were given up, as the run's summary has it."""
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["given_up"]

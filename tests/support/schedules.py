@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from spurline_async_rl.scheduling.limits import SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import SchedulerLimits
 
 KEPT, FILTERED, QUARANTINED, SKIPPED, UNREADABLE = "kept", "filtered", "quarantined", "skipped", "unreadable"
 

@@ -6,8 +6,7 @@ import heapq
 import random
 from pathlib import Path
 
-from spurline_async_rl.scheduling.limits import SchedulerLimits
-from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.timeline.records import SpanKind
 
@@ -31,7 +30,6 @@ class _MadeUpRun:
         self.scheduler = Scheduler(limits)
         self.ends: list[tuple[float, int]] = []
         self.versions: dict[int, int] = {}
-        self.drawn = 0
 
     def step(self, step: int) -> None:
         self.timeline.began("wait")
@@ -59,19 +57,19 @@ class _MadeUpRun:
             self.now, draw = heapq.heappop(self.ends)
             version, newest = self.versions.pop(draw), self.scheduler.version
             if draw % 17 == 5:
-                self.scheduler.leave_out(draw)
+                self.scheduler.end(draw, State.GIVEN_UP)
                 self.timeline.group_ended(draw, "filtered", tokens=90, oldest=version, newest=newest)
             else:
-                self.scheduler.finish(draw)
+                self.scheduler.end(draw, State.BUFFERED)
                 self.timeline.group_ended(draw, "buffered", tokens=100, oldest=version, newest=newest)
             self.admit()
         self.now = until
 
     def admit(self) -> None:
         while self.scheduler.may_admit():
-            self.scheduler.admit(self.drawn)
-            self.timeline.group_began(self.drawn, self.scheduler.version)
-            self.versions[self.drawn] = self.scheduler.version
-            heapq.heappush(self.ends, (self.now + self.random.lognormvariate(-0.9, 0.8), self.drawn))
-            self.drawn += 1
+            draw = self.scheduler.draw()
+            self.scheduler.admit(draw)
+            self.timeline.group_began(draw, self.scheduler.version)
+            self.versions[draw] = self.scheduler.version
+            heapq.heappush(self.ends, (self.now + self.random.lognormvariate(-0.9, 0.8), draw))
         self.timeline.level(self.scheduler.num_running, self.scheduler.num_buffered)

@@ -19,9 +19,7 @@ from spurline.errors import DataError, RunFailedError
 from spurline.rl.draws import Draw, SkippedRow
 from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.trajectory import Group, Trajectory, Turn
-from spurline_async_rl.scheduling.ledger import State
-from spurline_async_rl.scheduling.limits import SchedulerLimits
-from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.recordings import groups_state
 from spurline_async_rl.timeline.recorder import Timeline
@@ -52,7 +50,7 @@ class ScriptedGroups:
     def skip(self, row: SkippedRow) -> None:
         self.skipped.append(row.draw)
 
-    async def run(self, prompt: Draw) -> Outcome:
+    async def run_group(self, prompt: Draw) -> Outcome:
         version = self.version
         self.started.append(prompt.number)
         for _ in range(self.delays[prompt.number] if prompt.number < len(self.delays) else 0):
@@ -98,8 +96,8 @@ def limits(**changes: Any) -> SchedulerLimits:
     return SchedulerLimits(**(given_limits | changes))
 
 
-def make_producer(groups: ScriptedGroups, changed: asyncio.Event, given_limits: SchedulerLimits) -> Producer:
-    return Producer(groups, Scheduler(given_limits), Timeline(None), leave_out_equal=True, notify=changed.set)
+def make_producer(groups: Any, changed: asyncio.Event, given_limits: SchedulerLimits) -> Producer:
+    return Producer(groups, groups, Scheduler(given_limits), Timeline(None), filters=True, notify=changed.set)
 
 
 async def next_groups(producer: Producer, changed: asyncio.Event, step: int) -> tuple[Any, int]:
@@ -134,8 +132,7 @@ async def train(groups: ScriptedGroups, given_limits: SchedulerLimits, checkpoin
             await producer.close()
             producer = make_producer(groups, changed, given_limits)
             producer.load_state_dict(state)
-            producer.scheduler.taken = step
-            producer.scheduler.publish(step)
+            assert (producer.scheduler.taken, producer.scheduler.version) == (step, step)
             producer.start()
     await producer.close()
     return producer
@@ -156,22 +153,22 @@ def test_every_prompt_ends_once_and_every_step_gets_its_groups_whatever_is_kille
     given_limits = limits(order=order, max_staleness=staleness, max_running=running)
     groups = ScriptedGroups(fates, delays)
     producer = asyncio.run(asyncio.wait_for(train(groups, given_limits, checkpoints), 60))
-    ledger = producer.ledger
-    trained = ledger.trained()
+    scheduler = producer.scheduler
+    trained = scheduler.trained()
     assert Counter(trained.values()) == dict.fromkeys(range(1, 5), given_limits.batch_size)
-    counts = ledger.counts()
+    counts = scheduler.counts()
     assert (counts["pending"], counts["running"], counts["buffered"]) == (0, 0, 0)
-    fillers = {draw for draw in trained if groups.fate(draw) == EQUAL}
-    for draw in range(ledger.num_drawn):
-        expected = {EQUAL: State.FILTERED, GIVEN_UP: State.QUARANTINED}.get(groups.fate(draw), State.SKIPPED)
-        if groups.fate(draw) == KEPT or draw in fillers:
+    filled_up = {draw for draw in trained if groups.fate(draw) == EQUAL}
+    for draw in range(scheduler.num_drawn):
+        expected = {EQUAL: State.FILTERED, GIVEN_UP: State.GIVEN_UP}.get(groups.fate(draw), State.SKIPPED)
+        if groups.fate(draw) == KEPT or draw in filled_up:
             assert draw in trained
         else:
-            assert draw in ledger.in_state(expected)
-    assert not fillers, "the limit of draws was not reached, so nothing left out may be trained on"
+            assert draw in scheduler.in_state(expected)
+    assert not filled_up, "the limit of draws was not reached, so nothing filtered may be trained on"
 
 
-def test_what_a_step_cost_is_told_with_it() -> None:
+def test_a_step_comes_with_what_it_cost() -> None:
     groups = ScriptedGroups([KEPT, EQUAL, UNREADABLE, GIVEN_UP, BAD_ROW, KEPT])
 
     async def first() -> Any:
@@ -188,7 +185,7 @@ def test_what_a_step_cost_is_told_with_it() -> None:
     assert collected.next_draw == 6
 
 
-def test_where_too_few_prompts_can_be_learned_from_those_left_out_fill_the_step() -> None:
+def test_where_too_few_prompts_can_be_learned_from_filtered_ones_fill_the_step() -> None:
     groups = ScriptedGroups([EQUAL, EQUAL, KEPT, EQUAL])
 
     async def first() -> Any:
@@ -196,7 +193,7 @@ def test_where_too_few_prompts_can_be_learned_from_those_left_out_fill_the_step(
         producer = make_producer(groups, changed, limits(max_staleness=0, draw_limit=4))
         producer.start()
         found = await next_groups(producer, changed, 1)
-        return found, producer.ledger.trained()
+        return found, producer.scheduler.trained()
 
     (collected, _), trained = asyncio.run(first())
     assert [group.draw for group in collected.groups] == [0, 2]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from spurline_async_rl.scheduling.limits import SchedulerLimits
-from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 
 
 def make(**changes: Any) -> Scheduler:
@@ -23,18 +23,18 @@ def make(**changes: Any) -> Scheduler:
     return Scheduler(SchedulerLimits(**{**defaults, **changes}))
 
 
-def admit_all(scheduler: Scheduler, first: int = 0) -> list[int]:
+def admit_all(scheduler: Scheduler) -> list[int]:
     """Start groups while that is allowed; their draws."""
     draws: list[int] = []
     while scheduler.may_admit():
-        draws.append(first + len(draws))
+        draws.append(scheduler.draw())
         scheduler.admit(draws[-1])
     return draws
 
 
 def finish(scheduler: Scheduler, *draws: int) -> None:
     for draw in draws:
-        scheduler.finish(draw)
+        scheduler.end(draw, State.BUFFERED)
 
 
 def test_groups_start_for_as_many_batches_as_their_tokens_may_be_updates_old():
@@ -44,14 +44,14 @@ def test_groups_start_for_as_many_batches_as_their_tokens_may_be_updates_old():
     scheduler.take()
     assert not scheduler.may_admit()
     scheduler.publish(1)
-    assert admit_all(scheduler, 4) == [4, 5]
+    assert admit_all(scheduler) == [4, 5]
 
 
 def test_no_more_groups_run_than_there_are_places():
     scheduler = make(max_running=3)
     assert admit_all(scheduler) == [0, 1, 2]
-    scheduler.finish(1)
-    assert admit_all(scheduler, 3) == [3]
+    scheduler.end(1, State.BUFFERED)
+    assert admit_all(scheduler) == [3]
 
 
 def test_the_last_batch_leaves_nothing_over():
@@ -72,10 +72,10 @@ def test_in_a_window_the_batch_waits_for_a_group_that_would_become_too_old():
     finish(scheduler, 1, 3)
     scheduler.take()
     scheduler.publish(1)
-    assert admit_all(scheduler, 4) == [4, 5]
+    assert admit_all(scheduler) == [4, 5]
     finish(scheduler, 2, 4, 5)
     assert scheduler.next_batch() is None
-    scheduler.finish(0)
+    scheduler.end(0, State.BUFFERED)
     assert scheduler.take() == [0, 2]
 
 
@@ -85,7 +85,7 @@ def test_with_masks_the_batch_takes_what_is_finished():
     finish(scheduler, 1, 3)
     scheduler.take()
     scheduler.publish(1)
-    admit_all(scheduler, 4)
+    admit_all(scheduler)
     finish(scheduler, 2, 4)
     assert scheduler.next_batch() == [2, 4]
 
@@ -95,39 +95,39 @@ def test_first_in_first_out_waits_for_the_earliest_draw():
     admit_all(scheduler)
     finish(scheduler, 1, 2, 3)
     assert scheduler.next_batch() is None
-    scheduler.finish(0)
+    scheduler.end(0, State.BUFFERED)
     assert scheduler.take() == [0, 1]
 
 
 @pytest.mark.parametrize("order", ["fifo", "window"])
-def test_a_group_left_out_makes_way_for_another(order: str):
+def test_a_filtered_group_makes_way_for_another(order: str):
     scheduler = make(order=order, max_staleness=0)
     admit_all(scheduler)
-    scheduler.leave_out(0, can_fill=True)
-    assert admit_all(scheduler, 2) == [2]
+    scheduler.end(0, State.FILTERED)
+    assert admit_all(scheduler) == [2]
     finish(scheduler, 1, 2)
     assert scheduler.take() == [1, 2]
 
 
-def test_when_draws_are_used_up_the_earliest_ones_left_out_fill_the_batch():
+def test_when_draws_are_used_up_the_earliest_filtered_ones_fill_the_batch():
     scheduler = make(max_staleness=0, draw_limit=4)
     admit_all(scheduler)
-    for draw in (0, 1):
-        scheduler.leave_out(draw, can_fill=draw == 1)
-    assert admit_all(scheduler, 2) == [2, 3]
-    scheduler.finish(2)
+    scheduler.end(0, State.GIVEN_UP)
+    scheduler.end(1, State.FILTERED)
+    assert admit_all(scheduler) == [2, 3]
+    scheduler.end(2, State.BUFFERED)
     assert scheduler.next_batch() is None
-    scheduler.leave_out(3, can_fill=True)
+    scheduler.end(3, State.FILTERED)
     assert not scheduler.is_exhausted()
     assert scheduler.take() == [1, 2]
-    assert scheduler.fillers == []
+    assert scheduler.filtered == []
 
 
 def test_when_too_few_of_all_draws_can_be_trained_on_the_batch_cannot_be_filled():
     scheduler = make(max_staleness=0, draw_limit=2)
     admit_all(scheduler)
-    scheduler.leave_out(0)
-    scheduler.finish(1)
+    scheduler.end(0, State.GIVEN_UP)
+    scheduler.end(1, State.BUFFERED)
     assert scheduler.next_batch() is None
     assert scheduler.is_exhausted()
 
@@ -135,19 +135,25 @@ def test_when_too_few_of_all_draws_can_be_trained_on_the_batch_cannot_be_filled(
 def test_rows_that_cannot_be_used_do_not_use_up_draws():
     scheduler = make(max_staleness=0, draw_limit=2)
     for draw in range(50):
+        assert scheduler.draw() == draw
         scheduler.admit(draw)
-        scheduler.leave_out(draw, counts=False)
-    assert admit_all(scheduler, 50) == [50, 51]
+        scheduler.end(draw, State.SKIPPED)
+    assert admit_all(scheduler) == [50, 51]
 
 
 def test_after_a_restart_first_in_first_out_waits_for_groups_that_have_not_started_again():
     scheduler = make(order="fifo", max_running=1)
-    scheduler.restore([(2, 0), (3, 0)], fillers=[], left_out=0, pending=[0, 1])
+    states = np.array([State.RUNNING, State.RUNNING, State.BUFFERED, State.BUFFERED])
+    scheduler.load_state_dict(
+        {"ledger": {"states": states}, "buffered": [[2, 0], [3, 0]], "fillers": [], "left_out": 0}
+    )
     assert scheduler.next_batch() is None
     with pytest.raises(AssertionError, match=r"draw 4 cannot start before \[0, 1\]"):
         scheduler.admit(4)
-    scheduler.pass_over(0)
+    assert scheduler.draw() == 0
+    scheduler.skip(0)
+    assert scheduler.draw() == 1
     scheduler.admit(1)
     assert scheduler.next_batch() is None
-    scheduler.finish(1)
+    scheduler.end(1, State.BUFFERED)
     assert scheduler.take() == [1, 2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,8 +12,7 @@ from hypothesis import given, settings
 from schedule_driver import run_schedule
 from schedules import KEPT, Schedule, random_schedule, schedules
 
-from spurline_async_rl.scheduling.limits import SchedulerLimits
-from spurline_async_rl.scheduling.scheduler import Scheduler, Untrained
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
@@ -19,7 +20,9 @@ SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 @pytest.mark.slow
 @settings(max_examples=10_000 if SOAK else 200)
 @given(schedules())
-def test_the_bound_holds_and_every_prompt_is_trained_or_left_out_for_a_reason_whatever_happens_when(schedule: Schedule):
+def test_the_bound_holds_and_every_prompt_is_trained_or_not_for_a_reason_whatever_happens_when(
+    schedule: Schedule,
+):
     run_schedule(schedule)
 
 
@@ -33,7 +36,7 @@ class AdmitsOneTooMany(Scheduler):
     def may_admit(self) -> bool:
         limits = self.limits
         room = limits.most_untrained(self.version, self.taken) + 1
-        return self.num_running < limits.max_running and len(self.untrained) < room
+        return self.num_running < limits.max_running and self.num_untrained < room
 
 
 class AdmitsForOneBatchTooMany(Scheduler):
@@ -42,21 +45,21 @@ class AdmitsForOneBatchTooMany(Scheduler):
     def may_admit(self) -> bool:
         limits = self.limits
         room = limits.most_untrained(self.version + 1, self.taken)
-        return self.num_running < limits.max_running and len(self.untrained) < room
+        return self.num_running < limits.max_running and self.num_untrained < room
 
 
 class AdmitsBeyondTheEnd(Scheduler):
     def may_admit(self) -> bool:
         limits = self.limits
         room = (self.version + limits.max_staleness - self.taken + 1) * limits.batch_size
-        return self.num_running < limits.max_running and len(self.untrained) < room
+        return self.num_running < limits.max_running and self.num_untrained < room
 
 
 class RunsOneTooMany(Scheduler):
     def may_admit(self) -> bool:
         limits = self.limits
         room = limits.most_untrained(self.version, self.taken)
-        return self.num_running <= limits.max_running and len(self.untrained) < room
+        return self.num_running <= limits.max_running and self.num_untrained < room
 
 
 class OvertakesWithoutLookingAtDeadlines(Scheduler):
@@ -83,15 +86,15 @@ class SeesDeadlinesOneBatchEarly(Scheduler):
 
 
 class TakesTheNewestFirst(Scheduler):
-    def _candidates(self) -> list[Untrained]:
-        return sorted(super()._candidates(), key=lambda group: (-group.version, group.draw))
+    def _candidates(self) -> list[int]:
+        return sorted(super()._candidates(), key=lambda draw: (-self._buffered[draw], draw))
 
 
 class TakesWhateverIsFinished(Scheduler):
     """In place of the order of draws."""
 
-    def _candidates(self) -> list[Untrained]:
-        return [group for group in self.untrained if group.finished]
+    def _candidates(self) -> list[int]:
+        return sorted(self._buffered)
 
 
 class TakesWeightsForNewerThanTheyAre(Scheduler):
@@ -99,23 +102,23 @@ class TakesWeightsForNewerThanTheyAre(Scheduler):
         super().publish(version + 1)
 
 
-class KeepsThePlacesOfGroupsLeftOut(Scheduler):
-    def leave_out(self, draw: int, *, counts: bool = True, can_fill: bool = False) -> None:
-        super().leave_out(draw, counts=counts, can_fill=can_fill)
-        self._untrained[draw] = Untrained(draw, self.version, finished=True)
-        self._num_finished += 1
+class KeepsThePlacesOfGroupsThatAreNotTrained(Scheduler):
+    def end(self, draw: int, state: State) -> None:
+        super().end(draw, state)
+        self._buffered[draw] = self.version
 
 
 class CountsRowsThatCannotBeUsed(Scheduler):
-    def leave_out(self, draw: int, *, counts: bool = True, can_fill: bool = False) -> None:
-        super().leave_out(draw, counts=True, can_fill=can_fill)
+    def end(self, draw: int, state: State) -> None:
+        super().end(draw, state)
+        self._num_given_up += state is State.SKIPPED
 
 
-class KeepsOldFillers(Scheduler):
+class FillsUpWithGroupsFilteredForEarlierBatches(Scheduler):
     def take(self) -> list[int]:
-        fillers = [*self._fillers]
+        filtered = [*self._filtered]
         chosen = super().take()
-        self._fillers = fillers
+        self._filtered = filtered
         return chosen
 
 
@@ -126,17 +129,28 @@ class NeverFillsUp(Scheduler):
 
 class FillsUpWhileGroupsRun(Scheduler):
     def _draws_used_up(self) -> bool:
-        return self.num_left_out > 0
+        return self._num_used_up() > 0
 
 
 class ForgetsWhatRanBeforeARestart(Scheduler):
-    def restore(self, buffered: Any, fillers: Any, left_out: int, pending: Any = ()) -> None:
-        super().restore(buffered, fillers, left_out)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._pending.clear()
+
+
+class OvertakesWhatRanBeforeARestart(Scheduler):
+    def _candidates(self) -> list[int]:
+        pending, self._pending = self._pending, deque()
+        try:
+            return super()._candidates()
+        finally:
+            self._pending = pending
 
 
 class ForgetsFinishedGroupsInARestart(Scheduler):
-    def restore(self, buffered: Any, fillers: Any, left_out: int, pending: Any = ()) -> None:
-        super().restore([], fillers, left_out, pending)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._buffered = {}
 
 
 @pytest.mark.parametrize(
@@ -152,12 +166,13 @@ class ForgetsFinishedGroupsInARestart(Scheduler):
         TakesTheNewestFirst,
         TakesWhateverIsFinished,
         TakesWeightsForNewerThanTheyAre,
-        KeepsThePlacesOfGroupsLeftOut,
+        KeepsThePlacesOfGroupsThatAreNotTrained,
         CountsRowsThatCannotBeUsed,
-        KeepsOldFillers,
+        FillsUpWithGroupsFilteredForEarlierBatches,
         NeverFillsUp,
         FillsUpWhileGroupsRun,
         ForgetsWhatRanBeforeARestart,
+        OvertakesWhatRanBeforeARestart,
         ForgetsFinishedGroupsInARestart,
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_driver import assert_nothing_lost
 from schedules import limits, outcomes
 
 from spurline.config.run_config import DatasetConfig
@@ -20,7 +21,7 @@ from spurline.rl.draws import Draw, SkippedRow
 from spurline.rl.group_runner import GivenUpPrompt
 from spurline.rl.prompt_source import collect_groups
 from spurline.rl.trajectory import Group, Trajectory, Turn
-from spurline_async_rl.scheduling.limits import SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import SchedulerLimits
 from spurline_async_rl.simulation.distributions import Constant, Empirical, LogNormal, Stragglers
 from spurline_async_rl.simulation.engines import Engines, Speed
 from spurline_async_rl.simulation.model import Fate, Model, Setup, simulate
@@ -54,11 +55,11 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 def run_checked(model: Model, events: int) -> bool:
-    """Whether the run came to its end within so many events; the ledger is checked after each."""
+    """Whether the run came to its end within so many events; after each nothing may be lost."""
     for _ in range(events):
         if not model.advance():
             return True
-        model.ledger.check(running=model.scheduler.num_running, buffered=model.scheduler.num_buffered)
+        assert_nothing_lost(model.scheduler)
     return model.is_over()
 
 
@@ -75,7 +76,7 @@ def test_the_bound_holds_and_nothing_is_lost_on_a_virtual_clock_with_kills(setup
     except RunFailedError:
         assert any(setup.fate(draw).outcome == "quarantined" for draw in range(200))
         return
-    given, counts = setup.limits, model.ledger.counts()
+    given, counts = setup.limits, model.scheduler.counts()
     assert counts["trained"] == given.num_batches * given.batch_size
     assert counts["running"] == counts["buffered"] == counts["pending"] == 0
     for group in model.result().groups:

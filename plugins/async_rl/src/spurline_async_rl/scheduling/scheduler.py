@@ -1,7 +1,15 @@
 """Decide which group may start and which batch may be trained, so that no token gets older than the bound.
 
-A pure state machine: the caller tells what happened (admitted, finished, left out, published) and asks what may happen
-next. It knows no clock, thread, engine or prompt, so that the source, the simulation and the tests run the same code.
+A pure state machine, and the only place that knows what became of each drawn prompt: the caller tells what happened
+(admitted, ended, published) and asks what may happen next. It knows no clock, thread, engine or prompt, so that the
+source, the simulation and the tests run the same code.
+
+    pending -> running -> buffered -> trained at a step
+                       -> filtered -> trained at a step (where draws run out)
+                       -> given up | skipped
+
+A batch is numbered by the updates before it: batch 0 is the first. Weights are numbered by the updates in them:
+version 0 is what the run began with. A token of version v in batch d is d - v updates old, its staleness.
 
 Why the bound holds. A group admitted with version v has the deadline v + S: the last batch whose tokens of version v,
 the oldest it can have, are at most S updates old. Let batch t be the next one. Always, for every d >= t:
@@ -10,66 +18,136 @@ the oldest it can have, are at most S updates old. Let batch t be the next one. 
 
 so that the batches t, t + 1, ..., d have room for all of them, and no deadline is before t. Admission keeps (1): a new
 group has the latest deadline of all, v + S, and is admitted only while all untrained groups number fewer than
-(v + S - t + 1) * B. Leaving a group out makes the left side smaller, and so does a restart, after which groups that
-were under way are admitted again, with later deadlines, before any other.
+(v + S - t + 1) * B. Filtering a group or giving it up makes the left side smaller, and so does a restart, after which
+groups that were under way are admitted again, with later deadlines, before any other.
 Taking a batch keeps (1) if afterwards, with d - t in place of d - t + 1, it still holds: `window` waits for exactly
 that, and takes groups of the earliest deadlines first, after which it holds whenever the groups with the earliest
 deadlines are finished: so waiting always ends. `fifo` takes groups in the order of their draws, which is that of their
 admission: a group had p < (v + S - t + 1) * B others before it when it was admitted, never gets more, not even by a
 restart, and is trained in batch t + p // B <= v + S or before. Where draws run out, a batch takes all groups there are,
-and fills up with ones that were left out since the last batch, so that their deadlines are not before t either.
+and fills up with ones that were filtered since the last batch, so that their deadlines are not before t either.
 The admission rule is that of AReaL (Fu et al. 2025, arXiv:2505.24298), which bounds the average; (1) bounds each group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
 
-from spurline_async_rl.scheduling.limits import SchedulerLimits
+import numpy as np
+from numpy.typing import NDArray
+
+Order = Literal["fifo", "window"]
+AtBound = Literal["wait", "mask"]
 
 
-@dataclass
-class Untrained:
-    """An admitted group that no batch has taken. version: of the weights when it was admitted."""
+class State(IntEnum):
+    """What has become of a drawn prompt. TRAINED stands for every positive number, the 1-based step that trained it."""
 
-    draw: int
-    version: int
-    finished: bool = False
+    PENDING = 0
+    RUNNING = -1
+    BUFFERED = -2
+    FILTERED = -3
+    GIVEN_UP = -4
+    SKIPPED = -5
+    TRAINED = 1
+
+
+_NEXT: Mapping[State, tuple[State, ...]] = {
+    State.PENDING: (State.RUNNING, State.SKIPPED),
+    State.RUNNING: (State.BUFFERED, State.FILTERED, State.GIVEN_UP, State.SKIPPED),
+    State.BUFFERED: (State.TRAINED,),
+    State.FILTERED: (State.TRAINED,),
+}
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What the scheduler may do.
+
+    max_staleness: S. batch_size: groups per batch, B. max_running: groups generated at the same time, K.
+    order: `fifo` takes groups as they were drawn; `window` lets a finished group overtake where that cannot make
+    another one too old. at_bound: `wait` for groups that would become too old, or take what is finished and `mask` what
+    became too old. draw_limit: prompts that may be drawn for one batch before filtered groups are used.
+    num_batches: of the whole run.
+    """
+
+    max_staleness: int
+    batch_size: int
+    max_running: int
+    order: Order
+    at_bound: AtBound
+    draw_limit: int
+    num_batches: int
+
+    def most_untrained(self, version: int, taken: int) -> int:
+        """Groups that may be admitted and not yet taken, with weights of `version`, `taken` batches having been taken.
+
+        They fill the batches up to number version + S, the last one that tokens of this version may be trained in.
+        """
+        last = min(version + self.max_staleness, self.num_batches - 1)
+        return (last - taken + 1) * self.batch_size
 
 
 class Scheduler:
-    """version: of the newest published weights. taken: batches taken so far, which is the number of the next one."""
+    """The state of every prompt of one run, from the first draw to the last; four bytes each.
 
-    def __init__(self, limits: SchedulerLimits, *, version: int = 0, taken: int = 0) -> None:
+    version: of the newest published weights. taken: batches taken so far, which is the number of the next one.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.version = version
-        self.taken = taken
-        self._untrained: dict[int, Untrained] = {}
-        self._num_finished = 0
-        self._pending: set[int] = set()
-        self._fillers: list[int] = []
-        self._left_out = 0
+        self.version = 0
+        self.taken = 0
+        self.num_drawn = 0
+        self._states: NDArray[np.int32] = np.zeros(1024, np.int32)
+        # Of the prompts that are still on their way, with the version of the weights when they were admitted.
+        self._pending: deque[int] = deque()
+        self._running: dict[int, int] = {}
+        self._buffered: dict[int, int] = {}
+        # Since the last batch.
+        self._filtered: list[int] = []
+        self._num_given_up = 0
 
     @property
     def num_running(self) -> int:
         """Groups under way."""
-        return len(self._untrained) - self._num_finished
+        return len(self._running)
 
     @property
     def num_buffered(self) -> int:
         """Finished groups that no batch has taken."""
-        return self._num_finished
+        return len(self._buffered)
 
     @property
-    def untrained(self) -> Sequence[Untrained]:
-        """Admitted groups that no batch has taken, by draw."""
-        return sorted(self._untrained.values(), key=lambda group: group.draw)
+    def num_untrained(self) -> int:
+        """Admitted groups that no batch has taken, which (1) is about."""
+        return len(self._running) + len(self._buffered)
 
     @property
-    def fillers(self) -> Sequence[int]:
-        """Draws left out since the last batch that could fill the next one, earliest first."""
-        return sorted(self._fillers)
+    def num_ended(self) -> int:
+        """Prompts that are done with: trained, filtered, given up or skipped."""
+        return self.num_drawn - len(self._pending) - self.num_untrained
+
+    @property
+    def filtered(self) -> list[int]:
+        """Groups filtered since the last batch, which fill up the next one where draws run out, earliest first."""
+        return sorted(self._filtered)
+
+    def draw(self) -> int:
+        """The prompt to start next: the earliest that a restart interrupted, else a new one.
+
+        It is pending until it is admitted, or skipped because its row cannot be used.
+        """
+        if not self._pending:
+            if self.num_drawn == len(self._states):
+                self._states = np.concatenate([self._states, np.zeros_like(self._states)])
+            self._pending.append(self.num_drawn)
+            self.num_drawn += 1
+        return self._pending[0]
 
     def may_admit(self) -> bool:
         """Whether one more group may start now."""
@@ -78,37 +156,33 @@ class Scheduler:
         beyond_this_batch = room - limits.batch_size
         return (
             self.num_running < limits.max_running
-            and len(self._untrained) < room
-            and self._left_out + len(self._untrained) < limits.draw_limit + beyond_this_batch
+            and self.num_untrained < room
+            and self._num_used_up() + self.num_untrained < limits.draw_limit + beyond_this_batch
         )
 
     def admit(self, draw: int) -> None:
-        """A group starts, with the published weights."""
+        """The group of the pending prompt starts, with the published weights."""
         assert self.may_admit(), f"draw {draw} may not start: {self}"
-        assert draw not in self._untrained, draw
-        self._settle_pending(draw)
-        self._untrained[draw] = Untrained(draw, self.version)
+        self._leave_pending(draw)
+        self._move(draw, State.RUNNING)
+        self._running[draw] = self.version
 
-    def finish(self, draw: int) -> None:
-        """A group has its rewards and can be trained on."""
-        group = self._untrained[draw]
-        assert not group.finished, draw
-        group.finished = True
-        self._num_finished += 1
+    def skip(self, draw: int) -> None:
+        """The pending prompt will not start: its row cannot be used."""
+        self._leave_pending(draw)
+        self._move(draw, State.SKIPPED)
 
-    def leave_out(self, draw: int, *, counts: bool = True, can_fill: bool = False) -> None:
-        """A group will not be trained on and gives its place back.
-
-        counts: it uses up one of the draws that a batch may take. can_fill: it may be used where these run out.
-        """
-        assert not self._untrained.pop(draw).finished, draw
-        self._left_out += counts
-        if can_fill:
-            self._fillers.append(draw)
-
-    def pass_over(self, draw: int) -> None:
-        """A prompt was drawn, or drawn again after a restart, and will not start: its row cannot be used."""
-        self._settle_pending(draw)
+    def end(self, draw: int, state: State) -> None:
+        """The group under way has ended: buffered, filtered (it may fill up the next batch), given up, or skipped,
+        which uses up none of the draws that a batch may take."""
+        self._move(draw, state)
+        version = self._running.pop(draw)
+        if state is State.BUFFERED:
+            self._buffered[draw] = version
+        elif state is State.FILTERED:
+            self._filtered.append(draw)
+        elif state is State.GIVEN_UP:
+            self._num_given_up += 1
 
     def publish(self, version: int) -> None:
         """Weights of this version are what engines generate with from now on."""
@@ -117,85 +191,112 @@ class Scheduler:
 
     def next_batch(self) -> list[int] | None:
         """The draws of the next batch in draw order, or None while it has to wait."""
-        limits = self.limits
-        if self._num_finished + len(self._fillers) < limits.batch_size:
+        size = self.limits.batch_size
+        if self.num_buffered + len(self._filtered) < size:
             return None
-        candidates = self._candidates()[: limits.batch_size]
-        if len(candidates) == limits.batch_size:
-            chosen = {group.draw for group in candidates}
-            return sorted(chosen) if self._keeps_deadlines(chosen) else None
-        if self._draws_used_up() and len(candidates) + len(self._fillers) >= limits.batch_size:
-            missing = limits.batch_size - len(candidates)
-            return sorted([*(group.draw for group in candidates), *self.fillers[:missing]])
+        chosen = self._candidates()[:size]
+        missing = size - len(chosen)
+        if missing == 0:
+            return sorted(chosen) if self._keeps_deadlines({*chosen}) else None
+        if self._draws_used_up() and missing <= len(self._filtered):
+            return sorted([*chosen, *self.filtered[:missing]])
         return None
 
     def is_exhausted(self) -> bool:
         """Whether the next batch cannot be filled: its draws are used up, and too few of them can be trained on."""
-        return self._draws_used_up() and self.num_buffered + len(self._fillers) < self.limits.batch_size
+        return self._draws_used_up() and self.num_buffered + len(self._filtered) < self.limits.batch_size
 
     def take(self) -> list[int]:
-        """Take the next batch, which must be there."""
+        """Take the next batch, which must be there. Its draws are trained in step `taken`, as counted afterwards."""
         chosen = self.next_batch()
         assert chosen is not None, f"no batch: {self}"
-        for draw in chosen:
-            if self._untrained.pop(draw, None) is not None:
-                self._num_finished -= 1
         self.taken += 1
-        self._fillers = []
-        self._left_out = 0
+        for draw in chosen:
+            self._move(draw, self.taken)
+            self._buffered.pop(draw, None)
+        self._filtered, self._num_given_up = [], 0
         return chosen
 
-    def restore(
-        self, buffered: Sequence[tuple[int, int]], fillers: Sequence[int], left_out: int, pending: Iterable[int] = ()
-    ) -> None:
-        """Begin with finished groups (draw, version when admitted) of a checkpoint, and what its next batch had left
-        out. pending: groups that were under way then; they are admitted anew, in order, before any further draw."""
-        assert not self._untrained, "restored into a scheduler that has run"
-        self._untrained = {draw: Untrained(draw, version, finished=True) for draw, version in buffered}
-        self._num_finished = len(self._untrained)
-        self._pending = {*pending}
-        self._fillers = [*fillers]
-        self._left_out = left_out
+    def in_state(self, state: State) -> list[int]:
+        """Draws in this state, ascending."""
+        return np.flatnonzero(self._kinds() == state).tolist()
 
-    @property
-    def num_left_out(self) -> int:
+    def trained(self) -> dict[int, int]:
+        """Step by draw, of all prompts that were trained on."""
+        return {draw: int(self._states[draw]) for draw in self.in_state(State.TRAINED)}
+
+    def counts(self) -> dict[str, int]:
+        """Prompts by the name of their state; the sum is `num_drawn`."""
+        kinds = self._kinds()
+        return {state.name.lower(): int((kinds == state).sum()) for state in State}
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "ledger": {"states": self._states[: self.num_drawn].copy()},
+            "buffered": [[draw, self._buffered[draw]] for draw in sorted(self._buffered)],
+            "fillers": self.filtered,
+            "left_out": self._num_used_up(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the last batch taken, with the weights made from it. Groups that were under way are pending
+        again, before any further draw: what they had generated is gone."""
+        assert not self.num_drawn, f"restored into a scheduler that has run: {self}"
+        states = np.array(state["ledger"]["states"], np.int32)
+        states[states == State.RUNNING] = State.PENDING
+        self.num_drawn = len(states)
+        self._states = np.concatenate([states, np.zeros(max(1024, len(states)), np.int32)])
+        self.version = self.taken = max(0, int(states.max(initial=0)))
+        self._pending = deque(self.in_state(State.PENDING))
+        self._buffered = {int(draw): int(version) for draw, version in state["buffered"]}
+        self._filtered = [int(draw) for draw in state["fillers"]]
+        self._num_given_up = int(state["left_out"]) - len(self._filtered)
+        known, kept = self.in_state(State.BUFFERED), sorted(self._buffered)
+        assert known == kept, f"the checkpoint has buffered draws {kept}, but by their states they are {known}"
+
+    def _kinds(self) -> NDArray[np.int32]:
+        return np.minimum(self._states[: self.num_drawn], State.TRAINED)
+
+    def _move(self, draw: int, state: State | int) -> None:
+        """The prompt is now in this state, or trained in this 1-based step."""
+        assert 0 <= draw < self.num_drawn, f"draw {draw} of {self.num_drawn}"
+        before, after = (State(min(int(value), State.TRAINED)) for value in (self._states[draw], state))
+        allowed = after in _NEXT.get(before, ())
+        assert allowed, f"draw {draw} cannot go from {before.name.lower()} to {after.name.lower()}"
+        self._states[draw] = state
+
+    def _leave_pending(self, draw: int) -> None:
+        in_order = self._pending and draw == self._pending[0]
+        assert in_order, f"draw {draw} cannot start before {[*self._pending]}"
+        self._pending.popleft()
+
+    def _num_used_up(self) -> int:
         """Draws since the last batch that were used up without a group to train on."""
-        return self._left_out
-
-    def _settle_pending(self, draw: int) -> None:
-        assert draw == min(self._pending, default=draw), f"draw {draw} cannot start before {sorted(self._pending)}"
-        self._pending.discard(draw)
+        return len(self._filtered) + self._num_given_up
 
     def _draws_used_up(self) -> bool:
-        """Nothing runs and nothing more may be drawn for the next batch."""
-        return self.num_running == 0 and not self.may_admit() and self._left_out > 0
+        """Whether nothing runs and nothing more may be drawn for the next batch."""
+        return self.num_running == 0 and not self.may_admit() and self._num_used_up() > 0
 
-    def _candidates(self) -> list[Untrained]:
+    def _candidates(self) -> list[int]:
         """Finished groups in the order in which they may be taken."""
         if self.limits.order == "window":
-            finished = [group for group in self._untrained.values() if group.finished]
-            return sorted(finished, key=lambda group: (group.version, group.draw))
-        candidates: list[Untrained] = []
-        first_pending = min(self._pending, default=None)
-        for group in self.untrained:
-            if not group.finished or (first_pending is not None and group.draw > first_pending):
-                break
-            candidates.append(group)
-        return candidates
+            return sorted(self._buffered, key=lambda draw: (self._buffered[draw], draw))
+        first_missing = min([*self._running, *self._pending], default=self.num_drawn)
+        return [draw for draw in sorted(self._buffered) if draw < first_missing]
 
     def _keeps_deadlines(self, chosen: set[int]) -> bool:
         """Whether the groups that are left can all be trained in time when these are taken now: (1) of the module."""
         if self.limits.at_bound == "mask":
             return True
-        left = sorted(group.version for draw, group in self._untrained.items() if draw not in chosen)
-        for count, version in enumerate(left, start=1):
-            deadline = version + self.limits.max_staleness
-            if count > (deadline - self.taken) * self.limits.batch_size:
-                return False
-        return True
+        untrained = self._running | self._buffered
+        left = sorted(version for draw, version in untrained.items() if draw not in chosen)
+        # Of deadline v + S, so that (1) for the batch after this one counts those up to it.
+        bound, size = self.limits.max_staleness - self.taken, self.limits.batch_size
+        return all(count <= (version + bound) * size for count, version in enumerate(left, start=1))
 
     def __repr__(self) -> str:
         return (
             f"Scheduler(version={self.version}, taken={self.taken}, running={self.num_running}, "
-            f"buffered={self.num_buffered}, left_out={self._left_out}, limits={self.limits})"
+            f"buffered={self.num_buffered}, used_up={self._num_used_up()}, limits={self.limits})"
         )

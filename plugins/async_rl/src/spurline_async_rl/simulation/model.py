@@ -1,4 +1,4 @@
-"""The whole asynchronous run on a virtual clock: the real scheduler and ledger, with engines and trainer made of times.
+"""The whole asynchronous run on a virtual clock: the real scheduler, with engines and trainer made of times.
 
 Place on the way: limits, distributions -> this -> what the run did. An event is the end of a group or of what the
 trainer does; after each, every group that may start does, and the trainer takes the next batch if it waits for one.
@@ -8,16 +8,15 @@ Nothing here is random and no time passes: the same setup gives the same run, in
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.scheduling.ledger import Ledger, State
-from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.scheduling.scheduler import Scheduler, State
 from spurline_async_rl.simulation.engines import Engines
 from spurline_async_rl.simulation.records import GroupRecord, Level, Phase, SimulatedRun, Span
 from spurline_async_rl.simulation.setup import STATES, Fate, Outcome, Setup
+from spurline_async_rl.timeline.records import STATE_NAMES
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,8 @@ class ModelState:
     """A checkpoint after a step: what the source saves, and the records of finished groups in place of the groups."""
 
     step: int
-    ledger: Mapping[str, object]
+    scheduler: Mapping[str, object]
     groups: tuple[GroupRecord, ...]
-    fillers: tuple[int, ...]
-    left_out: int
 
 
 def simulate(setup: Setup) -> SimulatedRun:
@@ -56,8 +53,7 @@ class Model:
         self.setup = setup
         self.step = state.step if state else 0
         self.now = 0.0
-        self.ledger = Ledger()
-        self.scheduler = make_scheduler(setup.limits, version=self.step, taken=self.step)
+        self.scheduler = make_scheduler(setup.limits)
         self.checkpoint = state
         self._keep_checkpoints = keep_checkpoints
         self._engines = Engines(setup.engines, setup.speed)
@@ -65,7 +61,6 @@ class Model:
         self._open: dict[int, GroupRecord] = {}
         self._marks: dict[int, float] = {}
         self._fates: dict[int, Fate] = {}
-        self._again: deque[int] = deque()
         self._spans: list[Span] = []
         self._levels: list[Level] = []
         self._phase: Phase = "wait"
@@ -120,14 +115,12 @@ class Model:
 
     def _admit(self) -> None:
         while self.scheduler.may_admit():
-            draw = self._again.popleft() if self._again else self.ledger.draw()
+            draw = self.scheduler.draw()
             fate = self.setup.fate(draw)
             if fate.outcome == "unreadable":
-                self.scheduler.pass_over(draw)
-                self.ledger.move(draw, State.SKIPPED)
+                self.scheduler.skip(draw)
                 continue
             self.scheduler.admit(draw)
-            self.ledger.move(draw, State.RUNNING)
             engine = self._engines.start(draw, fate.work)
             group = GroupRecord(draw, engine, self.scheduler.version, self.now)
             self._records.append(group)
@@ -152,15 +145,11 @@ class Model:
         group, state = self._open[draw], STATES[outcome]
         if not group.parts:
             group.parts[self.scheduler.version] = 0.0
-        group.end, group.state = self.now, state.name.lower()
+        group.end, group.state = self.now, STATE_NAMES[state]
         del self._marks[draw], self._fates[draw]
-        self.ledger.move(draw, state)
-        if state is State.BUFFERED:
-            self.scheduler.finish(draw)
-        else:
-            self.scheduler.leave_out(draw, counts=outcome != "skipped", can_fill=outcome == "filtered")
-            if outcome != "filtered":
-                del self._open[draw]
+        self.scheduler.end(draw, state)
+        if state not in (State.BUFFERED, State.FILTERED):
+            del self._open[draw]
 
     def _note(self, draw: int) -> None:
         """What this group got done since the last note was with the weights that are published now."""
@@ -171,7 +160,7 @@ class Model:
         self._marks[draw] = done
 
     def _take(self) -> None:
-        unused = {*self.scheduler.fillers}
+        unused = {*self.scheduler.filtered}
         limits, batch = self.setup.limits, self.step
         for draw in self.scheduler.take():
             unused.discard(draw)
@@ -179,7 +168,6 @@ class Model:
             group.step, group.state = batch + 1, "trained"
             if limits.at_bound == "mask":
                 group.masked = tuple(version for version in group.parts if batch - version > limits.max_staleness)
-            self.ledger.train(draw, batch + 1)
         for draw in unused:
             del self._open[draw]
 
@@ -207,19 +195,15 @@ class Model:
                 self.checkpoint = self._state()
 
     def _state(self) -> ModelState:
-        buffered = [group.draw for group in self.scheduler.untrained if group.finished]
-        fillers = tuple(self.scheduler.fillers)
-        groups = tuple(_copy(self._open[draw]) for draw in (*buffered, *fillers))
-        return ModelState(self.step, self.ledger.state_dict(), groups, fillers, self.scheduler.num_left_out)
+        kept = sorted(self._open.keys() - self._marks.keys())
+        groups = tuple(_copy(self._open[draw]) for draw in kept)
+        return ModelState(self.step, self.scheduler.state_dict(), groups)
 
     def _restore(self, state: ModelState) -> None:
-        self.ledger.load_state_dict(state.ledger)
-        self._again = deque(self.ledger.in_state(State.PENDING))
+        self.scheduler.load_state_dict(state.scheduler)
         groups = [_copy(group) for group in state.groups]
         self._records.extend(groups)
         self._open = {group.draw: group for group in groups}
-        buffered = [(group.draw, group.version) for group in groups if group.state == "buffered"]
-        self.scheduler.restore(buffered, state.fillers, state.left_out, pending=self._again)
 
 
 def _copy(group: GroupRecord) -> GroupRecord:

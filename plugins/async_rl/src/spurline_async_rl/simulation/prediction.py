@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from spurline_async_rl.scheduling.limits import AtBound, Order, SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
 from spurline_async_rl.simulation.model import Model
 from spurline_async_rl.simulation.records import Figures, GroupRecord, SimulatedRun
 from spurline_async_rl.simulation.workload import Workload

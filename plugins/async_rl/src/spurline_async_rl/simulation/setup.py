@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from spurline_async_rl.scheduling.ledger import State
-from spurline_async_rl.scheduling.limits import SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import SchedulerLimits, State
 from spurline_async_rl.simulation.engines import WORK_IN_SECONDS, Speed
 
 Outcome = Literal["kept", "filtered", "quarantined", "skipped", "unreadable"]
@@ -20,10 +19,10 @@ unreadable: when it is drawn."""
 STATES: Mapping[Outcome, State] = {
     "kept": State.BUFFERED,
     "filtered": State.FILTERED,
-    "quarantined": State.QUARANTINED,
+    "quarantined": State.GIVEN_UP,
     "skipped": State.SKIPPED,
 }
-"""Where the ledger has prompts of each outcome when their attempts are over."""
+"""Where the scheduler has prompts of each outcome when their attempts are over."""
 
 
 @dataclass(frozen=True)

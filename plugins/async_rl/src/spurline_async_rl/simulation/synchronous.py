@@ -13,6 +13,7 @@ from spurline.errors import RunFailedError
 from spurline_async_rl.simulation.engines import Engines
 from spurline_async_rl.simulation.records import GroupRecord, Level, Phase, SimulatedRun, Span
 from spurline_async_rl.simulation.setup import STATES, Setup
+from spurline_async_rl.timeline.records import STATE_NAMES
 
 
 def simulate_synchronous(setup: Setup) -> SimulatedRun:
@@ -89,7 +90,7 @@ class _SynchronousRun:
             draw = self._engines.end_next()
             self._engines.forget(draw)
             group = running.pop(draw)
-            group.end, group.state = self.now, STATES[self._setup.fate(draw).outcome].name.lower()
+            group.end, group.state = self.now, STATE_NAMES[STATES[self._setup.fate(draw).outcome]]
         self.records += groups
         return groups
 

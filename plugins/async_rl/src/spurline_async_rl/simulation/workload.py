@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from spurline_async_rl.scheduling.limits import SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import SchedulerLimits
 from spurline_async_rl.simulation.distributions import Distribution
 from spurline_async_rl.simulation.engines import WORK_IN_SECONDS, Speed
 from spurline_async_rl.simulation.setup import Fate, Outcome, Setup

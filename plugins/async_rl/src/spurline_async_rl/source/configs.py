@@ -1,4 +1,7 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""What a run of asynchronous rollouts may choose: the bound, the order of groups, publishes, recordings, patience.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
 from spurline.protocols.weight_sync import WeightSyncConfig
 from spurline.rl.configs import PromptSourceConfig
-from spurline_async_rl.scheduling.limits import SchedulerLimits
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -64,18 +66,6 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     @property
     def transport(self) -> str | None:
         return None if self.weight_sync is None else self.weight_sync.transport
-
-    def limits(self, num_batches: int) -> SchedulerLimits:
-        """What the scheduler may do in a run of so many steps."""
-        return SchedulerLimits(
-            max_staleness=self.max_staleness,
-            batch_size=self.prompts_per_step,
-            max_running=self.groups_at_once,
-            order=self.order,
-            at_bound=self.at_bound,
-            draw_limit=self.draw_limit,
-            num_batches=num_batches,
-        )
 
     def describe_bound(self) -> list[str]:
         """What is guaranteed, in sentences."""
@@ -141,7 +131,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
 
 class RecordedRolloutsConfig(AsyncRolloutsConfig):
-    """Train on the groups another run has recorded; all other settings are as of `async_rollouts`."""
+    """Train on the groups that another run has recorded; all other settings are those of `async_rollouts`."""
 
     name: str = "recorded_rollouts"
     recorded: str = Field(min_length=1)

@@ -16,6 +16,10 @@ from spurline.errors import RunFailedError
 T = TypeVar("T")
 
 
+async def _calling(function: Callable[..., T], *arguments: Any) -> T:
+    return function(*arguments)
+
+
 class LoopThread:
     """Started with the first use. Its methods are called from another thread, and wait for the loop."""
 
@@ -37,7 +41,7 @@ class LoopThread:
 
         every_s, still: meanwhile, every so many seconds, `still` is called with the seconds passed.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        future = self.start(coroutine)
         began = time.monotonic()
         try:
             while True:
@@ -63,20 +67,13 @@ class LoopThread:
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
         """What a function will return that must run on the loop, between two of its tasks."""
-
-        async def on_loop() -> T:
-            return function(*arguments)
-
-        return asyncio.run_coroutine_threadsafe(on_loop(), self._started())
+        return self.start(_calling(function, *arguments))
 
     def call(self, function: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> T:
         """What a function returns that must run on the loop, between two of its tasks."""
-
-        async def on_loop() -> T:
-            return function(*arguments)
-
         name = getattr(function, "__name__", "a call")
-        return self.run(on_loop(), timeout_s, f"The event loop of the rollouts is blocked: {name}")
+        what = f"The event loop of the rollouts is blocked: {name}"
+        return self.run(_calling(function, *arguments), timeout_s, what)
 
     def responds(self, timeout_s: float) -> bool:
         """Whether the loop still turns; not where code of a task blocks it."""
@@ -89,7 +86,7 @@ class LoopThread:
         return True
 
     def position(self) -> str:
-        """Where in the code the loop's thread is right now; tells what blocks it."""
+        """Where in the code the loop's thread is right now, which is what blocks it if anything does."""
         assert self._thread is not None, "not started"
         frame = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:

@@ -1,14 +1,9 @@
-"""Finished groups as plain arrays and JSON, for checkpoints and recordings, and back, bit for bit.
+"""Keep the groups that a run trained on, and train on them again.
 
-The arrays of all turns are joined by field, with the length of each: a few long arrays instead of thousands of short
-ones.
-
-Where the groups that a run trained on are kept, step by step.
-
-Source `recorded_rollouts`: train once more on the very groups that another run trained on.
-
-Nothing is generated, so that a run becomes a pure function of its config and the recording: to find out what a change
-of the loss does on equal data, and to prove that training on asynchronous rollouts is exact.
+Groups are written as plain arrays and JSON, for checkpoints and recordings, and come back bit for bit. The arrays of
+all turns are joined by field, with the length of each: a few long arrays instead of thousands of short ones.
+Source `recorded_rollouts` generates nothing, so that a run becomes a pure function of its config and the recording: to
+find out what a change of the loss does on equal data, and to prove that training on asynchronous rollouts is exact.
 """
 
 from __future__ import annotations
@@ -100,17 +95,12 @@ def _joined(arrays: Sequence[NDArray[Any] | None]) -> dict[str, object]:
 
 
 def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
-    lengths = [int(length) for length in joined["lengths"]]
-    values = joined.get("values")
-    start = 0
-    arrays: list[NDArray[Any] | None] = []
-    for length in lengths:
-        if length == _ABSENT or values is None:
-            arrays.append(None)
-            continue
-        arrays.append(values[start : start + length].copy())
-        start += length
-    return arrays
+    lengths, values = joined["lengths"], joined.get("values")
+    ends = np.cumsum(np.maximum(lengths, 0))
+    return [
+        None if length == _ABSENT or values is None else values[end - length : end].copy()
+        for length, end in zip(lengths, ends, strict=True)
+    ]
 
 
 def recorded_step(run_dir: Path, step: int) -> Path:
@@ -124,7 +114,7 @@ def record_groups(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 class RecordedRolloutSource(PromptSource):
-    """See the module. Its state is the position in the recording, which the step tells."""
+    """Reads the groups of each step from a recording. It has no state: the step is the position in the recording."""
 
     def __init__(self, config: RecordedRolloutsConfig, context: SourceContext) -> None:
         super().__init__(config, context)

@@ -1,8 +1,8 @@
 """Source `async_rollouts`: groups are generated while the model trains, and none gets older than the bound.
 
 Two threads: on an event loop of its own the Producer generates; the training thread takes batches from it and, after
-an update, publishes the weights to the engines while it waits. Which group starts and which batch is ready is decided
-by `scheduling.scheduler` alone.
+an update, publishes the weights to the engines while it waits. The scheduler alone decides which group starts and
+which batch is ready.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline.protocols.weight_sync import SyncReport
-from spurline.rl.draws import Draw, SkippedRow
+from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
-from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
@@ -30,17 +31,16 @@ from spurline_async_rl.source.recordings import groups_state, record_groups
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
 from spurline_async_rl.timeline.recorder import Timeline
+from spurline_async_rl.timeline.records import TIMELINE_FILE
 
 _CLOSE_TIMEOUT_S = 120.0
 """More than engines and attempts may take by their own limits; when it passes, something is stuck."""
-
-
 _BLOCKED_AFTER_S = 5.0
 """Seconds without an answer after which the event loop counts as blocked when the run ends."""
 
 
 class AsyncRolloutSource(PromptSource):
-    """See the module. State: that of the producer, the rows left out, the prompts given up."""
+    """Trains on groups that were generated meanwhile. Its state is the producer's, and that of every prompt source."""
 
     def __init__(self, config: AsyncRolloutsConfig, context: SourceContext) -> None:
         super().__init__(config, context)
@@ -50,15 +50,15 @@ class AsyncRolloutSource(PromptSource):
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
-        self._timeline = Timeline(context.config.run_dir / "timeline.jsonl")
+        self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
         self._producer = Producer(
-            _Groups(self),
-            Scheduler(config.limits(self.total_steps)),
+            self._prompts,
+            self._attempts.training,
+            Scheduler(_limits(config, self.total_steps)),
             self._timeline,
-            leave_out_equal=config.zero_variance == "refill",
+            filters=config.zero_variance == "refill",
             notify=self._changed.set,
         )
-        self._under_way: dict[str, float] = {}
         self._publisher: Publisher | None = None
         self._updates = 0
         self._taken_at = time.perf_counter()
@@ -73,7 +73,6 @@ class AsyncRolloutSource(PromptSource):
         self._backend = backend
         self._updates = step - 1
         self._timeline.resume(self._updates)
-        self._producer.scheduler.taken = self._updates
         self._publisher = Publisher(
             self._engine,
             self._config,
@@ -93,7 +92,7 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("wait")
         collected, retries = self._wait_for_groups(step)
         self._timeline.ended("wait")
-        # Looking back and laying out are a part of it.
+        # Scoring the tokens with the models and laying them out are a part of training.
         self._timeline.began("train")
         waited = time.perf_counter() - begin
         generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
@@ -104,14 +103,19 @@ class AsyncRolloutSource(PromptSource):
         if self._config.record_groups:
             record_groups(self._context.config.run_dir, step, collected.groups)
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
-        levels = self._loop.call(self._levels)
+        scheduler = self._producer.scheduler
+        measured = {
+            "async/running": float(scheduler.num_running),
+            "async/buffered": float(scheduler.num_buffered),
+            "time/wait_rollouts": waited,
+            "time/generating": generating,
+        }
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
-        times = {"time/wait_rollouts": waited, "time/generating": generating}
-        return replace(batch, info={**batch.info, **ages, **levels, **times})
+        return replace(batch, info={**batch.info, **ages, **measured})
 
     def epoch(self, step: int) -> float:
         # Before the run, which is when a plan asks, no prompt has been drawn yet.
-        done = self._producer.num_resolved() or step * self._config.prompts_per_step
+        done = self._producer.scheduler.num_ended or step * self._config.prompts_per_step
         return done / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
@@ -137,7 +141,7 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("evaluate")
         evaluating = self._loop.start(self._attempts.evaluate(prompts))
         evaluating.add_done_callback(lambda _: self._changed.set())
-        watchdog = self._watchdog(lambda waited_s: held_out_report(self._observed, waited_s))
+        watchdog = self._watchdog(partial(held_out_report, self._observed))
         try:
             while not evaluating.done():
                 self._changed.clear()
@@ -177,21 +181,21 @@ class AsyncRolloutSource(PromptSource):
             raise failure
 
     def _end_generation(self) -> None:
-        self._loop.run(self._end_attempts(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
+        async def end() -> None:
+            try:
+                await self._producer.close()
+            finally:
+                await self._attempts.close()
+
+        self._loop.run(end(), _CLOSE_TIMEOUT_S, "Ending the rollouts")
 
     def _end_transport(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
 
-    async def _end_attempts(self) -> None:
-        try:
-            await self._producer.close()
-        finally:
-            await self._attempts.close()
-
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
-        """The groups of this step."""
-        watchdog = self._watchdog(lambda waited_s: self._stall(waited_s, step))
+        """The groups of this step, and the attempts that were made again for them."""
+        watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
         while True:
             self._changed.clear()
             taken = watchdog.result(self._loop.submit(self._producer.take, step))
@@ -208,11 +212,7 @@ class AsyncRolloutSource(PromptSource):
             self._publisher.publish(self._updates, self._backend, awaiting)
 
     def _watchdog(self, describe: Callable[[float], str]) -> Watchdog:
-        limits = (self._config.watchdog_s, self._config.stall_timeout_s)
-        return Watchdog(*limits, self._loop, describe, moved_at=lambda: self._observed.answered_at)
-
-    def _stall(self, waited_s: float, step: int) -> str:
-        return stall_report(self._producer.scheduler, dict(self._under_way), self._observed, waited_s, step)
+        return Watchdog(self._config, self._loop, self._observed, describe)
 
     def _advance(self) -> SyncReport:
         """Every engine generates with the weights as they are now; more groups may start."""
@@ -221,30 +221,14 @@ class AsyncRolloutSource(PromptSource):
         self._loop.call(self._producer.publish, self._updates)
         return report
 
-    def _levels(self) -> dict[str, float]:
-        scheduler = self._producer.scheduler
-        return {"async/running": float(scheduler.num_running), "async/buffered": float(scheduler.num_buffered)}
 
-
-class _Groups:
-    """The source as its producer sees it."""
-
-    def __init__(self, source: AsyncRolloutSource) -> None:
-        self._source = source
-
-    def take(self, start: int, count: int) -> Sequence[Draw | SkippedRow]:
-        return self._source._prompts.take(start, count)
-
-    def skip(self, row: SkippedRow) -> None:
-        self._source._prompts.skip(row)
-
-    async def run(self, prompt: Draw) -> Outcome:
-        under_way = self._source._under_way
-        under_way[prompt.uid] = time.monotonic()
-        try:
-            return await self._source._attempts.training.run_group(prompt)
-        finally:
-            del under_way[prompt.uid]
-
-    def take_retries(self, uid: str) -> int:
-        return self._source._attempts.training.take_retries(uid)
+def _limits(config: AsyncRolloutsConfig, num_batches: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_staleness=config.max_staleness,
+        batch_size=config.prompts_per_step,
+        max_running=config.groups_at_once,
+        order=config.order,
+        at_bound=config.at_bound,
+        draw_limit=config.draw_limit,
+        num_batches=num_batches,
+    )

@@ -1,17 +1,15 @@
-"""Who waits for which engine since when: what a watchdog can say when nothing moves.
+"""Wait for rollouts, and say who holds what when nothing moves for too long.
 
-Place on the way: policy handle -> this -> rollout engine. It passes everything through and remembers when it was asked.
-
-Wait for rollouts, and say who holds what when nothing moves for too long.
+Place on the way: policy handle -> ObservedEngine, which remembers what it was asked when -> rollout engine.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from rich.console import Console
@@ -24,16 +22,13 @@ from spurline.protocols.rollout_engine import (
     RolloutEngine,
     TakesWeights,
 )
-from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.producer import Producer
+
+T = TypeVar("T")
 
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class _Asked:
-    request: GenerationRequest
-    at: float
 
 
 class ObservedEngine:
@@ -41,21 +36,20 @@ class ObservedEngine:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._under_way: dict[int, _Asked] = {}
-        self._next = 0
+        self._numbers = itertools.count()
+        self._asked: dict[int, tuple[str, float]] = {}
         self.answered_at = 0.0
         """When a request was last answered, on the monotonic clock."""
         # The rest goes straight to the engine.
         self.pause, self.resume, self.close = engine.pause, engine.resume, engine.close
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        number = self._next
-        self._next += 1
-        self._under_way[number] = _Asked(request, time.monotonic())
+        number = next(self._numbers)
+        self._asked[number] = (request.name, time.monotonic())
         try:
             return await self._engine.generate(request)
         finally:
-            del self._under_way[number]
+            del self._asked[number]
             self.answered_at = time.monotonic()
 
     def seconds_down(self) -> float:
@@ -63,29 +57,18 @@ class ObservedEngine:
 
     def describe(self) -> list[str]:
         """A line for each request, the oldest first: its name, how long it has taken, and which engine has it."""
-        now = time.monotonic()
-        asked = sorted(self._under_way.values(), key=lambda item: item.at)
-        lines = [
-            f"{item.request.name}: asked {now - item.at:.0f} s ago, {self._holder(item.request.name)}"
-            for item in asked[:_SHOWN]
-        ]
-        if len(asked) > _SHOWN:
-            lines.append(f"and {len(asked) - _SHOWN} requests more")
-        return lines
+        now, asked = time.monotonic(), list(self._asked.values())
+        lines = [f"{name}: asked {now - at:.0f} s ago, {self._holder(name)}" for name, at in asked[:_SHOWN]]
+        return [*lines, *_more(len(asked), "requests")]
 
     def _holder(self, name: str) -> str:
         holder = self._engine.holder_of(name) if isinstance(self._engine, TakesWeights) else "the engine"
         return f"with {holder}" if holder else "waiting for an engine"
 
 
-def stall_report(
-    scheduler: Scheduler, since: dict[str, float], engine: ObservedEngine, waited_s: float, step: int
-) -> str:
-    """Why the loop still waits for the batch of this step.
-
-    since: when each group under way began, by uid, on the monotonic clock.
-    """
-    now = time.monotonic()
+def stall_report(producer: Producer, engine: ObservedEngine, step: int, waited_s: float) -> str:
+    """Why the loop still waits for the batch of this step."""
+    now, scheduler = time.monotonic(), producer.scheduler
     limits = scheduler.limits
     lines = [
         f"No group has ended for {waited_s:.0f} s, and no request was answered. "
@@ -93,14 +76,10 @@ def stall_report(
         f"{scheduler.num_buffered} are finished, {scheduler.num_running} under way (order: {limits.order}, "
         f"max_staleness: {limits.max_staleness}, weights of version {scheduler.version})."
     ]
-    oldest = sorted(since.items(), key=lambda item: item[1])
-    lines += [f"  group {uid}: under way for {now - began:.0f} s" for uid, began in oldest[:_SHOWN]]
-    if len(oldest) > _SHOWN:
-        lines.append(f"  and {len(oldest) - _SHOWN} groups more")
-    requests = engine.describe()
-    if requests:
-        lines += [f"  {line}" for line in requests]
-    elif oldest:
+    groups, requests = list(producer.began_at.items()), engine.describe()
+    lines += [f"  group {uid}: under way for {now - began:.0f} s" for uid, began in groups[:_SHOWN]]
+    lines += [f"  {line}" for line in (*_more(len(groups), "groups"), *requests)]
+    if groups and not requests:
         lines.append("  no request is with an engine: the environments or rewards of these groups have not returned")
     return "\n".join(lines)
 
@@ -111,40 +90,35 @@ def held_out_report(engine: ObservedEngine, waited_s: float) -> str:
     return "\n".join([head, *(f"  {line}" for line in engine.describe())])
 
 
-T = TypeVar("T")
+def _more(count: int, what: str) -> list[str]:
+    return [f"and {count - _SHOWN} {what} more"] if count > _SHOWN else []
 
 
 class Watchdog:
-    """Of one wait of the training thread. `source.watchdog_s` after the last movement it prints to stderr what holds
-    the run up, again and again, and after `source.stall_timeout_s` it ends the run.
+    """Watches over one wait of the training thread. `source.watchdog_s` after the last movement it prints to stderr
+    what holds the run up, again and again, and after `source.stall_timeout_s` it ends the run.
 
-    describe: from seconds without movement, what is under way. moved_at: when a request was last answered, on the
-    monotonic clock; what has not ended yet may move all the same.
+    describe: from seconds without movement, what is under way. A request that `engine` answers is a movement too: what
+    has not ended yet may move all the same.
     """
 
     def __init__(
-        self,
-        watchdog_s: float,
-        stall_timeout_s: float,
-        loop: LoopThread,
-        describe: Callable[[float], str],
-        moved_at: Callable[[], float],
+        self, config: AsyncRolloutsConfig, loop: LoopThread, engine: ObservedEngine, describe: Callable[[float], str]
     ) -> None:
-        self._watchdog_s = watchdog_s
-        self._stall_timeout_s = stall_timeout_s
+        self._config = config
         self._loop = loop
+        self._engine = engine
         self._describe = describe
-        self._last_answer = moved_at
-        self._moved_at = self._told_at = time.monotonic()
+        self._moved_at = self._reported_at = time.monotonic()
 
     def wait(self, changed: threading.Event) -> None:
-        """Return when something changed, or after having told that nothing did."""
+        """Return when something changed, or after a report that nothing did."""
         if changed.wait(self._patience()):
-            self._moved_at = self._told_at = time.monotonic()
-        elif (answered_at := self._last_answer()) > self._moved_at:
-            self._moved_at = self._told_at = answered_at
+            self._moved_at = self._reported_at = time.monotonic()
+        elif (answered_at := self._engine.answered_at) > self._moved_at:
+            self._moved_at = self._reported_at = answered_at
         else:
-            self._tell(self._describe)
+            self._report(self._describe)
 
     def result(self, future: concurrent.futures.Future[T]) -> T:
         """The result of a call on the event loop, which takes long only when the loop is blocked."""
@@ -154,23 +128,24 @@ class Watchdog:
             except concurrent.futures.TimeoutError:
                 if future.done():
                     raise
-                self._tell(self._blocked)
+                self._report(self._describe_block)
 
     def _patience(self) -> float:
-        return max(0.0, self._watchdog_s - (time.monotonic() - self._told_at))
+        return max(0.0, self._config.watchdog_s - (time.monotonic() - self._reported_at))
 
-    def _tell(self, describe: Callable[[float], str]) -> None:
-        self._told_at = time.monotonic()
-        waited_s = self._told_at - self._moved_at
+    def _report(self, describe: Callable[[float], str]) -> None:
+        self._reported_at = time.monotonic()
+        waited_s = self._reported_at - self._moved_at
         text = describe(waited_s)
-        if waited_s >= self._stall_timeout_s:
+        limit = self._config.stall_timeout_s
+        if waited_s >= limit:
             raise RunFailedError(
-                f"{text}\nThe run ends, as source.stall_timeout_s is {self._stall_timeout_s:g}. The same command goes "
+                f"{text}\nThe run ends, as source.stall_timeout_s is {limit:g}. The same command goes "
                 "on from the last checkpoint, which holds the groups that were finished by then."
             )
         tell(text)
 
-    def _blocked(self, waited_s: float) -> str:
+    def _describe_block(self, waited_s: float) -> str:
         return (
             f"Nothing moves for {waited_s:.0f} s, and training waits for rollouts: an environment or reward blocks "
             "the event loop they all run on. Move what takes long into spurline.rl.concurrency.in_thread.\n"

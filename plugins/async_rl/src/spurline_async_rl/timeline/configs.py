@@ -1,4 +1,4 @@
-"""Config sections of this subject's components. Light: imports no torch."""
+"""What the report's panels on asynchronous rollouts show. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Choose what of a timeline is drawn, and in which lane each group lies. Pure; see `figure.py` for the drawing.
-
-Draw a timeline: what was generated, trained, published and waited for, side by side over the same seconds.
+"""Draw a timeline: what was generated, trained, published and waited for, side by side over the same seconds.
 
 In: records of a run or of a simulation, and the window of them to draw. Out: one HTML fragment in the report's style.
 Three plots share the time axis: groups in lanes, coloured by the staleness of their oldest token when they were
@@ -9,10 +7,9 @@ trained; the loop and its publishes; how many groups were under way and finished
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from spurline.report.figure import Trace, figure, thinned
 from spurline.trackers.readout import clock
@@ -21,6 +18,8 @@ from spurline_async_rl.timeline.records import GroupSpan, Span, SpanKind, StepRe
 _MAX_GROUPS = 1500
 """More bars are neither readable nor quick to draw."""
 MAX_LANES = 128
+
+_Timed = TypeVar("_Timed", GroupSpan, Span)
 
 
 @dataclass(frozen=True)
@@ -62,27 +61,12 @@ class LaneSpan:
 
 def lanes_of(records: Sequence[StepRecord], window: Window) -> list[LaneSpan]:
     """The groups within the window, each in the lowest lane that is free when it begins."""
-    groups = sorted(
-        (
-            group
-            for record in records
-            for group in record.groups
-            if group.ended > window.began and group.began < window.ended
-        ),
-        key=lambda group: (group.began, group.draw),
-    )
-    busy: list[tuple[float, int]] = []
-    free: list[int] = []
-    num_lanes = 0
+    shown = _within((group for record in records for group in record.groups), window)
+    free_from: list[float] = []
     spans: list[LaneSpan] = []
-    for group in groups:
-        while busy and busy[0][0] <= group.began:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            lane = heapq.heappop(free)
-        else:
-            lane, num_lanes = num_lanes, num_lanes + 1
-        heapq.heappush(busy, (group.ended, lane))
+    for group in sorted(shown, key=lambda group: (group.began, group.draw)):
+        lane = next((lane for lane, free in enumerate(free_from) if free <= group.began), len(free_from))
+        free_from[lane : lane + 1] = [group.ended]
         spans.append(LaneSpan(lane, group))
     return spans
 
@@ -91,7 +75,7 @@ _STALENESS_COLORS = ("#f4b942", "#ee7b30", "#d1495b", "#9b3a8c", "#5b4bb5", "#39
 """From fresh to old; readable on a light and on a dark page. What is older still has the last one."""
 _UNTRAINED = {
     "buffered": ("not trained by then", "--series-8-faint", ""),
-    "filtered": ("left out", "--series-8", "/"),
+    "filtered": ("filtered", "--series-8", "/"),
     "quarantined": ("given up", "--series-6", "x"),
     "skipped": ("skipped", "--series-7", "x"),
 }
@@ -119,46 +103,38 @@ def timeline_figure(records: Sequence[StepRecord], window: Window) -> str:
 
 
 def staleness_color(staleness: int) -> str:
-    """Of groups and tokens that are so many updates old."""
+    """The colour of groups and tokens that are so many updates old."""
     return _STALENESS_COLORS[min(max(staleness, 0), len(_STALENESS_COLORS) - 1)]
 
 
 def _group_traces(spans: Sequence[LaneSpan], trained: Mapping[int, int], window: Window) -> list[Trace]:
     """One set of bars for each staleness, then one for each way of not being trained."""
-    by_staleness: dict[int, list[LaneSpan]] = {}
-    by_state: dict[str, list[LaneSpan]] = {state: [] for state in _UNTRAINED}
+    by_look: dict[tuple[bool, int, str, str, str], list[LaneSpan]] = {}
     for span in spans:
-        if span.lane >= MAX_LANES:
-            continue
-        step = trained.get(span.group.draw)
-        if step is None:
-            by_state[span.group.state].append(span)
-        else:
-            by_staleness.setdefault(staleness_of(step, span.group.oldest), []).append(span)
-    traces = [
-        _group_bars(f"staleness {age}", found, staleness_color(age), trained, window)
-        for age, found in sorted(by_staleness.items())
+        if span.lane < MAX_LANES:
+            by_look.setdefault(_look(span.group, trained.get(span.group.draw)), []).append(span)
+    return [
+        _bars(name, [span.group for span in found], [span.lane + 1 for span in found], window)
+        | {
+            "width": 0.86,
+            "marker": {
+                "color": color,
+                "pattern": {"shape": pattern, "size": 5},
+                "line": {"color": "--surface", "width": 1},
+            },
+            "hovertext": [_describe(span.group, trained.get(span.group.draw)) for span in found],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+        }
+        for (*_, name, color, pattern), found in sorted(by_look.items())
     ]
-    for state, found in by_state.items():
-        name, color, pattern = _UNTRAINED[state]
-        if found:
-            traces.append(_group_bars(name, found, color, trained, window, pattern))
-    return traces
 
 
-def _group_bars(
-    name: str, spans: Sequence[LaneSpan], color: str, trained: Mapping[int, int], window: Window, pattern: str = ""
-) -> Trace:
-    return _bars(name, [span.group for span in spans], [span.lane + 1 for span in spans], window) | {
-        "width": 0.86,
-        "marker": {
-            "color": color,
-            "pattern": {"shape": pattern, "size": 5},
-            "line": {"color": "--surface", "width": 1},
-        },
-        "hovertext": [_describe(span.group, trained.get(span.group.draw)) for span in spans],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
+def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str, str]:
+    """Place in the legend (two numbers) and name there, colour and pattern. step: where the group was trained."""
+    if step is None:
+        return (True, [*_UNTRAINED].index(group.state), *_UNTRAINED[group.state])
+    age = staleness_of(step, group.oldest)
+    return (False, age, f"staleness {age}", staleness_color(age), "")
 
 
 def _bars(name: str, spans: Sequence[GroupSpan | Span], rows: Sequence[int], window: Window) -> Trace:
@@ -189,19 +165,16 @@ def _loop_traces(records: Sequence[StepRecord], window: Window) -> list[Trace]:
     traces: list[Trace] = []
     for kind, (name, row, color) in _SPANS.items():
         spans = [span for span in found if span.kind == kind]
-        if not spans:
-            continue
-        traces.append(
-            _bars(name, spans, [row] * len(spans), window)
-            | {
-                # A pause lies within its publish: a narrower bar on a broader one.
-                "width": 0.4 if kind == "pause" else 0.8,
-                "marker": {"color": color, "line": {"width": 0}},
-                "hovertemplate": f"{name}: %{{x:.3~g}} s<extra></extra>",
-                "xaxis": "x",
-                "yaxis": "y2",
-            }
-        )
+        style = {
+            # A pause lies within its publish: a narrower bar on a broader one.
+            "width": 0.4 if kind == "pause" else 0.8,
+            "marker": {"color": color, "line": {"width": 0}},
+            "hovertemplate": f"{name}: %{{x:.3~g}} s<extra></extra>",
+            "xaxis": "x",
+            "yaxis": "y2",
+        }
+        if spans:
+            traces.append(_bars(name, spans, [row] * len(spans), window) | style)
     return traces
 
 
@@ -254,7 +227,7 @@ def _standstills(records: Sequence[StepRecord], window: Window) -> list[dict[str
     ]
 
 
-def _within(spans: Iterable[Span], window: Window) -> list[Span]:
+def _within(spans: Iterable[_Timed], window: Window) -> list[_Timed]:
     return [span for span in spans if span.ended > window.began and span.began < window.ended]
 
 

@@ -1,13 +1,13 @@
-"""Report panels `rollout_timeline` and `staleness`, for runs of source `async_rollouts`.
+"""Show in the report how waiting and age came about in a run of source `async_rollouts`.
 
-The first reads RUN_DIR/timeline.jsonl, the second the metrics. Totals of time are in core's panels; here is how waiting
-and age came about.
+Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, `staleness` the metrics. Totals of time are in core's panels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
@@ -142,30 +142,23 @@ def _staleness_plot(record: RunRecord) -> str:
     steps, oldest = record.series("staleness/max")
     if steps:
         traces.append(line("oldest token", steps, oldest, "--series-6", width=1.2, mode="lines"))
-    if not traces:
-        return ""
-    return step_figure(traces, "Updates", label="Staleness of trained tokens over steps", rangemode="tozero")
+    return _over_steps(traces, "Updates", "Staleness of trained tokens over steps")
 
 
 def _waiting_plot(record: RunRecord) -> str:
     """Shares of the step: those times are within `time/step`."""
+    seconds = dict(zip(*record.series("time/step"), strict=True))
     traces: list[Trace] = []
     for metric, name, color in (
         ("time/wait_rollouts", "waiting for a batch", "--series-6"),
         ("time/sync", "publishing weights", "--series-1"),
         ("time/sync_pause", "engines stand still", "--series-2"),
     ):
-        points = [
-            (int(metrics["step"]), metrics[metric] / metrics["time/step"])
-            for metrics in record.metrics
-            if metric in metrics and metrics.get("time/step", 0) > 0
-        ]
-        if points:
-            steps, shares = [step for step, _ in points], [share for _, share in points]
-            traces += one_of_several(name, steps, shares, color, hovertemplate="%{y:.1%}")
-    if not traces:
-        return ""
-    return step_figure(traces, "Share of the step", label="Waiting over steps", tickformat=".0%", rangemode="tozero")
+        points = zip(*record.series(metric), strict=True)
+        shares = {step: spent / seconds[step] for step, spent in points if seconds.get(step, 0) > 0}
+        if shares:
+            traces += one_of_several(name, [*shares], [*shares.values()], color, hovertemplate="%{y:.1%}")
+    return _over_steps(traces, "Share of the step", "Waiting over steps", tickformat=".0%")
 
 
 def _level_plot(record: RunRecord) -> str:
@@ -177,6 +170,8 @@ def _level_plot(record: RunRecord) -> str:
         steps, counts = record.series(metric)
         if steps:
             traces += one_of_several(name, steps, counts, color)
-    if not traces:
-        return ""
-    return step_figure(traces, "Groups", label="Groups under way and buffered over steps", rangemode="tozero")
+    return _over_steps(traces, "Groups", "Groups under way and buffered over steps")
+
+
+def _over_steps(traces: Sequence[Trace], y_title: str, label: str, **y_axis: Any) -> str:
+    return step_figure(traces, y_title, label=label, **y_axis, rangemode="tozero") if traces else ""

@@ -1,7 +1,7 @@
 """Keep what an asynchronous run does when, and write it step by step.
 
-Place on the way: the source's two threads (loop and generation) -> Timeline -> RUN_DIR/timeline.jsonl. It observes and
-decides nothing.
+Place on the way: the source's two threads (training and generation) -> Timeline -> RUN_DIR/timeline.jsonl. It observes
+and decides nothing.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ class Timeline:
         Raises RunFailedError when the disk is full. What is still going on comes in the line of the step it ends in.
         """
         with self._lock:
-            levels = _thinned(self._levels)
-            record = StepRecord(
-                step, self._now(), tuple(self._groups), tuple(self._spans), tuple(levels), tuple(self._taken)
-            )
+            groups, spans, levels, taken = self._groups, self._spans, _thinned(self._levels), self._taken
+            record = StepRecord(step, self._now(), tuple(groups), tuple(spans), tuple(levels), tuple(taken))
             self._groups, self._spans, self._levels, self._taken = [], [], [], []
         if self._path is not None:
             _append(self._path, encode_record(record))

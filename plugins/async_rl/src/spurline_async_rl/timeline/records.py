@@ -1,27 +1,35 @@
-"""The record of what a run did when, and the file it lies in: one line of JSON per step in RUN_DIR/timeline.jsonl.
+"""What a run did when, and the file that says so: one line of JSON per step in RUN_DIR/timeline.jsonl.
 
-Written by the recorder of a run or by the simulation, read by the figure and by `spurline simulate --from`. Times are
-in seconds since the run began; over a kill and resume the clock goes on where the last kept line ended. No torch.
+Place on the way: recorder of a run, or simulation -> these records -> figure, and `spurline simulate --from`.
+Times are in seconds since the run began; over a kill and resume the clock goes on where the last kept line ended.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spurline.errors import RunDirectoryError
 from spurline.trackers.jsonl import read_json_lines
+from spurline_async_rl.scheduling.scheduler import State
 
 TIMELINE_FILE = "timeline.jsonl"
-"""Name of the file inside the run directory."""
+"""The file's name inside the run directory."""
 
 GroupState = Literal["buffered", "filtered", "quarantined", "skipped"]
 SpanKind = Literal["wait", "train", "publish", "pause", "evaluate"]
 GROUP_STATES: tuple[GroupState, ...] = get_args(GroupState)
 SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
+STATE_NAMES: Mapping[State, GroupState] = {
+    State.BUFFERED: "buffered",
+    State.FILTERED: "filtered",
+    State.GIVEN_UP: "quarantined",
+    State.SKIPPED: "skipped",
+}
+"""How the file calls what a group ended as."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +91,8 @@ class StepRecord:
 
 def encode_record(record: StepRecord) -> bytes:
     """One compact line with its newline; times to the millisecond."""
-    line = {
-        "step": record.step,
-        "until": record.until,
-        "groups": [astuple(group) for group in record.groups],
-        "spans": [astuple(span) for span in record.spans],
-        "levels": [astuple(level) for level in record.levels],
-        "taken": [astuple(taken) for taken in record.taken],
-    }
-    return (json.dumps(_rounded(line), separators=(",", ":"), allow_nan=False) + "\n").encode()
+    line = {field.name: _rounded(value) for field, value in zip(fields(record), astuple(record), strict=True)}
+    return (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
 def decode_record(line: Mapping[str, Any]) -> StepRecord:
@@ -104,10 +105,8 @@ def decode_record(line: Mapping[str, Any]) -> StepRecord:
         levels=tuple(Level(*fields) for fields in line["levels"]),
         taken=tuple(Taken(step, at, tuple(draws)) for step, at, draws in line["taken"]),
     )
-    unknown = {group.state for group in record.groups} - {*GROUP_STATES} | {s.kind for s in record.spans} - {
-        *SPAN_KINDS
-    }
-    if unknown:
+    used = {group.state for group in record.groups} | {span.kind for span in record.spans}
+    if unknown := used - {*GROUP_STATES, *SPAN_KINDS}:
         raise ValueError(f"unknown: {', '.join(sorted(map(str, unknown)))}")
     return record
 
@@ -147,9 +146,9 @@ def kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
     return kept, until
 
 
-def staleness_of(record_step: int, version: int) -> int:
+def staleness_of(step: int, version: int) -> int:
     """Updates between weights of this version and the 1-based step that trains on what they generated."""
-    return record_step - 1 - version
+    return step - 1 - version
 
 
 def trained_steps(records: Sequence[StepRecord]) -> dict[int, int]:
@@ -160,6 +159,4 @@ def trained_steps(records: Sequence[StepRecord]) -> dict[int, int]:
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 3)
-    if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_rounded(item) for item in value] if isinstance(value, tuple) else value

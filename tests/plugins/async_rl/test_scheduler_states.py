@@ -1,0 +1,149 @@
+"""The states of prompts: every one in exactly one, and no way from one to another that would lose or repeat it."""
+
+from __future__ import annotations
+
+import pytest
+from schedule_driver import assert_nothing_lost
+
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
+
+ENDS = (State.BUFFERED, State.FILTERED, State.GIVEN_UP, State.SKIPPED)
+
+
+def make(batch_size: int = 1, draw_limit: int = 1) -> Scheduler:
+    return Scheduler(SchedulerLimits(1, batch_size, 8, "window", "wait", draw_limit, num_batches=10))
+
+
+def start(scheduler: Scheduler) -> int:
+    draw = scheduler.draw()
+    scheduler.admit(draw)
+    return draw
+
+
+def in_state(state: State) -> Scheduler:
+    """A scheduler whose only draw is in this state; its next batch has one group."""
+    scheduler = make()
+    if state is State.PENDING:
+        scheduler.draw()
+        return scheduler
+    start(scheduler)
+    if state is State.TRAINED:
+        scheduler.end(0, State.BUFFERED)
+        scheduler.take()
+    elif state is not State.RUNNING:
+        scheduler.end(0, state)
+    return scheduler
+
+
+def test_draws_are_numbered_from_0_and_begin_as_pending():
+    scheduler = make()
+    for number in range(3000):
+        assert scheduler.draw() == number
+        assert scheduler.in_state(State.PENDING) == [number]
+        assert scheduler.draw() == number, "the one before has not started yet"
+        scheduler.skip(number)
+    assert scheduler.num_drawn == 3000
+    assert scheduler.in_state(State.SKIPPED) == [*range(3000)]
+
+
+@pytest.mark.parametrize("state", [State.BUFFERED, State.FILTERED])
+def test_what_has_rewards_can_be_trained_on_once(state: State):
+    scheduler = make(draw_limit=2)
+    start(scheduler)
+    start(scheduler)
+    scheduler.end(0, state)
+    scheduler.end(1, State.GIVEN_UP)
+    while scheduler.next_batch() is None:
+        scheduler.end(start(scheduler), State.GIVEN_UP)
+    assert scheduler.take() == [0]
+    assert scheduler.trained() == {0: 1}
+    assert scheduler.next_batch() is None
+    with pytest.raises(AssertionError, match="draw 0 cannot go from trained to trained"):
+        scheduler._move(0, 2)
+
+
+@pytest.mark.parametrize("state", [State.PENDING, State.RUNNING, State.GIVEN_UP, State.SKIPPED])
+def test_nothing_else_can_be_trained_on(state: State):
+    scheduler = in_state(state)
+    with pytest.raises(AssertionError, match="no batch"):
+        scheduler.take()
+    with pytest.raises(AssertionError, match=r"cannot go from .* to trained"):
+        scheduler._move(0, 1)
+
+
+@pytest.mark.parametrize("state", [*ENDS, State.TRAINED])
+def test_a_prompt_that_has_come_to_an_end_does_not_start_again(state: State):
+    for following in ENDS:
+        with pytest.raises(AssertionError, match="cannot go from"):
+            in_state(state).end(0, following)
+    with pytest.raises(AssertionError, match="cannot start"):
+        in_state(state).skip(0)
+    with pytest.raises(AssertionError, match=r"cannot start|may not start"):
+        in_state(state).admit(0)
+    for following in set(State) - {State.TRAINED}:
+        with pytest.raises(AssertionError, match="cannot go from"):
+            in_state(state)._move(0, following)
+
+
+def test_a_prompt_does_not_come_to_an_end_without_having_run_unless_its_row_cannot_be_used():
+    for following in (State.BUFFERED, State.FILTERED, State.GIVEN_UP):
+        with pytest.raises(AssertionError, match="cannot go from pending"):
+            in_state(State.PENDING).end(0, following)
+    scheduler = in_state(State.PENDING)
+    scheduler.skip(0)
+    assert scheduler.counts()["skipped"] == 1
+
+
+def test_a_prompt_that_was_never_drawn_is_refused():
+    with pytest.raises(AssertionError, match="draw 1 of 1"):
+        in_state(State.RUNNING).end(1, State.BUFFERED)
+    with pytest.raises(AssertionError, match=r"draw 1 cannot start before \[0\]"):
+        in_state(State.PENDING).admit(1)
+
+
+def test_counts_follow_every_move_and_sum_up_to_what_was_drawn():
+    scheduler = make(draw_limit=64)
+    for state in (State.BUFFERED, *ENDS):
+        scheduler.end(start(scheduler), state)
+        assert_nothing_lost(scheduler)
+        if state is State.BUFFERED and not scheduler.taken:
+            scheduler.take()
+            scheduler.publish(1)
+    start(scheduler)
+    scheduler.draw()
+    names = ["pending", "running", "buffered", "trained", "filtered", "given_up", "skipped"]
+    assert scheduler.counts() == dict.fromkeys(names, 1)
+    assert scheduler.num_ended == 4
+    assert_nothing_lost(scheduler)
+
+
+def test_a_checkpoint_that_holds_other_groups_than_its_states_say_is_found_out():
+    saved = in_state(State.BUFFERED).state_dict()
+    with pytest.raises(AssertionError, match=r"has buffered draws \[\], but by their states they are \[0\]"):
+        make().load_state_dict({**saved, "buffered": []})
+
+
+def test_after_a_restart_groups_that_were_under_way_are_pending_and_the_rest_is_as_before():
+    scheduler = make(draw_limit=64)
+    scheduler.end(start(scheduler), State.BUFFERED)
+    assert scheduler.take() == [0]
+    scheduler.publish(1)
+    for _ in range(2):
+        start(scheduler)
+    scheduler.end(1, State.FILTERED)
+    start(scheduler)
+    scheduler.end(3, State.BUFFERED)
+    saved = scheduler.state_dict()
+    assert saved.keys() == {"ledger", "buffered", "fillers", "left_out"}
+    scheduler.end(2, State.GIVEN_UP)
+    again = make(draw_limit=64)
+    again.load_state_dict(saved)
+    assert again.in_state(State.PENDING) == [2]
+    assert (again.in_state(State.BUFFERED), again.in_state(State.FILTERED)) == ([3], [1])
+    assert (again.trained(), again.taken, again.version) == ({0: 1}, 1, 1)
+    assert again.filtered == [1]
+    assert again.draw() == 2
+    again.skip(2)
+    assert again.draw() == 4
+    assert_nothing_lost(again)
+    assert saved["buffered"] == [[3, 1]]
