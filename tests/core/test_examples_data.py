@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = ("sort_train.jsonl", "sort_eval.jsonl")
@@ -113,7 +115,11 @@ def test_generation_prompt_is_a_prefix_of_the_whole_chat(tokenizer: Any) -> None
     assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
 
 
-def test_one_seed_always_gives_the_same_model(tiny_model: Path, tmp_path: Path) -> None:
-    run_script("make_tiny_model.py", tmp_path / "again", "--seed", "3")
+def test_one_seed_always_gives_the_same_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", str(tmp_path / "again"), "--seed", "3"])
+    with torch.random.fork_rng():
+        runpy.run_path(str(EXAMPLES / "make_tiny_model.py"), run_name="__main__")
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tiny_model / name).read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -61,9 +62,14 @@ def with_engine(
     return asyncio.run(main())
 
 
+@functools.cache
+def expected_tokens(model: Path, prompt: tuple[int, ...]) -> list[int]:
+    return greedy(model, prompt, 200)
+
+
 def check(model: Path, prompt: list[int], result: GenerationResult) -> None:
     tokens = result.token_ids.tolist()
-    assert tokens == greedy(model, prompt, 200)
+    assert tokens == expected_tokens(model, tuple(prompt))
     assert np.abs(result.raw_logprobs - model_logprobs(model, prompt, tokens, 1.0)).max() <= 1e-5
     assert set(result.versions.tolist()) == {0}
 
