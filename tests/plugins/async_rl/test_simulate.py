@@ -76,6 +76,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str,
     return json.loads(out)
 
 
+@pytest.mark.processes
 def test_the_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\nfrom spurline.cli import main\n"

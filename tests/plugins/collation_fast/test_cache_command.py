@@ -50,6 +50,7 @@ def age(folder: Path, index: int, days: float) -> None:
     os.utime(folder / KEYS[index].digest / "manifest.json", (then, then))
 
 
+@pytest.mark.processes
 def test_the_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\nfrom spurline.cli import main\n"

@@ -84,6 +84,7 @@ def _is_between_two_renames(folder: Path) -> bool:
     return any((path / "manifest.json").exists() for path in folder.glob(".writing-*"))
 
 
+@pytest.mark.processes
 def test_eight_writers_of_one_key_agree_on_one_entry(tmp_path: Path) -> None:
     expected = in_memory(make_chunks(seed=3, count=CHUNKS))
     processes = [start_writer(tmp_path, 3, CHUNKS, *(["replace"] if number % 2 else [])) for number in range(8)]
@@ -158,6 +159,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_writer_sweeps_dead_writers_of_this_host_only(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait(60)
