@@ -148,8 +148,7 @@ def test_a_stop_asked_for_at_the_very_end_of_a_step_still_saves(base_config: dic
 
 
 def test_generated_text_with_other_line_separators_does_not_spoil_a_resume(base_config: dict[str, Any]) -> None:
-    from spurline.run.directory import RunDirectory
-    from spurline.run.record import RunRecordFiles
+    from spurline.run.directory import RunDirectory, RunRecordFiles
 
     directory = RunDirectory(Path(base_config["run_dir"]))
     directory.path.mkdir()

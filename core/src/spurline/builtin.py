@@ -73,25 +73,25 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(trackers.WandbTrackerConfig, "spurline.trackers.wandb:WandbTracker")
     for panels, config in ((_REPORT_PANELS, ReportPanelConfig), (_LONG_PANELS, LongPanelConfig)):
         for name, panel in panels.items():
-            add(config, f"spurline.report.panels:{panel}", name=name)
+            add(config, f"spurline.report.panels.{panel}", name=name)
 
 
 # In page order; panels without settings share one config class.
 _REPORT_PANELS = {
-    "summary": "SummaryPanel",
-    "health": "HealthPanel",
-    "reward": "RewardPanel",
-    "loss": "LossPanel",
-    "evaluation": "EvaluationPanel",
-    "groups": "GroupsPanel",
-    "responses": "ResponsesPanel",
-    "policy": "PolicyPanel",
-    "mismatch": "MismatchPanel",
-    "learning_rate": "LearningRatePanel",
-    "gradient": "GradientPanel",
-    "throughput": "ThroughputPanel",
-    "time_split": "TimeSplitPanel",
-    "sample_lengths": "SampleLengthsPanel",
-    "packing": "PackingPanel",
+    "summary": "summary:SummaryPanel",
+    "health": "summary:HealthPanel",
+    "reward": "rollouts:RewardPanel",
+    "loss": "learning:LossPanel",
+    "evaluation": "learning:EvaluationPanel",
+    "groups": "rollouts:GroupsPanel",
+    "responses": "rollouts:ResponsesPanel",
+    "policy": "policy:PolicyPanel",
+    "mismatch": "policy:MismatchPanel",
+    "learning_rate": "learning:LearningRatePanel",
+    "gradient": "learning:GradientPanel",
+    "throughput": "speed:ThroughputPanel",
+    "time_split": "speed:TimeSplitPanel",
+    "sample_lengths": "data:SampleLengthsPanel",
+    "packing": "data:PackingPanel",
 }
-_LONG_PANELS = {"samples": "SamplesPanel", "config": "ConfigPanel"}
+_LONG_PANELS = {"samples": "samples:SamplesPanel", "config": "summary:ConfigPanel"}

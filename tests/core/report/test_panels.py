@@ -12,21 +12,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import resolve
 from spurline.protocols.report_panel import ReportPanelConfig, RunRecord
-from spurline.report import panels as core_panels
 from spurline.report.record import read_record
 
 RunDirMaker = Callable[..., Path]
+CORE_PANELS = {
+    entry.factory.rpartition(":")[2]: resolve(entry.factory, entry.name)
+    for entry in PluginHost.load([]).registry.entries()
+    if entry.kind == "report_panel"
+}
 NAMES = [
     "epoch", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "time/step", "time/batch", "time/evaluate",
     "packing/fill", "packing/rows", "eval/loss", "eval/loss/math", "eval/exact_match", "reward/mean",
 ]  # fmt: skip
 ROLLOUT_PANELS = {"GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "ResponsesPanel", "RewardPanel"}
-SUPERVISED_PANELS = [name for name in core_panels.__all__ if name not in ROLLOUT_PANELS]
+SUPERVISED_PANELS = [name for name in CORE_PANELS if name not in ROLLOUT_PANELS]
 
 
 def rendered(name: str, record: RunRecord) -> str | None:
-    return getattr(core_panels, name)(ReportPanelConfig(name=name)).render(record)
+    return CORE_PANELS[name](ReportPanelConfig(name=name)).render(record)
 
 
 def shown(name: str, record: RunRecord) -> str:
@@ -62,13 +68,13 @@ def test_no_panel_breaks_whatever_finite_metrics_a_run_recorded(
         metrics=[{"step": start + index} | line for index, line in enumerate(lines)],
         config={"optimizer": {"max_grad_norm": 1.0 if has_clipping else None}},
     )
-    for name in core_panels.__all__:
+    for name in CORE_PANELS:
         fragment = rendered(name, record)
         if fragment is not None:
             figures(fragment)
 
 
-@pytest.mark.parametrize("name", core_panels.__all__)
+@pytest.mark.parametrize("name", CORE_PANELS)
 def test_a_panel_without_its_data_shows_nothing(name: str, tmp_path: Path) -> None:
     assert rendered(name, RunRecord(tmp_path, [], {}, {})) is None
 

@@ -48,7 +48,7 @@ class _Builder:
         """A subclass of `model` whose marked fields are unions over the registry; `model` itself when none is."""
         replaced: dict[str, Any] = {}
         for name, field in model.model_fields.items():
-            mark = _component_mark(field)
+            mark = _component_mark(field.metadata)
             annotation = self._union(mark) if mark else self._replace(field.annotation)
             if mark is None and annotation is field.annotation:
                 continue
@@ -74,12 +74,12 @@ class _Builder:
 
     def _replace(self, annotation: Any) -> Any:
         """Specialise Section types and marked types anywhere inside a type expression."""
-        section = _as_section(annotation)
-        if section is not None:
+        section: object = annotation
+        if isinstance(section, type) and issubclass(section, Section):
             return self.specialized(section)
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin is Annotated:
-            mark = next((item for item in arguments[1:] if isinstance(item, Component)), None)
+            mark = _component_mark(arguments[1:])
             if mark is not None:
                 return self._union(mark)
             inner = self._replace(arguments[0])
@@ -102,7 +102,8 @@ class _Builder:
             chain = " -> ".join([*self._open_kinds[first:], mark.kind])
             raise PluginError(f"A config class nests components in a circle ({chain}); that cannot be written down.")
         self._open_kinds.append(mark.kind)
-        members = [_annotated(self._named_config(mark.kind, name), [Tag(name)]) for name in names]
+        configs = {name: self.specialized(self._registry.get(mark.kind, name).config) for name in names}
+        members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
         self._open_kinds.pop()
         discriminator = Discriminator(
             _chosen_name(default),
@@ -119,25 +120,15 @@ class _Builder:
             ],
         )
 
-    def _named_config(self, kind: str, name: str) -> type[ComponentConfig]:
-        config = self.specialized(self._registry.get(kind, name).config)
-        return _config_with_name(cast("type[ComponentConfig]", config), name)
 
-
-def _as_section(annotation: object) -> type[Section] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-
-
-def _component_mark(field: FieldInfo) -> Component | None:
-    return next((item for item in field.metadata if isinstance(item, Component)), None)
+def _component_mark(metadata: Sequence[Any]) -> Component | None:
+    return next((item for item in metadata if isinstance(item, Component)), None)
 
 
 @functools.cache
-def _config_with_name(config: type[ComponentConfig], name: str) -> type[ComponentConfig]:
-    description = ComponentConfig.model_fields["name"].description
-    return cast(
-        "type[ComponentConfig]", _subclass(config, {"name": (_literal(name), Field(name, description=description))})
-    )
+def _config_with_name(config: type[Section], name: str) -> type[Section]:
+    field = Field(name, description=ComponentConfig.model_fields["name"].description)
+    return _subclass(config, {"name": (_generic(Literal, [name]), field)})
 
 
 def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
@@ -148,11 +139,7 @@ def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
     return cast("type[Section]", model)
 
 
-# Type expressions made at run time are beyond a type checker: these four helpers are where `Any` enters.
-def _literal(value: str) -> Any:
-    return _generic(Literal, [value])
-
-
+# Type expressions made at run time are beyond a type checker: these three helpers are where `Any` enters.
 def _annotated(inner: Any, marks: Sequence[Any]) -> Any:
     return _generic(Annotated, [inner, *marks])
 
@@ -167,8 +154,8 @@ def _generic(origin: Any, arguments: Sequence[Any]) -> Any:
 
 def _chosen_name(default: str | None) -> Callable[[Any], str | None]:
     def choose(value: Any) -> str | None:
-        name = cast("Mapping[str, Any]", value).get("name", default) if isinstance(value, Mapping) else None
-        name = getattr(value, "name", None) if name is None and not isinstance(value, Mapping) else name
+        given = cast("Mapping[str, Any]", value).get("name", default) if isinstance(value, Mapping) else None
+        name = given if isinstance(value, Mapping) else getattr(value, "name", None)
         return name if isinstance(name, str) else None
 
     return choose

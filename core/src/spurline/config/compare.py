@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import BaseModel
-
 from spurline.config.run_config import RunConfig
-from spurline.config.section import OnResume
+from spurline.config.section import OnResume, sections_within
 
 _ABSENT = "(absent)"
 
@@ -30,7 +28,7 @@ class Difference:
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference]:
     """Every setting that differs between a stored config (as `model_dump(mode="json")` gave it) and this one."""
     now = config.model_dump(mode="json")
-    marks = dict(_marks(config, ""))
+    marks = dict(_marks(config))
     old, new = dict(_leaves(before, "")), dict(_leaves(now, ""))
     found: list[Difference] = []
     for key in [*new, *(key for key in old if key not in new)]:
@@ -55,19 +53,12 @@ def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume | None:
     return None
 
 
-def _marks(section: BaseModel, prefix: str) -> Iterator[tuple[str, OnResume]]:
-    for name, field in type(section).model_fields.items():
-        path = f"{prefix}{name}"
-        mark = next((item for item in field.metadata if isinstance(item, OnResume)), None)
-        if mark is not None:
-            yield path, mark
-        value: Any = getattr(section, name)
-        items: list[tuple[str, Any]] = [("", value)]
-        if isinstance(value, tuple):
-            items = [(f".{index}", item) for index, item in enumerate(cast("tuple[Any, ...]", value))]
-        for suffix, item in items:
-            if isinstance(item, BaseModel):
-                yield from _marks(item, f"{path}{suffix}.")
+def _marks(config: RunConfig) -> Iterator[tuple[str, OnResume]]:
+    for path, section in sections_within(config):
+        for name, field in type(section).model_fields.items():
+            mark = next((item for item in field.metadata if isinstance(item, OnResume)), None)
+            if mark is not None:
+                yield f"{path}.{name}" if path else name, mark
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -60,23 +60,15 @@ def read_document(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("", f"cannot be read: {error}.")], str(path)) from error
     if path.suffix.lower() == ".toml":
-        return _read_toml(path, text)
-    return _read_yaml(path, text)
-
-
-def _read_toml(path: Path, text: str) -> Document:
-    try:
-        return Document(str(path), tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([Problem("", f"is not valid TOML: {error}.")], str(path)) from None
-
-
-def _read_yaml(path: Path, text: str) -> Document:
+        try:
+            return Document(str(path), tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError([Problem("", f"is not valid TOML: {error}.")], str(path)) from None
     try:
         loaded = _parse(text)
     except YAMLError as error:
-        line = _line_of_error(error)
-        place = f"{path}:{line}" if line is not None else str(path)
+        mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError([Problem("", f"is not valid YAML: {_first_line(error)}.")], place) from None
     if loaded is None:
         loaded = CommentedMap()
@@ -137,11 +129,6 @@ def _first_line(error: Exception) -> str:
     return str(problem).rstrip(".")
 
 
-def _line_of_error(error: Exception) -> int | None:
-    mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return None if mark is None else int(mark.line) + 1
-
-
 def _missing(path: Path) -> str:
     if not path.parent.is_dir():
         return f"does not exist; neither does its folder '{path.parent}'."
@@ -161,18 +148,15 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
             value = parse_value(text)
         except ValueError as error:
             raise _error(key, f"value {text!r} is not valid YAML: {error}.") from None
-        _assign(document.values, key.split("."), value, override)
+        node: Any = document.values
+        path = key.split(".")
+        for part, following in pairwise(path):
+            child = _opened(node, part, following, override)
+            _put(node, part, child, override)
+            node = child
+        _put(node, path[-1], value, override)
         document.forget_lines(key)
         document.overridden[key] = override
-
-
-def _assign(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
-    node: Any = values
-    for part, following in pairwise(path):
-        child = _opened(node, part, following, override)
-        _put(node, part, child, override)
-        node = child
-    _put(node, path[-1], value, override)
 
 
 def _put(node: dict[str, Any] | list[Any], part: str, value: Any, override: str) -> None:

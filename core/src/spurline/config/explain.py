@@ -7,7 +7,7 @@ user wrote it (union tags removed) and the nearest fix.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
@@ -22,16 +22,16 @@ def explain(
     error: ValidationError,
     model: type[BaseModel],
     registry: Registry,
-    skip: Callable[[ErrorDetails], bool] = lambda details: False,
+    skip: Collection[str] = (),
 ) -> list[Problem]:
     """One Problem per key path; a value that fits none of several types says so in one message.
 
-    skip: errors to leave out.
+    skip: pydantic's types of errors to leave out.
     """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
     for details in all_details:
-        if _follows_from_another(details, all_details) or skip(details):
+        if _follows_from_another(details, all_details) or details["type"] in skip:
             continue
         path, owner = _locate(model, details["loc"])
         message = _message(details, path, owner, registry, model)
@@ -64,11 +64,12 @@ def _message(
     if kind == "unknown_component":
         return _unknown_component(details, registry)
     if kind == "missing":
-        described = _description(owner, path[-1])
-        return f"is required.{described}"
+        field = owner.model_fields.get(path[-1]) if owner is not None else None
+        return f"is required. {field.description}" if field is not None and field.description else "is required."
     if kind == "literal_error":
         expected = str(context.get("expected", ""))
-        close = suggestion(str(details["input"]), _unquote(expected))
+        choices = [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
+        close = suggestion(str(details["input"]), choices)
         return f"is {details['input']!r}; it must be {expected}.{close}"
     if kind in ("model_type", "dict_type"):
         return f"is {details['input']!r}; it must be a mapping, written `key: value`."
@@ -121,10 +122,8 @@ def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]
 
 def _places_of(key: str, section: type[BaseModel], prefix: str) -> Iterator[str]:
     """Key paths at which a setting of this name exists, each once."""
-    found: dict[str, None] = {}
+    found = {f"{prefix}{key}": None} if key in section.model_fields else {}
     for name, field in section.model_fields.items():
-        if name == key:
-            found[f"{prefix}{name}"] = None
         annotation = _field_type(field)
         if _as_model(annotation) is None:
             annotation = _item_type(annotation)
@@ -154,15 +153,6 @@ def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
     )
 
 
-def _description(owner: type[BaseModel] | None, key: str) -> str:
-    field = owner.model_fields.get(key) if owner is not None else None
-    return f" {field.description}" if field is not None and field.description else ""
-
-
-def _unquote(expected: str) -> list[str]:
-    return [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
-
-
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
     """The user's key path for an error location, and the section that owns its last key."""
     path: list[str] = []
@@ -179,12 +169,11 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
             continue
         path.append(str(part))
         section = _as_model(current)
+        owner = section
         if section is not None:
-            owner = section
             field = section.model_fields.get(str(part))
             current = _field_type(field) if field is not None else None
         else:
-            owner = None
             current = _item_type(current)
     return path, owner
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from spurline.config.assembly import assemble
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
 from spurline.config.run_config import RunConfig
-from spurline.config.section import BARE, Section, expand_shorthand
+from spurline.config.section import BARE, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
@@ -63,7 +62,7 @@ def load_config(
         config = model.model_validate(_with_defaults_of_source(document.values, host.registry))
     except ValidationError as error:
         raise _config_error(explain(error, model, host.registry), document) from None
-    problems = [] if recorded else list(_cross_field_problems(config, config, ""))
+    problems = [] if recorded else list(_cross_field_problems(config))
     if problems:
         raise _config_error(problems, document)
     return LoadedConfig(config, host, document.origin)
@@ -119,23 +118,15 @@ def _problems_without(
         model.model_validate({**document.values, "plugins": usable})
     except ValidationError as error:
         # Unknown names may be those of the missing plugin.
-        problems = explain(error, model, host.registry, skip=_may_belong_to_a_plugin)
+        problems = explain(error, model, host.registry, skip=("extra_forbidden", "unknown_component"))
         return [str(_config_error([problem], document)) for problem in problems]
     return []
 
 
-def _may_belong_to_a_plugin(details: ErrorDetails) -> bool:
-    return details["type"] in ("extra_forbidden", "unknown_component")
-
-
 def config_model(host: PluginHost) -> type[RunConfig]:
     """The pydantic model of the whole file for these plugins (`spurline schema` prints its JSON schema)."""
-    sections = {
-        name: plugin.declaration.config
-        for name, plugin in host.plugins.items()
-        if plugin.declaration.config is not None
-    }
-    return assemble(host.registry, sections)
+    configs = {name: plugin.declaration.config for name, plugin in host.plugins.items()}
+    return assemble(host.registry, {name: config for name, config in configs.items() if config is not None})
 
 
 def _plugin_names(document: Document) -> list[str]:
@@ -146,24 +137,8 @@ def _plugin_names(document: Document) -> list[str]:
     raise _config_error([problem], document)
 
 
-def _cross_field_problems(section: Section, run: RunConfig, prefix: str) -> Iterator[Problem]:
-    """Problems of this section and of every section inside it, with full key paths."""
-    for problem in section.problems(run):
-        key = ".".join(part for part in (prefix, problem.key) if part)
-        yield Problem(key, problem.message)
-    for name in type(section).model_fields:
-        yield from _problems_inside(getattr(section, name), run, f"{prefix}.{name}" if prefix else name)
-
-
-def _problems_inside(value: Any, run: RunConfig, path: str) -> Iterator[Problem]:
-    if isinstance(value, Section):
-        yield from _cross_field_problems(value, run, path)
-    elif isinstance(value, tuple):
-        for index, item in enumerate(cast("tuple[Any, ...]", value)):
-            yield from _problems_inside(item, run, f"{path}.{index}")
-    elif isinstance(value, dict):
-        for key, item in cast("dict[str, Any]", value).items():
-            yield from _problems_inside(item, run, f"{path}.{key}")
-
-
-__all__ = ["ConfigError", "LoadedConfig", "PluginError", "config_model", "load_config"]
+def _cross_field_problems(run: RunConfig) -> Iterator[Problem]:
+    """Problems of every section, with full key paths."""
+    for path, section in sections_within(run):
+        for problem in section.problems(run):
+            yield Problem(".".join(part for part in (path, problem.key) if part), problem.message)

@@ -8,7 +8,7 @@ short ways as loading does. Light on purpose: pydantic and the standard library 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -31,6 +31,20 @@ class Section(BaseModel):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         """Checks that need other sections. Keys are relative to this section; override where a field needs one."""
         return ()
+
+
+def sections_within(value: Any, path: str = "") -> Iterator[tuple[str, Section]]:
+    """(key path, section) of this section, if it is one, and of every section inside it, outer ones first."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Section):
+        yield path, value
+        items = [(name, getattr(value, name)) for name in type(value).model_fields]
+    elif isinstance(value, tuple):
+        items = enumerate(cast("tuple[Any, ...]", value))
+    elif isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+    for key, item in items:
+        yield from sections_within(item, f"{path}.{key}" if path else str(key))
 
 
 class ComponentConfig(Section):

@@ -1,16 +1,19 @@
 """The one place where a model's computation branches on CPU versus CUDA and on fp32, bf16 and fp64.
 
 Everything else asks the profile: which dtype weights have, under which context the model runs, how a host tensor gets
-to the device. It holds no model.
+to the device. It holds no model. The random generators that training draws from, those of the devices among them, are
+seeded together here and saved without pickle.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -109,3 +112,43 @@ class KeepDouble(TorchFunctionMode):
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+
+def seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def generator_tensors() -> dict[str, Tensor]:
+    """Generator states of torch: `cpu`, and `cuda:0`, ... for every GPU of this process."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def restore_generator_tensors(states: dict[str, Tensor]) -> None:
+    """Devices that are not in the saved state, or no longer there, keep their generators."""
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            if f"cuda:{index}" in states:
+                torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+
+
+def generator_values() -> dict[str, Any]:
+    """Generator states of Python and numpy's legacy one, which model code may use, as JSON values."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+
+
+def restore_generator_values(values: dict[str, Any]) -> None:
+    version, words, gauss = values["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))

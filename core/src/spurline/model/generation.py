@@ -15,8 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import LengthLimit
-from spurline.model.segment_attention import ATTENTION_NAME
-from spurline.model.stream_model import evaluation_mode
+from spurline.model.stream_model import evaluation_mode, other_attention
 from spurline.protocols.backend import GenerationModel
 
 _TOKENS_PER_BATCH = 65536
@@ -39,7 +38,7 @@ def generate_greedily(
         use_cache=True,
     )
     generate: Any = causal.generate
-    with evaluation_mode(causal), _generation_setup(causal), _rotary_state_kept(causal):
+    with evaluation_mode(causal), _generation_setup(causal):
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
@@ -52,7 +51,8 @@ def generate_greedily(
             )
             assert isinstance(output, torch.Tensor)
             for member, tokens in zip(members, output[:, width:].tolist(), strict=True):
-                responses[member] = _until_stop(tokens, stop_tokens)
+                ends = (position for position, token in enumerate(tokens, start=1) if token in stop_tokens)
+                responses[member] = tokens[: next(ends, None)]
     return responses
 
 
@@ -68,34 +68,21 @@ def _batches(lengths: Sequence[int], max_new_tokens: int) -> Iterator[list[int]]
         yield members
 
 
-def _until_stop(tokens: list[int], stop_tokens: Sequence[int]) -> list[int]:
-    for position, token in enumerate(tokens):
-        if token in stop_tokens:
-            return tokens[: position + 1]
-    return tokens
-
-
 @contextmanager
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
-    """Attention that knows left padding and a cache, and none of the sampling defaults that ship with a model."""
+    """Attention that knows left padding and a cache, and none of the sampling defaults that ship with a model.
+
+    `dynamic` rotary embeddings keep the frequencies of the longest sequence seen, which training must not meet.
+    """
     own_defaults = causal.generation_config
-    causal.generation_config = GenerationConfig()
-    causal.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        causal.set_attn_implementation(ATTENTION_NAME)
-        causal.generation_config = own_defaults
-
-
-@contextmanager
-def _rotary_state_kept(causal: PreTrainedModel) -> Iterator[None]:
-    """`dynamic` rotary embeddings keep the frequencies of the longest sequence seen; training must not meet them."""
     rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]
     before = [(dict(vars(module)), dict(module._buffers)) for module in rotary]
+    causal.generation_config = GenerationConfig()
     try:
-        yield
+        with other_attention(causal, "sdpa"):
+            yield
     finally:
+        causal.generation_config = own_defaults
         for module, (attributes, buffers) in zip(rotary, before, strict=True):
             # Attributes that generation added go as well.
             vars(module).clear()

@@ -75,14 +75,10 @@ def adapters_off(causal: nn.Module) -> Iterator[None]:
 
 
 def _refuse_adapted_tied_weights(causal: PreTrainedModel) -> None:
-    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
-    if embedding is None or head is None:
-        return
-    adapted = [part for part in (embedding, head) if isinstance(part, BaseTunerLayer)]
-    weights = [
-        part.get_base_layer().weight if isinstance(part, BaseTunerLayer) else part.weight for part in (embedding, head)
-    ]
-    if adapted and weights[0] is weights[1]:
+    ends = [causal.get_input_embeddings(), causal.get_output_embeddings()]
+    adapted = [end for end in ends if isinstance(end, BaseTunerLayer)]
+    plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
+    if adapted and None not in plain and plain[0].weight is plain[1].weight:
         raise ModelError(
             "backend.lora.target_modules names the embedding or the output layer, which share one weight in this "
             "model: an adapter on one of them cannot be merged. Leave them out, or use target_modules: all-linear."

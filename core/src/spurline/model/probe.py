@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from spurline.errors import ModelError, SpurlineError
 from spurline.model.device_profile import DeviceProfile
-from spurline.model.segment_attention import ATTENTION_NAME, observed_windows
-from spurline.model.stream_model import StreamModel, TokenLogprobs, evaluation_mode, vocabulary_size
+from spurline.model.segment_attention import observed_windows
+from spurline.model.stream_model import StreamModel, TokenLogprobs, evaluation_mode, other_attention, vocabulary_size
 from spurline.model.token_stream import plan_segments
 
+_OWN_ATTENTION = "eager"
+"""The reference attention, which every model has and which implements all it asks for."""
 _LENGTHS = (4, 6, 6, 11)
 _CHUNK_TOKENS = 8
 _TOLERANCE = 3e-4
@@ -76,7 +77,7 @@ class _Probe:
     def _own_forward(self) -> tuple[list[Tensor], list[Tensor]]:
         """Per sequence: full logits of the model with its own attention, and the decoder's last hidden states."""
         logits, hidden = [], []
-        with _own_attention(self._model.causal), _decoder_output(self._model) as seen:
+        with other_attention(self._model.causal, _OWN_ATTENTION), _decoder_output(self._model) as seen:
             for sequence in self._sequences:
                 output = self._model.causal(input_ids=sequence.to(self._profile.device).unsqueeze(0), use_cache=False)
                 logits.append(output.logits[0])
@@ -89,10 +90,8 @@ class _Probe:
         positions = torch.cat([torch.arange(length) for length in _LENGTHS])
         plan = plan_segments(np.array(_LENGTHS, dtype=np.int64), self._profile.slots_per_attention_call, send)
         with observed_windows() as windows:
-            hidden = self._model.hidden(
-                send(torch.cat(self._sequences)).unsqueeze(0), send(positions).unsqueeze(0), plan
-            )
-        return hidden, windows
+            tokens = send(torch.cat(self._sequences)).unsqueeze(0)
+            return self._model.hidden(tokens, send(positions).unsqueeze(0), plan), windows
 
     def _differences(self, packed: Tensor, reference: list[Tensor]) -> list[Tensor]:
         """Per sequence: logprobs as training computes them, less those of the full logits."""
@@ -128,7 +127,7 @@ class _Probe:
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
-        with _own_attention(causal), _decoder_output(self._model, loudness):
+        with other_attention(causal, _OWN_ATTENTION), _decoder_output(self._model, loudness):
             own = causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
         targets = sequence.roll(-1)
         difference = self._logprobs(states * loudness, targets) - _full_logprobs(own, targets)
@@ -154,9 +153,8 @@ class _Probe:
         config = self._model.causal.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         if kinds is None:
-            kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * len(
-                windows
-            )
+            kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+            kinds = [kind] * len(windows)
         told = sum(window is not None for window in windows)
         known = set(kinds) <= {"sliding_attention", "full_attention"}
         if known and len(windows) == len(kinds) and told == kinds.count("sliding_attention"):
@@ -186,16 +184,6 @@ def _full_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _spread(logits: list[Tensor]) -> Tensor:
     return torch.cat(logits).std().clamp_min(1e-30)
-
-
-@contextmanager
-def _own_attention(causal: PreTrainedModel) -> Iterator[None]:
-    """The model's reference attention, which every model has and which implements all it asks for."""
-    causal.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        causal.set_attn_implementation(ATTENTION_NAME)
 
 
 @contextmanager

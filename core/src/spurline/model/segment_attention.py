@@ -79,7 +79,11 @@ def segment_attention(
     if _varlen_kernel_fits(query, key, value, dropout):
         output = _varlen(query, key, value, segment_plan, scaling, window)
     else:
-        output = _bucketed(query, key, value, segment_plan, dropout, scaling, window)
+        # split, not slices: the backward of each slice would allocate zeros of the whole stream.
+        parts = (part.split(segment_plan.tokens_of_buckets) for part in (query, key, value))
+        buckets = zip(segment_plan.buckets, *parts, strict=True)
+        outputs = [_attend(bucket, q, k, v, dropout, scaling, window) for bucket, q, k, v in buckets]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.unsqueeze(0), None
 
 
@@ -150,23 +154,6 @@ def _varlen(
     return output
 
 
-def _bucketed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: SegmentPlan,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    # split, not slices: the backward of each slice would allocate zeros of the whole stream.
-    parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
-    outputs = [
-        _attend(bucket, q, k, v, dropout, scaling, window) for bucket, q, k, v in zip(plan.buckets, *parts, strict=True)
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
 def _attend(
     bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> Tensor:
@@ -182,15 +169,9 @@ def _attend(
         # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
         grouped = False
+    query, key, value = (part.unflatten(0, rows).transpose(1, 2) for part in (query, key, value))
     output = F.scaled_dot_product_attention(
-        query.unflatten(0, rows).transpose(1, 2),
-        key.unflatten(0, rows).transpose(1, 2),
-        value.unflatten(0, rows).transpose(1, 2),
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=grouped,
+        query, key, value, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
     output = output.transpose(1, 2).flatten(0, 1)
     return output if bucket.slots is None else _Unpad.apply(output, bucket.slots)

@@ -166,6 +166,16 @@ def use_segment_attention(causal: PreTrainedModel) -> None:
         )
 
 
+@contextmanager
+def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
+    """Attention of transformers of this name in the place of `segment_attention`."""
+    causal.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        causal.set_attn_implementation(ATTENTION_NAME)
+
+
 def vocabulary_size(causal: PreTrainedModel) -> int:
     """Rows of the embedding; models may round the tokenizer's vocabulary up."""
     weight = causal.get_input_embeddings().weight

@@ -20,7 +20,7 @@ from spurline.files import replace_file
 from spurline.plugins.registry import Registry
 from spurline.protocols.report_panel import ReportPanel, ReportPanelConfig, RunRecord
 from spurline.report.markup import text
-from spurline.report.record import read_record
+from spurline.report.record import read_record, setting
 from spurline.run.directory import RunDirectory
 
 _POLICY = (
@@ -29,13 +29,7 @@ _POLICY = (
 )
 # For plugins' own figures too: plotly.js offers by default to upload the data of a chart to a server.
 _PLOTLY_DEFAULTS = 'Plotly.setPlotConfig({showSendToCloud: false, plotlyServerURL: "", displaylogo: false});'
-_STATUS_TEXT = {
-    "finished": "Finished",
-    "failed": "Failed",
-    "stopped": "Stopped",
-    "running": "Running",
-    "interrupted": "Interrupted",
-}
+_STATUSES = ("finished", "failed", "stopped", "running", "interrupted")
 
 
 def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
@@ -51,7 +45,10 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
             fragment = panel.render(record)
         except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is raised again below
             failures.append((type(panel).__name__, error))
-            fragment = _error_fragment(panel, error)
+            fragment = (
+                f'<div class="block failure"><p>{text(type(panel).__name__)} could not be drawn:</p>'
+                f"<pre>{text(type(error).__name__)}: {text(error)}</pre></div>"
+            )
         if fragment is not None:
             sections.append(f'<section class="panel"><h2>{text(panel.title)}</h2>{fragment}</section>')
     # A sample may hold half a surrogate pair, which no file can.
@@ -65,21 +62,12 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
     return out
 
 
-def _error_fragment(panel: ReportPanel, error: Exception) -> str:
-    return (
-        f'<div class="block failure"><p>{text(type(panel).__name__)} could not be drawn:</p>'
-        f"<pre>{text(type(error).__name__)}: {text(error)}</pre></div>"
-    )
-
-
 def _page(record: RunRecord, sections: Iterable[str]) -> str:
     # Imported here: reading a run directory needs no plotly.
     from plotly.offline import get_plotlyjs
 
     name = record.run_dir.resolve().name
-    notice = (
-        "" if record.metrics else '<p class="notice">No training step has finished yet: there is nothing to plot.</p>'
-    )
+    notice = '<p class="notice">No training step has finished yet: there is nothing to plot.</p>'
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -95,7 +83,7 @@ def _page(record: RunRecord, sections: Iterable[str]) -> str:
 <body>
 <main>
 {_header(record, name)}
-{notice}
+{"" if record.metrics else notice}
 <div class="grid">
 {"".join(sections)}
 </div>
@@ -110,7 +98,7 @@ def _page(record: RunRecord, sections: Iterable[str]) -> str:
 
 def _header(record: RunRecord, name: str) -> str:
     status = str(record.summary.get("status", "unknown"))
-    known = status if status in _STATUS_TEXT else "unknown"
+    known, shown = (status, status.capitalize()) if status in _STATUSES else ("unknown", status)
     finished = int(record.metrics[-1]["step"]) if record.metrics else 0
     total = record.summary.get("total_steps")
     progress = ""
@@ -122,30 +110,19 @@ def _header(record: RunRecord, name: str) -> str:
     facts = " · ".join(text(fact) for fact in _facts(record.config))
     return (
         f'<header><div class="title"><h1>{text(name)}</h1>'
-        f'<span class="status {known}">{text(_STATUS_TEXT.get(status, status))}</span></div>'
+        f'<span class="status {known}">{text(shown)}</span></div>'
         f'<p class="facts">{facts}</p>{progress}{failure}</header>'
     )
 
 
 def _facts(config: Any) -> list[str]:
     """What was trained on what: model, training data, loss, backend; those that the config names."""
-    data = _child(config, "data", "train")
+    data = setting(config, "data", "train")
     entries = data if isinstance(data, (list, tuple)) else []
-    names = [_child(entry, "label") or _child(entry, "path") for entry in entries]
-    found = [
-        _child(config, "model", "path"),
-        " + ".join(str(name) for name in names if name),
-        _child(config, "loss", "name"),
-        _child(config, "backend", "name"),
-    ]
-    return [str(fact) for fact in found if fact]
-
-
-def _child(value: Any, *keys: str) -> Any:
-    """The value at nested `keys`; None where there is none."""
-    for key in keys:
-        value = value.get(key) if hasattr(value, "get") else None
-    return value
+    names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
+    data_name = " + ".join(str(name) for name in names if name)
+    found = [setting(config, "model", "path"), data_name, setting(config, "loss", "name")]
+    return [str(fact) for fact in [*found, setting(config, "backend", "name")] if fact]
 
 
 def _asset(name: str) -> str:
@@ -154,12 +131,10 @@ def _asset(name: str) -> str:
 
 def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
     """Render RUN_DIR/report.html from what the run left behind; returns its path."""
-    registry = loaded.host.registry
-    configs = loaded.config.report.panels
-    panels: list[ReportPanel] = [
-        registry.create("report_panel", config)
-        for config in (configs if configs is not None else default_panels(registry))
-    ]
+    registry, configs = loaded.host.registry, loaded.config.report.panels
+    if configs is None:
+        configs = default_panels(registry)
+    panels: list[ReportPanel] = [registry.create("report_panel", config) for config in configs]
     record = read_record(directory.path)
     if record.summary.get("status") == "running" and not directory.is_in_use():
         # Its process died without a word: killed, or the machine went down.

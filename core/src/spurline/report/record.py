@@ -9,6 +9,7 @@ are no scores here, even where they stay within 0..1.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ HELD_OUT_TERM = "eval/rewards/"
 GIVEN_UP = "eval/failed"
 
 
+def setting(config: Any, *keys: str) -> Any:
+    """The value at nested `keys` of what config.json holds; None where there is none."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
 def recorded_names(record: RunRecord, prefix: str) -> list[str]:
     """Sorted names of the metrics that begin with `prefix`."""
     return sorted({name for line in record.metrics for name in line if name.startswith(prefix)})
@@ -74,8 +82,7 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
     """Names of all other evaluation metrics: those that stay within 0..1, where more is better, and the rest."""
-    shares: list[str] = []
-    others: list[str] = []
+    shares, others = list[str](), list[str]()
     names = _evaluation_names(record)
     for name in names:
         is_reward = name in (HELD_OUT_REWARD, GIVEN_UP) or name.startswith(HELD_OUT_TERM)

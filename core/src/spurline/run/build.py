@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from spurline.config.loading import LoadedConfig
-from spurline.config.run_config import RunConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
-from spurline.protocols.tracker import Tracker, TrackerConfig
+from spurline.protocols.tracker import Tracker
 from spurline.run.evaluation import Evaluation
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -34,10 +30,6 @@ class DataComponents:
     evaluation: HeldOutEvaluation | None
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.context.tokenizer
-
-    @property
     def total_updates(self) -> int:
         """Optimizer steps of the whole run."""
         return self.source.total_steps * self.minibatches.steps_per_batch()
@@ -49,12 +41,8 @@ class Components:
 
     data: DataComponents
     backend: Backend
-    tracker_names: tuple[str, ...]
-    trackers: tuple[Tracker, ...]
-
-    def named_trackers(self) -> list[tuple[str, Tracker]]:
-        """Trackers with the names the config gives them, in the order they are called."""
-        return list(zip(self.tracker_names, self.trackers, strict=True))
+    trackers: dict[str, Tracker]
+    """By the names that the config gives them, in the order in which they are called."""
 
 
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
@@ -82,10 +70,9 @@ def _evaluation(context: SourceContext, source: BatchSource, loss: Loss) -> Held
 
 def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
     """All components; the stack closes them in reverse order."""
-    names, trackers = build_trackers(loaded)
+    trackers = build_trackers(loaded)
     data = build_data(loaded, stack)
-    backend = build_backend(loaded, stack, data.total_updates)
-    return Components(data, backend, names, trackers)
+    return Components(data, build_backend(loaded, stack, data.total_updates), trackers)
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:
@@ -116,16 +103,25 @@ def build_update(components: Components, loaded: LoadedConfig) -> Update:
     return Update(components.backend, policy, critic)
 
 
-def build_trackers(loaded: LoadedConfig) -> tuple[tuple[str, ...], tuple[Tracker, ...]]:
-    """Names and trackers, not started; raises ConfigError when the library of one is missing."""
-    configs = _tracker_configs(loaded.config)
-    trackers: list[Tracker] = [loaded.host.registry.create("tracker", config) for config in configs]
-    return tuple(config.name for config in configs), tuple(trackers)
+def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
+    """Trackers by name, not started: metrics.jsonl first, then the terminal, then what the config lists.
+
+    Raises ConfigError when the library of one is missing.
+    """
+    chosen = {config.name: config for config in loaded.config.trackers}
+    always = {config.name: config for config in (JsonlTrackerConfig(), ConsoleTrackerConfig())}
+    configs = {name: config for name, config in always.items() if name not in chosen} | chosen
+    return {name: loaded.host.registry.create("tracker", config) for name, config in configs.items()}
 
 
-def _tracker_configs(config: RunConfig) -> list[TrackerConfig]:
-    """metrics.jsonl first, then the terminal, then what the config lists."""
-    configs: list[TrackerConfig] = list(config.trackers)
-    chosen = {tracker.name for tracker in configs}
-    always = [tracker for tracker in (JsonlTrackerConfig(), ConsoleTrackerConfig()) if tracker.name not in chosen]
-    return [*always, *configs]
+def summarize_run(components: Components, loaded: LoadedConfig) -> dict[str, Any]:
+    """Facts about data, model and versions, for summary.json."""
+    data: dict[str, Any] = {"train": dict(components.data.source.summary())}
+    if components.data.evaluation is not None:
+        data["eval"] = dict(components.data.evaluation.summary())
+    return {
+        "data": data,
+        **components.backend.facts(),
+        "versions": loaded.host.versions(),
+        "total_steps": components.data.source.total_steps,
+    }

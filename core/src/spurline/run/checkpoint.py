@@ -73,16 +73,19 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             write(temporary)
-            names = _files(temporary)
-            for name in names:
-                give_default_permissions(temporary / name)
-            files = {name: _digest(temporary / name, sync=True) for name in names}
-            write_json(
-                temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}
-            )
-            for folder in (entry for entry in temporary.rglob("*") if entry.is_dir()):
+            entries = sorted(temporary.rglob("*"))
+            files: dict[str, Any] = {}
+            for file in (entry for entry in entries if entry.is_file()):
+                give_default_permissions(file)
+                files[str(file.relative_to(temporary))] = _digest(file, sync=True)
+            manifest = {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}
+            write_json(temporary / MANIFEST, manifest)
+            for folder in (entry for entry in entries if entry.is_dir()):
                 sync_file(folder)
-            self._replace(temporary, final)
+            if final.exists():
+                self._remove(final)
+            temporary.rename(final)
+            sync_file(self.root)
             write_text(self.root / LATEST, final.name + "\n")
         except (OSError, CheckpointWriteError) as error:
             raise CheckpointWriteError(self._write_failure(step, error)) from error
@@ -90,12 +93,6 @@ class CheckpointStore:
             # Gone by now when all went well: it has been renamed.
             shutil.rmtree(temporary, ignore_errors=True)
         return final
-
-    def _replace(self, temporary: Path, final: Path) -> None:
-        if final.exists():
-            self._remove(final)
-        temporary.rename(final)
-        sync_file(self.root)
 
     def prune(self, keep_last: int) -> None:
         """Remove all but the newest `keep_last` checkpoints, and superseded ones whose steps are trained again."""
@@ -207,10 +204,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"It was saved by spurline {manifest.get('versions', {}).get('spurline', '?')}: use that version."
         )
     return manifest
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:

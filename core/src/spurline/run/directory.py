@@ -1,14 +1,22 @@
-"""RUN_DIR: its file names, and the lock that keeps two runs out of one directory."""
+"""RUN_DIR: its file names, the lock that keeps two runs out of it, and the files that it keeps for people.
+
+Those are the config, the summary and sample answers; trackers and checkpoints write their own.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from spurline.data.summary import describe
 from spurline.errors import RunDirectoryError
+from spurline.files import write_json
+from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 
 class RunDirectory:
@@ -17,7 +25,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics = path / METRICS_FILE
         self.config = path / "config.json"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
@@ -78,3 +86,42 @@ def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
             time.sleep(0.02)
         else:
             return True
+
+
+class RunRecordFiles:
+    """Writes config.json, summary.json and eval_samples.jsonl of a run directory.
+
+    summary: JSON-able facts; `status` and `error` are added here.
+    """
+
+    def __init__(self, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self.summary: dict[str, Any] = dict(summary)
+
+    def start(self, config: Mapping[str, Any], resume_step: int) -> None:
+        """Write the resolved config, mark the run as running, and drop samples of steps that are trained again."""
+        write_json(self._directory.config, config)
+        self._write_status("running")
+        if self._directory.eval_samples.exists():
+            cut_back(self._directory.eval_samples, resume_step)
+
+    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Append the generated answers of one evaluation."""
+        if samples:
+            text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+            with self._directory.eval_samples.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    def data_notes(self) -> list[str]:
+        """What there is to train and evaluate on, and what was left out and why, as lines."""
+        return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
+
+    def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:
+        """Mark the run as finished, stopped or failed. given_up: a line for each prompt that was left out."""
+        if given_up:
+            self.summary["given_up"] = list(given_up)
+        self._write_status(status, error)
+
+    def _write_status(self, status: str, error: str | None = None) -> None:
+        self.summary |= {"status": status} | ({"error": error} if error is not None else {})
+        write_json(self._directory.summary, self.summary)

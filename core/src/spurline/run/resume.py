@@ -159,7 +159,7 @@ def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[st
         ("minibatches", config.minibatches.name, data.minibatches),
         ("loss", config.loss.name, data.loss),
         ("evaluation", "data", data.evaluation),
-        *(("tracker", name, tracker) for name, tracker in components.named_trackers()),
+        *(("tracker", name, tracker) for name, tracker in components.trackers.items()),
     ]
     for kind, name, component in named:
         if isinstance(component, Stateful):

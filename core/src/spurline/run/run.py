@@ -24,10 +24,9 @@ from spurline.protocols.source import BatchSource
 from spurline.protocols.tracker import RunInfo
 from spurline.report.page import write_run_report
 from spurline.run import loop
-from spurline.run.build import build_components, build_update
-from spurline.run.directory import RunDirectory
+from spurline.run.build import build_components, build_update, summarize_run
+from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.export import export_hf
-from spurline.run.record import RunRecordFiles, summarize_run
 from spurline.run.resume import Resume, find_resume, restore, save_state
 
 
@@ -96,7 +95,9 @@ class Run:
                 self._start_batches(stack)
                 self._settle_resume()
                 loop.train(self)
-                self._save_if_behind()
+                if self.state.step > self.state.saved_step:
+                    # A stop was asked for after the last step had its chance to save.
+                    self._save(self.state.step)
                 self._export_if_finished()
             except BaseException as raised:
                 error = self._with_last_checkpoint(raised)
@@ -111,11 +112,10 @@ class Run:
             )
 
     def _build(self, stack: ExitStack) -> None:
-        resume = find_resume(self.directory, self.loaded, self._resume)
+        resume = self._resumed = find_resume(self.directory, self.loaded, self._resume)
         components = self._components = build_components(self.loaded, stack)
         self.source, self.backend = components.data.source, components.backend
         self._notes = [*resume.notes]
-        self._resumed = resume
         if resume.checkpoint is not None:
             self._notes += restore(resume.checkpoint, components, self.loaded)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
@@ -130,7 +130,7 @@ class Run:
         kept = self.state.step - (1 if self._resumed.pending is not None else 0)
         notes = (*self._notes, *self._files.data_notes())
         info = RunInfo(self.directory.path, kept, self.source.total_steps, self.loaded.resolved(), notes)
-        for tracker in self._components.trackers:
+        for tracker in self._components.trackers.values():
             tracker.start(info)
             stack.callback(tracker.close)
 
@@ -192,7 +192,7 @@ class Run:
         """Mark the step as done and send its metrics to every tracker."""
         self.state.step = step
         self.state.metrics = dict(metrics)
-        for tracker in self._components.trackers:
+        for tracker in self._components.trackers.values():
             tracker.log(step, self.state.metrics)
 
     def maybe_checkpoint(self, step: int) -> None:
@@ -202,16 +202,11 @@ class Run:
 
     def _save(self, step: int, pending: Mapping[str, float] | None = None) -> None:
         """pending: metrics of this step, when its evaluation and metrics line are still to come."""
-        for tracker in self._components.trackers:
+        for tracker in self._components.trackers.values():
             tracker.flush()
         self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, pending)
         self.state.saved_step = step
         self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
-
-    def _save_if_behind(self) -> None:
-        """A stop that was asked for after the step had its chance to save still ends with a checkpoint."""
-        if self.state.step > self.state.saved_step:
-            self._save(self.state.step)
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self.source.total_steps or (every is not None and step % every == 0)
@@ -221,7 +216,7 @@ class Run:
 
     def _export_if_finished(self) -> None:
         if self.config.checkpoint.export_hf and self._status() == "finished":
-            tokenizer = self._components.data.tokenizer
+            tokenizer = self._components.data.context.tokenizer
             export_hf(self.backend, self.loaded, tokenizer, self.directory.exported_model, replace=True)
 
     def _end(self, error: BaseException | None) -> None:

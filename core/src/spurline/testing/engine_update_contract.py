@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -15,15 +15,13 @@ import pytest
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline.testing.inputs import write_tiny_model
-from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline.testing.rollout_engine_contract import PROMPTS, EngineContract, Result, all_of, model_logprobs, request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from spurline.protocols.backend import Backend
     from spurline.protocols.weight_sync import SyncReport, WeightSync
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -68,20 +66,11 @@ class Watched:
         await self._engine.finish_update(version)
 
 
-class EngineUpdateContract:
+class EngineUpdateContract(EngineContract):
     """Subclass with `make_engine(model)` and `make_sync()`.
 
-    Every test publishes the old model's weights before it asks for anything, as every source does.
+    Your engine `TakesWeights`. Every test publishes the old model's before it asks for anything, as every source does.
     """
-
-    logprob_tolerance = 1e-5
-    """Allowed difference from the model's own fp32 logprobs."""
-    limit_s = 120.0
-    """Seconds one test may wait for the engine."""
-
-    def make_engine(self, model: Path) -> Any:
-        """Your engine, which `TakesWeights`, for the model in this folder; called on its event loop."""
-        raise NotImplementedError("subclass EngineUpdateContract with make_engine(self, model)")
 
     def make_sync(self) -> WeightSync:
         """A way of weights that the engine knows, with buckets so small that the model takes several."""
@@ -109,7 +98,7 @@ class EngineUpdateContract:
             return await writing
 
         across = 0
-        for wanted, result in zip(asked, self.run(models, use), strict=True):
+        for wanted, result in zip(asked, self.run_updated(models, use), strict=True):
             self.check_versions(wanted, result, {1: models.old, 2: models.new}, temperature)
             across += 1 in result.versions and 2 in result.versions
         assert across > 0
@@ -120,13 +109,13 @@ class EngineUpdateContract:
         asked = [request([*prompt, *own], seed=seed, max_new_tokens=20) for seed, own in enumerate(([], [5], [5, 6]))]
 
         async def use(engine: Any) -> list[list[GenerationResult]]:
-            rounds = [await self.all_of(engine, asked)]
+            rounds = [await all_of(engine, asked)]
             for version, model in ((2, models.new), (3, models.old)):
                 await self.publish(engine, version, model)
-                rounds.append(await self.all_of(engine, asked))
+                rounds.append(await all_of(engine, asked))
             return rounds
 
-        rounds = self.run(models, use)
+        rounds = self.run_updated(models, use)
         for version, (results, model) in enumerate(zip(rounds, (models.old, models.new, models.old), strict=True), 1):
             for wanted, result in zip(asked, results, strict=True):
                 assert set(result.versions.tolist()) == {version}
@@ -151,7 +140,7 @@ class EngineUpdateContract:
             await self.publish(Watched(engine, look), 2, models.new)
             return ended_early, await asyncio.gather(*writing)
 
-        ended_early, results = self.run(models, use)
+        ended_early, results = self.run_updated(models, use)
         assert ended_early == 0
         assert results[-1].versions.tolist() == [2]
 
@@ -164,7 +153,7 @@ class EngineUpdateContract:
             await engine.resume()
             return bool(done), await waiting
 
-        ended_early, result = self.run(models, use)
+        ended_early, result = self.run_updated(models, use)
         assert not ended_early
         assert set(result.versions.tolist()) == {2}
         self.check_versions(request(PROMPTS[0]), result, {2: models.new}, 1.0)
@@ -189,14 +178,14 @@ class EngineUpdateContract:
             late.cancel()
             return late.exception() or late.result() if done else "waits for weights"
 
-        outcome = self.run(models, use)
+        outcome = self.run_updated(models, use)
         assert outcome == "waits for weights" or isinstance(outcome, RunFailedError), f"it went on: {outcome}"
 
     def test_the_report_says_what_was_published(self, models: ModelPair) -> None:
         async def use(engine: Any) -> SyncReport:
             return await self.publish(engine, 7, models.new)
 
-        report = self.run(models, use)
+        report = self.run_updated(models, use)
         size = sum(tensor.nbytes for _, tensor in WeightsOf(models.new).named_weights())
         assert report.version == 7
         assert report.bytes_sent >= size
@@ -229,23 +218,14 @@ class EngineUpdateContract:
         finally:
             sync.close()
 
-    def run(self, models: ModelPair, use: Callable[[Any], Awaitable[_Result]]) -> _Result:
+    def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
         """What `use` does with an engine that has the old model's weights as version 1; it is closed afterwards."""
 
-        async def main() -> _Result:
-            engine = self.make_engine(models.old)
-            try:
-                async with asyncio.timeout(self.limit_s):
-                    await self.publish(engine, 1, models.old)
-                    return await use(engine)
-            finally:
-                await engine.close()
+        async def publish_first(engine: Any) -> Result:
+            await self.publish(engine, 1, models.old)
+            return await use(engine)
 
-        return asyncio.run(main())
-
-    async def all_of(self, engine: Any, asked: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """The results of concurrent requests."""
-        return list(await asyncio.gather(*map(engine.generate, asked)))
+        return self.run(models.old, publish_first)
 
 
 @cache

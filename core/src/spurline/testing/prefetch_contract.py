@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,53 +21,37 @@ class PrefetchContract:
         """Your prefetch."""
         raise NotImplementedError("subclass PrefetchContract with make_prefetch(self, build, last_step)")
 
-    def test_each_step_gets_its_own_batch_in_order(self) -> None:
-        prefetch = self.make_prefetch(numbered_batch, 9)
-        prefetch.start(1)
-        served = [_number(prefetch.next(step)) for step in range(1, 10)]
+    @contextmanager
+    def started(self, build: BuildBatch | None = None, last_step: int = 9, first_step: int = 1) -> Iterator[Prefetch]:
+        """Your prefetch from `first_step` on, closed afterwards. build: default is `numbered_batch`."""
+        prefetch = self.make_prefetch(build or numbered_batch, last_step)
+        prefetch.start(first_step)
+        yield prefetch
         prefetch.close()
-        assert served == list(range(1, 10))
 
-    def test_starting_in_the_middle_serves_from_there(self) -> None:
-        prefetch = self.make_prefetch(numbered_batch, 9)
-        prefetch.start(6)
-        assert [_number(prefetch.next(step)) for step in range(6, 10)] == [6, 7, 8, 9]
-        prefetch.close()
+    @pytest.mark.parametrize("first", [1, 6])
+    def test_each_step_from_the_first_gets_its_own_batch_in_order(self, first: int) -> None:
+        with self.started(first_step=first) as prefetch:
+            assert [_number(prefetch.next(step)) for step in range(first, 10)] == list(range(first, 10))
 
     def test_starting_again_discards_what_was_built_ahead(self) -> None:
-        prefetch = self.make_prefetch(numbered_batch, 9)
-        prefetch.start(1)
-        prefetch.next(1)
-        prefetch.start(5)
-        assert _number(prefetch.next(5)) == 5
-        prefetch.close()
+        with self.started() as prefetch:
+            prefetch.next(1)
+            prefetch.start(5)
+            assert _number(prefetch.next(5)) == 5
 
     def test_steps_after_the_last_are_never_built(self) -> None:
-        built: list[int] = []
-
-        def build(step: int) -> TrainingBatch:
-            built.append(step)
-            return numbered_batch(step)
-
-        prefetch = self.make_prefetch(build, 3)
-        prefetch.start(1)
-        for step in (1, 2, 3):
-            prefetch.next(step)
-        prefetch.close()
+        built, build = _recording()
+        with self.started(build, 3) as prefetch:
+            for step in (1, 2, 3):
+                prefetch.next(step)
         assert built == [1, 2, 3]
 
     def test_starting_after_the_last_step_builds_nothing_and_closes(self) -> None:
         before = set(threading.enumerate())
-        built: list[int] = []
-
-        def build(step: int) -> TrainingBatch:
-            built.append(step)
-            return numbered_batch(step)
-
-        prefetch = self.make_prefetch(build, 3)
-        prefetch.start(4)
-        _wait_for(lambda: bool(built), seconds=0.05)
-        prefetch.close()
+        built, build = _recording()
+        with self.started(build, 3, first_step=4):
+            _wait_for(lambda: bool(built), seconds=0.05)
         assert not built, f"step {built[0]} is after the last, 3"
         assert _ended(before)
 
@@ -82,23 +67,18 @@ class PrefetchContract:
             built.append(step)
             return replace(batch, on_release=lambda: free.append(batch))
 
-        prefetch = self.make_prefetch(build, 6)
-        prefetch.start(1)
-        for step in range(1, 7):
-            batch = prefetch.next(step)
-            # Time for a prefetch that builds ahead to do so; others build nothing meanwhile.
-            _wait_for(lambda step=step: any(later > step for later in built), seconds=0.05)
-            for name, column in batch.tokens.items():
-                assert bool((column == step).all()), f"column {name} of step {step} changed before its release"
-            batch.release()
-        prefetch.close()
+        with self.started(build, 6) as prefetch:
+            for step in range(1, 7):
+                batch = prefetch.next(step)
+                # Time for a prefetch that builds ahead to do so; others build nothing meanwhile.
+                _wait_for(lambda step=step: any(later > step for later in built), seconds=0.05)
+                for name, column in batch.tokens.items():
+                    assert bool((column == step).all()), f"column {name} of step {step} changed before its release"
+                batch.release()
 
     def test_asking_for_another_step_than_the_next_fails_loudly(self) -> None:
-        prefetch = self.make_prefetch(numbered_batch, 9)
-        prefetch.start(1)
-        with pytest.raises(Exception, match="3"):
+        with self.started() as prefetch, pytest.raises(Exception, match="3"):
             prefetch.next(3)
-        prefetch.close()
 
     def test_an_error_surfaces_at_the_step_that_needed_the_batch(self) -> None:
         def build(step: int) -> TrainingBatch:
@@ -106,13 +86,11 @@ class PrefetchContract:
                 raise ValueError("broken sample in step 3")
             return numbered_batch(step)
 
-        prefetch = self.make_prefetch(build, 9)
-        prefetch.start(1)
-        assert [_number(prefetch.next(step)) for step in (1, 2)] == [1, 2]
-        with pytest.raises(ValueError, match="broken sample in step 3") as raised:
-            prefetch.next(3)
-        assert any(entry.name == "build" for entry in raised.traceback), "the error lost its own traceback"
-        prefetch.close()
+        with self.started(build) as prefetch:
+            assert [_number(prefetch.next(step)) for step in (1, 2)] == [1, 2]
+            with pytest.raises(ValueError, match="broken sample in step 3") as raised:
+                prefetch.next(3)
+            assert any(entry.name == "build" for entry in raised.traceback), "the error lost its own traceback"
 
     def test_closing_leaves_no_thread_even_when_a_batch_ahead_is_broken(self) -> None:
         before = set(threading.enumerate())
@@ -122,11 +100,9 @@ class PrefetchContract:
                 raise ValueError("never asked for")
             return numbered_batch(step)
 
-        prefetch = self.make_prefetch(build, 9)
-        prefetch.start(1)
-        prefetch.next(1)
-        prefetch.close()
-        prefetch.close()
+        with self.started(build) as prefetch:
+            prefetch.next(1)
+            prefetch.close()
         assert _ended(before)
 
     def test_batches_that_nobody_asks_for_give_their_buffers_back(self) -> None:
@@ -137,23 +113,29 @@ class PrefetchContract:
             built.append(step)
             return replace(numbered_batch(step), on_release=lambda: released.append(step))
 
-        prefetch = self.make_prefetch(build, 9)
-        prefetch.start(1)
-        prefetch.next(1).release()
-        _wait_for(lambda: len(built) > 1, seconds=0.05)
-        prefetch.start(5)
-        prefetch.next(5).release()
-        _wait_for(lambda: 6 in built, seconds=0.05)
-        prefetch.close()
+        with self.started(build) as prefetch:
+            prefetch.next(1).release()
+            _wait_for(lambda: len(built) > 1, seconds=0.05)
+            prefetch.start(5)
+            prefetch.next(5).release()
+            _wait_for(lambda: 6 in built, seconds=0.05)
         assert sorted(released) == sorted(built)
 
     def test_metrics_are_seconds_that_were_waited(self) -> None:
-        prefetch = self.make_prefetch(numbered_batch, 2)
-        prefetch.start(1)
-        prefetch.next(1)
-        metrics = prefetch.metrics()
-        prefetch.close()
-        assert metrics["time/collate_wait"] >= 0
+        with self.started(last_step=2) as prefetch:
+            prefetch.next(1)
+            assert prefetch.metrics()["time/collate_wait"] >= 0
+
+
+def _recording() -> tuple[list[int], BuildBatch]:
+    """The steps that were built so far, and what builds them."""
+    built: list[int] = []
+
+    def build(step: int) -> TrainingBatch:
+        built.append(step)
+        return numbered_batch(step)
+
+    return built, build
 
 
 def _ended(before: set[threading.Thread]) -> bool:

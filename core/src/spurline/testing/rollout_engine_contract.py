@@ -21,22 +21,38 @@ from spurline.testing.inputs import tiny_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_Result = TypeVar("_Result")
+Result = TypeVar("Result")
 
 PROMPTS = ([40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80], [90, 91])
 
 
-class RolloutEngineContract:
-    """Subclass with `make_engine(model)`."""
+class EngineContract:
+    """What the suites of engines share: an engine on an event loop of its own."""
 
     logprob_tolerance = 1e-5
     """Allowed difference from the model's own fp32 logprobs."""
     limit_s = 120.0
     """Seconds one test may wait for the engine."""
 
-    def make_engine(self, model: Path) -> RolloutEngine:
+    def make_engine(self, model: Path) -> Any:
         """Your engine with the weights of this folder; called on its event loop."""
-        raise NotImplementedError("subclass RolloutEngineContract with make_engine(self, model)")
+        raise NotImplementedError("subclass the contract of engines with make_engine(self, model)")
+
+    def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[Result]]) -> Result:
+        """What `use` does with an engine on an event loop of its own; the engine is closed afterwards."""
+
+        async def main() -> Result:
+            engine = self.make_engine(model)
+            try:
+                return await asyncio.wait_for(use(engine), self.limit_s)
+            finally:
+                await engine.close()
+
+        return asyncio.run(main())
+
+
+class RolloutEngineContract(EngineContract):
+    """Subclass with `make_engine(model)`."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
@@ -167,25 +183,14 @@ class RolloutEngineContract:
             thread.join(10)
         assert not [thread for thread in left if thread.is_alive()]
 
-    def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[_Result]]) -> _Result:
-        """What `use` does with an engine on an event loop of its own; the engine is closed afterwards."""
-
-        async def main() -> _Result:
-            engine = self.make_engine(model)
-            try:
-                return await asyncio.wait_for(use(engine), self.limit_s)
-            finally:
-                await engine.close()
-
-        return asyncio.run(main())
-
     def generate(self, model: Path, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """The results of concurrent requests."""
+        return self.run(model, lambda engine: all_of(engine, requests))
 
-        async def use(engine: RolloutEngine) -> list[GenerationResult]:
-            return list(await asyncio.gather(*map(engine.generate, requests)))
 
-        return self.run(model, use)
+async def all_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    """The results of concurrent requests."""
+    return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
 def request(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import TrackerConfig
 
 
@@ -41,3 +42,12 @@ class WandbTrackerConfig(TrackerConfig):
     """Display name; default is the run directory's name."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """`offline` writes locally, to be synced later."""
+
+
+def missing_library(name: str, error: ImportError) -> ConfigError:
+    """The error for tracker `name` whose library of that name cannot be imported."""
+    text = (
+        f"'{name}' needs the {name} library, which cannot be imported ({error}). Install it: "
+        f"pip install 'spurline[{name}]'"
+    )
+    return ConfigError([Problem("trackers", text)])

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -31,48 +32,45 @@ class JsonlTracker:
 
     def __init__(self, config: JsonlTrackerConfig) -> None:
         self._config = config
-        self._path: Path | None = None
-        self._handle: int | None = None
+        self._file: FileIO | None = None
 
     def start(self, info: RunInfo) -> None:
         """Create the file, or cut an earlier one back to the lines up to `info.resume_step`.
 
         Raises RunDirectoryError when a line other than a torn last one is unreadable.
         """
-        assert self._handle is None, f"{self._path} is already open"
-        self._path = info.run_dir / METRICS_FILE
-        cut_back(self._path, info.resume_step)
+        assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
+        path = info.run_dir / METRICS_FILE
+        cut_back(path, info.resume_step)
         try:
-            self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise write_failure(self._path, error) from error
+            raise write_failure(path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; it survives the process from here on. Raises RunFailedError when the disk is full."""
-        assert self._handle is not None, "JsonlTracker.log before start or after close"
-        assert self._path is not None, "an open file has a path"
+        assert self._file is not None, "JsonlTracker.log before start or after close"
         line = encode_line(step, metrics)
         try:
             # One write call: a kill in the middle of it tears this line at most.
-            if os.write(self._handle, line) != len(line):
+            if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise write_failure(self._path, error) from error
+            raise write_failure(Path(self._file.name), error) from error
 
     def flush(self) -> None:
         """Force all lines to the disk, where they survive a power cut. Raises RunFailedError when that fails."""
-        assert self._handle is not None, "JsonlTracker.flush before start or after close"
-        assert self._path is not None, "an open file has a path"
+        assert self._file is not None, "JsonlTracker.flush before start or after close"
         try:
-            os.fsync(self._handle)
+            os.fsync(self._file)
         except OSError as error:
-            raise write_failure(self._path, error) from error
+            raise write_failure(Path(self._file.name), error) from error
 
     def close(self) -> None:
         """Let go of the file. May be called twice."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:

@@ -9,9 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import TensorboardTrackerConfig
+from spurline.trackers.configs import TensorboardTrackerConfig, missing_library
 
 FOLDER = "tensorboard"
 """Name of the folder inside the run directory."""
@@ -25,11 +24,7 @@ class TensorboardTracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            missing = (
-                f"'tensorboard' needs the tensorboard library, which cannot be imported ({error}). Install it: "
-                "pip install 'spurline[tensorboard]'"
-            )
-            raise ConfigError([Problem("trackers", missing)]) from error
+            raise missing_library("tensorboard", error) from error
         self._config = config
         self._writer_class: Any = SummaryWriter
         self._writer: Any = None

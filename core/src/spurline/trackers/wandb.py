@@ -15,7 +15,7 @@ from typing import Any
 from spurline.errors import ConfigError, Problem
 from spurline.files import replace_file
 from spurline.protocols.tracker import RunInfo
-from spurline.trackers.configs import WandbTrackerConfig
+from spurline.trackers.configs import WandbTrackerConfig, missing_library
 
 ID_FILE = "wandb_run_id"
 """Name of the file inside the run directory that holds the W&B run id."""
@@ -32,11 +32,7 @@ class WandbTracker:
         try:
             self._wandb: Any = importlib.import_module("wandb")
         except ImportError as error:
-            missing = (
-                f"'wandb' needs the wandb library, which cannot be imported ({error}). Install it: "
-                "pip install 'spurline[wandb]'"
-            )
-            raise ConfigError([Problem("trackers", missing)]) from error
+            raise missing_library("wandb", error) from error
         self._config = config
         self._run: Any = None
 

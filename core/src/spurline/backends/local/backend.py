@@ -26,12 +26,11 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ModelError, NonFiniteLossError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
-from spurline.model.device_profile import device_profile
+from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.generation import generate_greedily, generation_model, model_stop_tokens
 from spurline.model.loading import check_config, load_model
 from spurline.model.optimizer import critic_rate, policy_rate
 from spurline.model.probe import check_exactness
-from spurline.model.rng import seed_generators
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
 from spurline.model.token_stream import Rows, TokenStream, check_columns, token_stream, tokens_per_row
 from spurline.model.weights import named_weights
@@ -207,14 +206,10 @@ class LocalBackend:
             with adapters_off(self._model.causal):
                 yield self._model
         else:
-            yield self._frozen_copy()
-
-    def _frozen_copy(self) -> StreamModel:
-        """The weights that the run started from, loaded when somebody first asks for them."""
-        if self._reference is None:
-            digest = self._policy.initial_weights
-            self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
-        return self._reference
+            if self._reference is None:
+                digest = self._policy.initial_weights
+                self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
+            yield self._reference
 
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:

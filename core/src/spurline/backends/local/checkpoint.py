@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spurline.errors import CheckpointError, CheckpointWriteError
-from spurline.model import rng as rng_state
+from spurline.model import device_profile
 from spurline.model.optimizer import STATE_NAMES, expected_shape, optimizer_tensors, restore_optimizer
 
 if TYPE_CHECKING:
@@ -34,15 +34,17 @@ def save_training_state(path: Path, trained: TrainedModel) -> None:
     """Write into this folder. Raises CheckpointWriteError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _write(path / "model.safetensors", _model_tensors(trained))
-        _write(path / "optimizer.safetensors", optimizer_tensors(trained.optimizer, trained.parameters))
-        _write(path / "rng.safetensors", rng_state.generator_tensors())
+        optimizer = optimizer_tensors(trained.optimizer, trained.parameters)
+        generators = device_profile.generator_tensors()
+        for name, tensors in (("model", _model_tensors(trained)), ("optimizer", optimizer), ("rng", generators)):
+            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(whole, path / f"{name}.safetensors")
         content = {
             "format": _FORMAT,
             "updates": trained.updates,
             "frozen_weights": trained.frozen_weights,
             "initial_weights": trained.initial_weights,
-            "generators": rng_state.generator_values(),
+            "generators": device_profile.generator_values(),
         }
         (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
     except (OSError, SafetensorError) as error:
@@ -72,18 +74,20 @@ class SavedState:
         trained.updates = self.updates
         if self.initial_weights is not None:
             trained.initial_weights = self.initial_weights
-        rng_state.restore_generator_tensors(self.generator_tensors)
-        rng_state.restore_generator_values(self.generator_values)
+        device_profile.restore_generator_tensors(self.generator_tensors)
+        device_profile.restore_generator_values(self.generator_values)
 
 
 def read_training_state(path: Path, trained: TrainedModel) -> SavedState:
     """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer."""
-    model = _read(path / "model.safetensors")
-    optimizer = _read(path / "optimizer.safetensors")
-    generators = _read(path / "rng.safetensors")
+    model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     content = _read_json(path / "state.json")
     _check_model(path, model, _model_tensors(trained))
-    _check_frozen(path, content["frozen_weights"], trained)
+    if content["frozen_weights"] != trained.frozen_weights:
+        raise CheckpointError(
+            f"{path}: the checkpoint's adapters were trained on other frozen weights than this run's model has. Resume "
+            "with the model.path, model.revision, model.init and seed the checkpoint was made with."
+        )
     _check_optimizer(path, optimizer, trained.parameters)
     return SavedState(
         int(content["updates"]), content.get("initial_weights"), model, optimizer, generators, content["generators"]
@@ -113,14 +117,6 @@ def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, 
             )
 
 
-def _check_frozen(path: Path, saved: str, trained: TrainedModel) -> None:
-    if saved != trained.frozen_weights:
-        raise CheckpointError(
-            f"{path}: the checkpoint's adapters were trained on other frozen weights than this run's model has. Resume "
-            "with the model.path, model.revision, model.init and seed the checkpoint was made with."
-        )
-
-
 def _check_optimizer(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
     for key, tensor in saved.items():
         expected = expected_shape(key, parameters)
@@ -144,10 +140,6 @@ def _describe(tensor: Tensor) -> str:
 
 def _some(label: str, names: list[str]) -> str:
     return f"{len(names)} {label} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). " if names else ""
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

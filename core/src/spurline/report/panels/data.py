@@ -9,6 +9,7 @@ from typing import Any
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import figure, raw_and_smoothed, step_figure
 from spurline.report.markup import Panel, block, caption, table, text
+from spurline.report.record import setting
 from spurline.trackers.readout import quantity
 
 
@@ -29,15 +30,11 @@ class SampleLengthsPanel(Panel):
         if any("prompts" in counts for counts in splits.values()):
             sentences = splits.get("train", {}).get("objective") or ()
             return block(_prompt_table(splits), *(caption(sentence) for sentence in sentences))
-        counted = _count_table(splits)
-        histograms = [
-            _histogram(name, counts["lengths"], _max_length(record))
-            for name, counts in splits.items()
-            if name == "train" and (counts.get("lengths") or {}).get("counts")
-        ]
-        if not histograms:
+        counted, lengths = _count_table(splits), setting(splits, "train", "lengths")
+        if not setting(lengths, "counts"):
             return block(counted)
-        return block(f'<div class="columns even"><div>{"".join(histograms)}</div>{counted}</div>', wide=True)
+        histogram = _histogram("train", lengths, _max_length(record))
+        return block(f'<div class="columns even"><div>{histogram}</div>{counted}</div>', wide=True)
 
 
 class PackingPanel(Panel):
@@ -121,31 +118,16 @@ def _histogram(split: str, lengths: Mapping[str, Sequence[float]], max_length: f
         "bargap": 0,
     }
     if max_length is not None and edges[0] <= max_length <= edges[-1] * 1.25:
-        layout["shapes"] = [
-            {
-                "type": "line",
-                "x0": max_length,
-                "x1": max_length,
-                "yref": "paper",
-                "y0": 0,
-                "y1": 1,
-                "line": {"color": "--series-6", "width": 1.5, "dash": "dash"},
-                "label": {
-                    "text": "max_length ",
-                    "textangle": 0,
-                    "textposition": "end",
-                    "xanchor": "right",
-                    "yanchor": "top",
-                    "font": {"color": "--series-6", "size": 11.5},
-                },
-            }
-        ]
+        position = {"x0": max_length, "x1": max_length, "yref": "paper", "y0": 0, "y1": 1}
+        label = {"text": "max_length ", "textangle": 0, "font": {"color": "--series-6", "size": 11.5}}
+        label |= {"textposition": "end", "xanchor": "right", "yanchor": "top"}
+        dashes = {"color": "--series-6", "width": 1.5, "dash": "dash"}
+        layout["shapes"] = [{"type": "line", "line": dashes, "label": label, **position}]
     return figure([bars], layout, label="Histogram of sample lengths")
 
 
 def _max_length(record: RunRecord) -> float | None:
-    data = record.config.get("data")
-    value = data.get("max_length") if isinstance(data, Mapping) else None
+    value = setting(record.config, "data", "max_length")
     return float(value) if isinstance(value, (int, float)) else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import level, line, raw_and_smoothed, series_color, step_figure
 from spurline.report.markup import Panel, block, caption, columns
-from spurline.report.record import GIVEN_UP, evaluation_losses, evaluation_scores, label_of
+from spurline.report.record import GIVEN_UP, evaluation_losses, evaluation_scores, label_of, setting
 from spurline.trackers.readout import score
 
 
@@ -45,14 +45,8 @@ class EvaluationPanel(Panel):
     def render(self, record: RunRecord) -> str | None:
         """None when evaluation recorded no scores."""
         shares, others = evaluation_scores(record)
-        plots = [
-            self._plot(record, names, y_title, y_axis)
-            for names, y_title, y_axis in (
-                (shares, "Score", {"tickformat": ".0%", "range": [-0.02, 1.02]}),
-                (others, "Value", {}),
-            )
-            if names
-        ]
+        drawn = ((shares, "Score", {"tickformat": ".0%", "range": [-0.02, 1.02]}), (others, "Value", {}))
+        plots = [self._plot(record, names, y_title, y_axis) for names, y_title, y_axis in drawn if names]
         if not plots:
             return None
         head = _given_up(record)
@@ -80,11 +74,11 @@ class LearningRatePanel(Panel):
         if not steps:
             return None
         trace = line("learning rate", steps, values, "--series-3") | {"hovertemplate": "%{y:.3e}", "showlegend": False}
-        head = caption(f"Peak {_rate(max(values))}, last {_rate(values[-1])}")
+        peak, last = (f"{value:.2e}" if value else "0" for value in (max(values), values[-1]))
         plot = step_figure(
             [trace], "Learning rate", label="Learning rate over steps", exponentformat="power", rangemode="tozero"
         )
-        return block(head, plot)
+        return block(caption(f"Peak {peak}, last {last}"), plot)
 
 
 class GradientPanel(Panel):
@@ -116,13 +110,8 @@ def _given_up(record: RunRecord) -> str:
     return caption(f"Held-out prompts given up: {counts[worst]:,.0f} at step {steps[worst]:,}. They count as failed")
 
 
-def _rate(value: float) -> str:
-    return f"{value:.2e}" if value else "0"
-
-
 def _clip_threshold(record: RunRecord) -> float | None:
-    optimizer = record.config.get("optimizer")
-    threshold = optimizer.get("max_grad_norm") if isinstance(optimizer, dict) else None
+    threshold = setting(record.config, "optimizer", "max_grad_norm")
     return float(threshold) if threshold is not None else None
 
 

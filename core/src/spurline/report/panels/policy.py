@@ -89,17 +89,11 @@ def _clipping(record: RunRecord, notes: list[str]) -> str:
     names = recorded_names(record, _CLIPPED)
     if not names:
         return ""
-    series = {name: record.series(name) for name in names}
-    if not any(any(values) for _, values in series.values()):
+    if not any(any(record.series(name)[1]) for name in names):
         notes.append("no token was clipped")
         return ""
-    traces: list[Trace] = []
-    for index, (name, (steps, values)) in enumerate(series.items()):
-        label = f"clipped: {name.removeprefix(_CLIPPED)}"
-        traces += one_of_several(label, steps, values, series_color(index), hovertemplate="%{y:.2%}")
-    return step_figure(
-        traces, "Share of tokens", label="Clip fractions over steps", tickformat=".2~%", rangemode="tozero"
-    )
+    labels = {name: f"clipped: {name.removeprefix(_CLIPPED)}" for name in names}
+    return _token_shares(record, labels, "Clip fractions over steps")
 
 
 def _ratio(record: RunRecord, name: str, y_title: str, notes: list[str]) -> str:
@@ -167,15 +161,15 @@ def _percentiles(record: RunRecord) -> str:
 
 def _corrections(record: RunRecord) -> str:
     names = [name for name in recorded_names(record, _CORRECTED) if name != "correction/factor"]
+    labels = {name: name.removeprefix(_CORRECTED).replace("_", " ") for name in names}
+    return _token_shares(record, labels, "Corrected tokens over steps") if names else ""
+
+
+def _token_shares(record: RunRecord, labels: Mapping[str, str], label: str) -> str:
     traces: list[Trace] = []
-    for index, name in enumerate(names):
-        label = name.removeprefix(_CORRECTED).replace("_", " ")
-        traces += one_of_several(label, *record.series(name), series_color(index), hovertemplate="%{y:.2%}")
-    if not traces:
-        return ""
-    return step_figure(
-        traces, "Share of tokens", label="Corrected tokens over steps", tickformat=".2~%", rangemode="tozero"
-    )
+    for index, (name, shown) in enumerate(labels.items()):
+        traces += one_of_several(shown, *record.series(name), series_color(index), hovertemplate="%{y:.2%}")
+    return step_figure(traces, "Share of tokens", label=label, tickformat=".2~%", rangemode="tozero")
 
 
 def _log_if(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from spurline.report.figure import (
     thinned,
 )
 from spurline.report.markup import Panel, block, caption, columns, table, text
-from spurline.report.record import HELD_OUT_REWARD, HELD_OUT_TERM, recorded_names
+from spurline.report.record import HELD_OUT_REWARD, HELD_OUT_TERM, recorded_names, setting
 
 REWARD = "reward/mean"
 """Steps of reinforcement learning have this metric, and no others do."""
@@ -93,17 +93,13 @@ class ResponsesPanel(Panel):
 
 def _spread(record: RunRecord) -> list[Trace]:
     """One standard deviation around the mean, both smoothed as the mean is."""
-    points = [
-        (int(metrics["step"]), float(metrics[REWARD]), float(metrics["reward/std"]))
-        for metrics in record.metrics
-        if REWARD in metrics and "reward/std" in metrics
-    ]
-    if len(points) < 2:
+    lines = [metrics for metrics in record.metrics if REWARD in metrics and "reward/std" in metrics]
+    if len(lines) < 2:
         return []
-    means, deviations = moving_means([point[1] for point in points]), moving_means([point[2] for point in points])
+    means, deviations = (moving_means([float(metrics[name]) for metrics in lines]) for name in (REWARD, "reward/std"))
     low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
     high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
-    return band("± standard deviation", [point[0] for point in points], low, high, "--series-1")
+    return band("± standard deviation", [int(metrics["step"]) for metrics in lines], low, high, "--series-1")
 
 
 def _mean_reward(record: RunRecord) -> list[Trace]:
@@ -218,7 +214,5 @@ def _ending_color(reason: str) -> str:
 
 def _token_limit(record: RunRecord) -> int | None:
     """`source.sampling.max_new_tokens` of the config."""
-    source = record.config.get("source")
-    sampling = source.get("sampling") if isinstance(source, dict) else None
-    limit = sampling.get("max_new_tokens") if isinstance(sampling, dict) else None
+    limit = setting(record.config, "source", "sampling", "max_new_tokens")
     return limit if isinstance(limit, int) else None

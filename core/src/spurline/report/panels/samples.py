@@ -7,7 +7,9 @@ lists of messages, and `scores` by name. Attempts judged by the sum of their ter
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from spurline.protocols.report_panel import RunRecord
@@ -55,18 +57,13 @@ def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int],
     Where a step is found again further down, as after a resume, the later answers count.
     """
     by_step: dict[int, dict[tuple[str, int], Answer]] = {}
-    previous: int | None = None
-    seen: dict[str, int] = {}
-    for line in lines:
-        step = int(line["step"])
-        if step != previous:
-            by_step[step] = {}
-            seen = {}
-            previous = step
-        prompt = _as_text(line.get("prompt"))
-        number = seen.get(prompt, 0)
-        seen[prompt] = number + 1
-        by_step[step][(prompt, number)] = line
+    for step, answers in groupby(lines, key=lambda line: int(line["step"])):
+        by_step[step] = {}
+        seen = Counter[str]()
+        for answer in answers:
+            prompt = _as_text(answer.get("prompt"))
+            by_step[step][(prompt, seen[prompt])] = answer
+            seen[prompt] += 1
     return by_step
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import Trace, one_of_several, raw_and_smoothed, series_color, step_figure
@@ -40,33 +41,17 @@ class ThroughputPanel(Panel):
 
     def render(self, record: RunRecord) -> str | None:
         """None when tokens or times were not recorded."""
-        points = [
-            (int(metrics["step"]), float(metrics["tokens"]), seconds)
-            for metrics in record.metrics
-            if "tokens" in metrics and (seconds := training_seconds(metrics)) is not None
-        ]
-        if not points:
+        trained, generated = training_speed(record), generation_speed(record)
+        if trained is None:
             return None
-        steps = [step for step, _, _ in points]
-        rates = [tokens / seconds for _, tokens, seconds in points]
-        total_tokens, total_s = sum(point[1] for point in points), sum(point[2] for point in points)
-        head = f"Mean {quantity(total_tokens / total_s)} tokens/s"
-        # Weighted by time: an average of rates would overweight quick steps.
-        weights = [seconds for _, _, seconds in points]
-        generated = generation_rates(record)
-        if generated:
-            traces = one_of_several("training", steps, rates, "--series-5", weights)
-            traces += one_of_several(
-                "generation",
-                [step for step, _, _ in generated],
-                [tokens / seconds for _, tokens, seconds in generated],
-                "--series-2",
-                [seconds for _, _, seconds in generated],
-            )
-            mean = sum(tokens for _, tokens, _ in generated) / sum(seconds for _, _, seconds in generated)
-            head += f" in training, {quantity(mean)} in generation; each over its own time"
+        head = f"Mean {quantity(trained.mean)} tokens/s"
+        if generated is not None:
+            traces = one_of_several("training", trained.steps, trained.rates, "--series-5", trained.seconds)
+            rates = (generated.steps, generated.rates)
+            traces += one_of_several("generation", *rates, "--series-2", generated.seconds)
+            head += f" in training, {quantity(generated.mean)} in generation; each over its own time"
         else:
-            traces = raw_and_smoothed("tokens/s", steps, rates, "--series-5", weights)
+            traces = raw_and_smoothed("tokens/s", trained.steps, trained.rates, "--series-5", trained.seconds)
             head += ", evaluation not counted"
         plot = step_figure(
             traces, "Tokens per second", label="Tokens per second over steps", rangemode="tozero", tickformat="~s"
@@ -105,13 +90,34 @@ class TimeSplitPanel(Panel):
         )
 
 
-def generation_rates(record: RunRecord) -> list[tuple[int, float, float]]:
-    """Step, generated tokens and seconds of each step that generated."""
-    return [
-        (int(metrics["step"]), float(metrics["rollout/tokens"]), seconds)
-        for metrics in record.metrics
-        if "rollout/tokens" in metrics and (seconds := seconds_of_generation(metrics)) > 0
-    ]
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of each of `steps`. seconds: their weights, as an average of rates overweights quick steps."""
+
+    steps: list[int]
+    rates: list[float]
+    seconds: list[float]
+    mean: float
+
+
+def training_speed(record: RunRecord) -> Speed | None:
+    """Tokens per second of training; None when no step says so."""
+    return _speed(record, "tokens", training_seconds)
+
+
+def generation_speed(record: RunRecord) -> Speed | None:
+    """Response tokens per second of generation; None when no step generated."""
+    return _speed(record, "rollout/tokens", seconds_of_generation)
+
+
+def _speed(record: RunRecord, name: str, seconds_of: Callable[[Mapping[str, float]], float | None]) -> Speed | None:
+    lines = [metrics for metrics in record.metrics if name in metrics and seconds_of(metrics)]
+    if not lines:
+        return None
+    tokens = [float(metrics[name]) for metrics in lines]
+    seconds = [seconds_of(metrics) or math.nan for metrics in lines]
+    rates = [count / time_s for count, time_s in zip(tokens, seconds, strict=True)]
+    return Speed([int(metrics["step"]) for metrics in lines], rates, seconds, sum(tokens) / sum(seconds))
 
 
 def _inside_batch(record: RunRecord) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.markup import Card, Panel, block, cards, text
 from spurline.report.panels.rollouts import REWARD
-from spurline.report.panels.speed import generation_rates
+from spurline.report.panels.speed import generation_speed, training_speed
 from spurline.report.record import evaluation_losses, evaluation_scores, label_of
 from spurline.rl.health_words import health_words
-from spurline.trackers.readout import clock, quantity, score, training_seconds
+from spurline.trackers.readout import clock, quantity, score
 
 _MAX_SCORES = 3
 _MAX_STRETCHES = 8
@@ -55,18 +55,11 @@ def _evaluation_cards(record: RunRecord) -> list[Card]:
 
 def _speed_cards(record: RunRecord) -> list[Card]:
     found: list[Card] = []
-    timed = [
-        (float(metrics["tokens"]), seconds)
-        for metrics in record.metrics
-        if "tokens" in metrics and (seconds := training_seconds(metrics)) is not None
-    ]
-    if timed:
-        rate = sum(tokens for tokens, _ in timed) / sum(seconds for _, seconds in timed)
-        found.append(Card("Tokens per second", quantity(rate), "training only"))
-    generated = generation_rates(record)
-    if generated:
-        rate = sum(tokens for _, tokens, _ in generated) / sum(seconds for _, _, seconds in generated)
-        found.append(Card("Generated per second", quantity(rate), "tokens of responses"))
+    trained, generated = training_speed(record), generation_speed(record)
+    if trained is not None:
+        found.append(Card("Tokens per second", quantity(trained.mean), "training only"))
+    if generated is not None:
+        found.append(Card("Generated per second", quantity(generated.mean), "tokens of responses"))
     _, times = record.series("time/step")
     if times:
         mean = sum(times) / len(times)
@@ -126,14 +119,11 @@ def _when(places: Sequence[int], steps: Sequence[int]) -> str:
             stretches[-1][1] = place
         else:
             stretches.append([place, place])
-    shown = [_stretch(steps[first], steps[last]) for first, last in stretches[:_MAX_STRETCHES]]
+    ends = [(f"{steps[first]:,}", f"{steps[last]:,}") for first, last in stretches[:_MAX_STRETCHES]]
+    shown = [first if first == last else f"{first} to {last}" for first, last in ends]
     more = f" and later, last {steps[places[-1]]:,}" if len(stretches) > _MAX_STRETCHES else ""
     noun = "Step" if len(places) == 1 else "Steps"
     return f"{noun} {', '.join(shown)}{more} ({len(places):,} of {len(steps):,})"
-
-
-def _stretch(first: int, last: int) -> str:
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 class ConfigPanel(Panel):
