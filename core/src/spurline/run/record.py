@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
-from spurline.data.summary import describe
+from spurline.data.token_store import describe
 from spurline.files import write_json
 from spurline.run.build import Components
 from spurline.run.directory import RunDirectory

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
-from spurline.data.ragged import Ragged
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss, TokenLossInputs
