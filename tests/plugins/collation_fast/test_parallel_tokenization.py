@@ -22,9 +22,8 @@ from spurline import load_config
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.hf_dataset import HfDataset
-from spurline.data.reading import open_datasets
-from spurline.data.summary import summarize
-from spurline.data.tokenization import SequentialTokenization
+from spurline.data.token_store import summarize
+from spurline.data.tokenization import SequentialTokenization, open_datasets
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 from spurline.testing import TokenizationContract
