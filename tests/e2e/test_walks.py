@@ -1,0 +1,88 @@
+"""How many files one sample or prompt goes through, and that `docs/tour.md` lists them all."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline import Run, load_config
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+
+SET_UP = re.compile(
+    r"""(spurline/(config|plugins|protocols)/.*
+    | spurline/run/(?!loop).*
+    | spurline/(errors|files)\.py
+    | spurline/backends/local/checkpoint\.py
+    | spurline/model/(device_profile|loading|probe|weights|generation)\.py
+    | spurline/trackers/(console|readout)\.py
+    | spurline/rl/(health_words|held_out)\.py
+    | spurline/data/(tokenizer|file_digest)\.py
+    | .*/configs\.py
+    | spurline_async_rl/engines/vllm/launch\.py)$""",
+    re.VERBOSE,
+)
+"""Config, plugins, building, loading of data's and models' files, checkpoints and the terminal."""
+
+READING = re.compile(
+    r"spurline/data/(hf_dataset|local_files|arrow_rows|rows|formats|messages|chat|encoding|tokenization|token_store)\.py$"
+)
+"""From a file to rows and tokens, which is the first walk's; the others begin with a prompt."""
+
+
+def files_that_run(config: dict[str, Any]) -> set[str]:
+    """Source files, from the import name on, in which a function is called while this run trains."""
+    run = Run(load_config(config))
+    found = set[str]()
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>":
+            found.add(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    threading.setprofile(profile)
+    try:
+        run.train()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    ours = (path.split("/src/")[1] for path in found if "/src/spurline" in path)
+    return {path for path in ours if not SET_UP.match(path)}
+
+
+def listed(walk: str) -> set[str]:
+    text = PAGE.split(f"<!-- walk: {walk} -->")[1].split("<!--")[0]
+    return set(re.findall(r"`([\w/]+\.py)`", text))
+
+
+def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
+    source = {"name": "async_rollouts", "max_staleness": 1, "correction": "tis", "weight_sync": "in_process"}
+    return config | {"plugins": ["async_rl"], "source": config["source"] | source}
+
+
+@pytest.mark.parametrize(
+    ("walk", "most", "change"),
+    [("sft", 30, None), ("rl", 42, dict), ("async", 55, asynchronous)],
+    ids=["sft", "rl", "async"],
+)
+def test_one_sample_goes_through_the_files_of_the_tour_and_no_others(
+    walk: str,
+    most: int,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    base_config: dict[str, Any],
+    request: pytest.FixtureRequest,
+) -> None:
+    config = base_config if change is None else change(request.getfixturevalue("rl_config"))
+    found = files_that_run(config | {"steps": 2, "report": {"enabled": False}})
+    if change is not None:
+        found = {path for path in found if not READING.match(path)}
+    # Whether a watchdog or a commands' check runs is a matter of time, so a listed file may be missing there.
+    assert found <= listed(walk) if walk == "async" else found == listed(walk)
+    assert len(listed(walk)) <= most
