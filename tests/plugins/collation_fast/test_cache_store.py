@@ -55,8 +55,8 @@ def test_any_samples_come_back_as_the_store_in_memory_would_give_them(chunks: li
 def test_the_sink_builds_the_same_store_before_it_is_committed(tmp_path: Path) -> None:
     chunks = make_chunks()
     with TokenCache(tmp_path).writer(make_key()) as writer:
-        for arguments in chunks:
-            writer.extend(*arguments)
+        for block in chunks:
+            writer.extend(block)
         assert_same_store(writer.build(), in_memory(chunks))
     assert list(tmp_path.iterdir()) == []
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.layout import Segment, lay_out, turn_name, turn_segments
+from spurline.data.collators.layout import Segment, lay_out, sample_segments, turn_name, turn_segments
 from spurline.data.collators.packing import pack, refuse_what_cannot_fit, round_up, straggler_factor
 from spurline.data.configs import PackedCollatorConfig
 from spurline.data.token_store import TokenView
@@ -28,10 +28,7 @@ class PackedCollator:
         self._align_to = math.lcm(config.align_to, layout.align_to)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        segments = [
-            Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
-            for position in range(len(samples))
-        ]
+        segments = sample_segments(samples)
         names = [f"Sample {segment.uid}" for segment in segments]
         return self._pack(segments, names, "lower data.max_length")
 
