@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
@@ -207,9 +207,7 @@ class JsonLines:
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         with self._path.open("rb") as file:
-            file.seek(self._starts[row])
-            line = file.read(self._sizes[row])
-        return self._parse(line, row)
+            return self._read(file, row)
 
     def location(self, row: int) -> str:
         return f"{self._path}:{self._lines[row]}"
@@ -218,10 +216,11 @@ class JsonLines:
         """Raise DataError for the first of these rows that is not a JSON object."""
         with self._path.open("rb") as file:
             for row in rows:
-                file.seek(self._starts[row])
-                self._parse(file.read(self._sizes[row]), row)
+                self._read(file, row)
 
-    def _parse(self, line: bytes, row: int) -> Mapping[str, Any]:
+    def _read(self, file: BinaryIO, row: int) -> Mapping[str, Any]:
+        file.seek(self._starts[row])
+        line = file.read(self._sizes[row])
         try:
             values = json.loads(line.rstrip(b"\r\n"))
         except UnicodeDecodeError as error:

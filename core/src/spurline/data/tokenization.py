@@ -75,11 +75,10 @@ def open_datasets(
     configs: Sequence[DatasetConfig], registry: Registry, row_limit: int | None = None
 ) -> list[DatasetToTokenize]:
     """Create the dataset components. Raises DataError for data that cannot be found or read."""
-    opened: list[DatasetToTokenize] = []
-    for config in configs:
-        dataset: Dataset = registry.create("dataset", config)
-        opened.append(DatasetToTokenize(dataset if row_limit is None else FirstRows(dataset, row_limit), config))
-    return opened
+    opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
+    if row_limit is not None:
+        opened = [FirstRows(dataset, row_limit) for dataset in opened]
+    return [DatasetToTokenize(dataset, config) for dataset, config in zip(opened, configs, strict=True)]
 
 
 def check_rows(dataset: Dataset) -> None:

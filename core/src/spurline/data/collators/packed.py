@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
@@ -60,9 +61,6 @@ class PackedCollator:
 
 def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
     """The segments of one row, each starting where the aligned one before it ends."""
-    placed: list[Segment] = []
-    start = 0
-    for segment, length in zip(segments, aligned, strict=True):
-        placed.append(replace(segment, start=start))
-        start += length
-    return placed
+    # One start more than there are segments: the end of the last.
+    starts = accumulate(aligned, initial=0)
+    return [replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)]
