@@ -45,7 +45,7 @@ from timing import (
 )
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.token_store import TokenStore, TokenStoreBuilder
+from spurline.data.token_store import SampleBlock, TokenStore, TokenStoreBuilder
 from spurline.data.tokenization import Findings
 from spurline.protocols.collator import ParallelLayout
 from spurline_collation_fast.cache import mapped_store
@@ -86,7 +86,7 @@ def write_entry(folder: Path, lengths: NDArray[np.int64]) -> float:
             tokens = random.integers(FIRST_TOKEN, LAST_TOKEN + 1, total, dtype=np.int32)
             mask = (random.random(total, dtype=np.float32) < 0.5).astype(np.uint8)
             start = time.perf_counter()
-            writer.extend(tokens, mask, part, 0, np.arange(first, first + len(part)))
+            writer.extend(SampleBlock(0, tokens, mask, part, np.arange(first, first + len(part))))
             seconds += time.perf_counter() - start
         start = time.perf_counter()
         writer.commit(Findings({}, 0, {}))

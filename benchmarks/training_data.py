@@ -52,6 +52,7 @@ def write_config(folder: Path, rows: int, steps: int, **tokenization: object) ->
 def fill_cache(config: Path, rows: int) -> None:
     """Put an entry for the data of this config into its cache: as many samples as rows."""
     from spurline import load_config
+    from spurline.data.token_store import SampleBlock
     from spurline.data.tokenization import Findings, open_datasets
     from spurline.data.tokenizer import load_tokenizer
     from spurline_collation_fast.cache.folder import TokenCache
@@ -69,5 +70,5 @@ def fill_cache(config: Path, rows: int) -> None:
             # The answer is the second half of each sample.
             inside = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             mask = (2 * inside >= np.repeat(lengths, lengths)).astype(np.uint8)
-            writer.extend(tokens, mask, lengths, 0, np.arange(first, first + len(lengths)))
+            writer.extend(SampleBlock(0, tokens, mask, lengths, np.arange(first, first + len(lengths))))
         writer.commit(Findings({}, 0, {}))

@@ -19,9 +19,8 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from spurline.data.token_store import TokenStore, TokenStoreBuilder
+from spurline.data.token_store import SampleBlock, TokenStore, TokenStoreBuilder
 from spurline.protocols.tokenization import Tokenized
 from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.cache.layout import CacheKey
@@ -29,38 +28,36 @@ from spurline_collation_fast.cache.layout import CacheKey
 LABELS = ("first", "second")
 FINDINGS: Any = SimpleNamespace(dropped={"too_long": 3}, truncated=2, examples={"too_long": "a.jsonl:7"})
 
-Chunk = tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int64], int, NDArray[np.int64]]
-"""Arguments of `SampleSink.extend`."""
-
 
 def make_key(name: str = "entry", labels: Sequence[str] = LABELS) -> CacheKey:
     return CacheKey(hashlib.md5(name.encode()).hexdigest(), {"name": name}, tuple(labels))
 
 
-def make_chunks(seed: int = 0, count: int = 8, samples: int = 60, longest: int = 200) -> list[Chunk]:
+def make_chunks(seed: int = 0, count: int = 8, samples: int = 60, longest: int = 200) -> list[SampleBlock]:
     """Random samples of two datasets; some are empty."""
     random = np.random.default_rng(seed)
-    chunks: list[Chunk] = []
+    chunks: list[SampleBlock] = []
     for number in range(count):
         lengths = random.integers(0, longest, samples)
         total = int(lengths.sum())
         tokens = random.integers(0, 150_000, total).astype(np.int32)
         mask = random.integers(0, 2, total).astype(np.uint8)
-        chunks.append((tokens, mask, lengths, int(number >= count // 2), np.arange(samples) + 1000 * number))
+        rows = np.arange(samples) + 1000 * number
+        chunks.append(SampleBlock(int(number >= count // 2), tokens, mask, lengths, rows))
     return chunks
 
 
-def in_memory(chunks: Sequence[Chunk], labels: Sequence[str] = LABELS) -> TokenStore:
+def in_memory(chunks: Sequence[SampleBlock], labels: Sequence[str] = LABELS) -> TokenStore:
     builder = TokenStoreBuilder(labels)
     for chunk in chunks:
-        builder.extend(*chunk)
+        builder.extend(chunk)
     return builder.build()
 
 
-def write(cache: TokenCache, key: CacheKey, chunks: Sequence[Chunk], *, replace: bool = False) -> Tokenized:
+def write(cache: TokenCache, key: CacheKey, chunks: Sequence[SampleBlock], *, replace: bool = False) -> Tokenized:
     with cache.writer(key, replace=replace) as writer:
         for chunk in chunks:
-            writer.extend(*chunk)
+            writer.extend(chunk)
         return writer.commit(FINDINGS)
 
 
@@ -133,7 +130,7 @@ def _main() -> None:
     with TokenCache(Path(folder)).writer(make_key(), replace="replace" in options) as writer:
         for number, chunk in enumerate(samples):
             print(number, flush=True)
-            writer.extend(*chunk)
+            writer.extend(chunk)
         print("committing", flush=True)
         sys.settrace(counter)
         store = writer.commit(FINDINGS).store

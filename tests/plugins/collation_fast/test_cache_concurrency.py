@@ -154,7 +154,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
         pass
 
     with pytest.raises(BrokenError), TokenCache(tmp_path).writer(KEY) as writer:  # noqa: PT012
-        writer.extend(*make_chunks()[0])
+        writer.extend(make_chunks()[0])
         raise BrokenError
     assert list(tmp_path.iterdir()) == []
 

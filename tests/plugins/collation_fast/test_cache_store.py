@@ -12,7 +12,7 @@ from cache_entries import FINDINGS, LABELS, assert_same_store, in_memory, make_c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.token_store import summarize
+from spurline.data.token_store import SampleBlock, summarize
 from spurline.protocols.tokenization import Tokenized
 from spurline_collation_fast.cache import mapped_store
 from spurline_collation_fast.cache import mapped_store as block_guard
@@ -27,17 +27,17 @@ chunk = st.tuples(st.lists(sample, max_size=5), st.integers(0, 1), st.integers(0
 @settings(max_examples=60, deadline=None)
 @given(chunks=st.lists(chunk, max_size=5), eager=st.booleans())
 def test_any_samples_come_back_as_the_store_in_memory_would_give_them(chunks: list[Any], eager: bool) -> None:
-    arguments = []
+    blocks = []
     for samples, source, first_row in chunks:
         flat = [pair for pairs in samples for pair in pairs]
         tokens = np.array([token for token, _ in flat], np.int32)
         mask = np.array([bit for _, bit in flat], np.uint8)
         lengths = np.array([len(pairs) for pairs in samples], np.int64)
-        arguments.append((tokens, mask, lengths, source, first_row + np.arange(len(samples))))
-    expected = in_memory(arguments)
+        blocks.append(SampleBlock(source, tokens, mask, lengths, first_row + np.arange(len(samples))))
+    expected = in_memory(blocks)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(mapped_store, "EAGER_BYTES", 2**30 if eager else -1)
-        written = write(TokenCache(Path(folder)), make_key(), arguments)
+        written = write(TokenCache(Path(folder)), make_key(), blocks)
         opened = TokenCache(Path(folder)).open(make_key())
         assert opened is not None
         in_ram = Tokenized(expected, FINDINGS.dropped, FINDINGS.truncated, FINDINGS.examples)
@@ -55,8 +55,8 @@ def test_any_samples_come_back_as_the_store_in_memory_would_give_them(chunks: li
 def test_the_sink_builds_the_same_store_before_it_is_committed(tmp_path: Path) -> None:
     chunks = make_chunks()
     with TokenCache(tmp_path).writer(make_key()) as writer:
-        for arguments in chunks:
-            writer.extend(*arguments)
+        for block in chunks:
+            writer.extend(block)
         assert_same_store(writer.build(), in_memory(chunks))
     assert list(tmp_path.iterdir()) == []
 
@@ -75,7 +75,7 @@ def test_opening_a_large_entry_checks_no_block_and_a_view_only_those_it_touches(
     # One sample per 64 KiB of tokens, four per 64 KiB of masks.
     length = BLOCK_BYTES // 4
     tokens = np.arange(8 * length, dtype=np.int32)
-    chunk = (tokens, np.ones(len(tokens), np.uint8), np.full(8, length), 0, np.arange(8))
+    chunk = SampleBlock(0, tokens, np.ones(len(tokens), np.uint8), np.full(8, length), np.arange(8))
     monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
     store = write(TokenCache(tmp_path), make_key(), [chunk]).store
     checked: list[int] = []
@@ -106,7 +106,7 @@ def test_a_sample_longer_than_several_blocks_is_checked_to_its_end(
 ) -> None:
     monkeypatch.setattr(mapped_store, "EAGER_BYTES", 0)
     tokens = np.arange(BLOCK_BYTES * 3 + 5, dtype=np.int32)
-    chunk = (tokens, np.ones(len(tokens), np.uint8), np.array([3, len(tokens) - 3]), 0, np.arange(2))
+    chunk = SampleBlock(0, tokens, np.ones(len(tokens), np.uint8), np.array([3, len(tokens) - 3]), np.arange(2))
     store = write(TokenCache(tmp_path), make_key(), [chunk]).store
     assert isinstance(store, MappedTokenStore)
     store.view(np.array([1]))

@@ -30,7 +30,7 @@ from spurline.testing import TokenizationContract
 from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
-from spurline_collation_fast.tokenization import blocks as block_source
+from spurline_collation_fast.tokenization import parallel as block_source
 from spurline_collation_fast.tokenization import worker_choice
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
 from spurline_collation_fast.tokenization.parallel import ParallelTokenization

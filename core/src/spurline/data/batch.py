@@ -247,9 +247,7 @@ class Ragged:
             for value in row:
                 values[position] = value
                 position += 1
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return cls(values, offsets)
+        return cls(values, _offsets(np.array([len(row) for row in rows], np.int64)))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -273,8 +271,7 @@ class Ragged:
     def _selection(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the values of these rows lie, and the offsets they get."""
         counts = self.counts()[rows]
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
+        offsets = _offsets(counts)
         return np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], counts), offsets
 
     def _longer_offsets(self, count: int) -> NDArray[np.int64]:
@@ -284,10 +281,15 @@ class Ragged:
     def concatenate(parts: Iterable[Ragged]) -> Ragged:
         """The rows of all parts, one part after another."""
         columns = list(parts)
-        counts = np.concatenate([column.counts() for column in columns])
-        offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
+        offsets = _offsets(np.concatenate([column.counts() for column in columns]))
         return Ragged(np.concatenate([column.values for column in columns]), offsets)
+
+
+def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [R + 1], where the values of each row begin and the last ones end."""
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
 
 
 class LazyRagged(Ragged):

@@ -42,7 +42,7 @@ class RankShards:
         borders = [0, *np.append(units, real.num_rows)[np.searchsorted(units, shares)].tolist(), real.num_rows]
         rows = tuple(np.arange(start, stop, dtype=np.int64) for start, stop in pairwise(borders))
         height = max(1, *(len(part) for part in rows))
-        return cls(tuple(_padded(real.take(part), height) for part in rows), rows)
+        return cls(tuple(real.take(part).pad_rows(height) for part in rows), rows)
 
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """Per-row values [rows of the rank, ...] of every rank, as values of the mini-batch's real rows, in order."""
@@ -50,7 +50,3 @@ class RankShards:
         kept = [part.drop_padding_rows(value) for part, value in zip(self.parts, values, strict=True)]
         # Rows were dealt in order, so joining the ranks' rows in order is the inverse.
         return torch.cat(kept)
-
-
-def _padded(batch: TrainingBatch, height: int) -> TrainingBatch:
-    return batch if batch.num_rows == height else batch.pad_rows(height)

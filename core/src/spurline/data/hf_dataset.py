@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from spurline.errors import DataError, listing, suggestion
 class _SplitRows:
     """The files of one split, end to end."""
 
-    def __init__(self, files: list[RowFile]) -> None:
+    def __init__(self, files: Sequence[RowFile]) -> None:
         self._files = files
 
     @functools.cached_property
@@ -75,9 +75,9 @@ class HfDataset:
     def __init__(self, config: HfDatasetConfig) -> None:
         self._config = config
         self._path = config.path
-        opener = _local_splits(config) if looks_local(config.path) else _HubSplits(config)
+        open_split = _split_opener(config)
         self._split = Split(config.split, config.path)
-        self._opened = {name: opener.open(name) for name in self._split.names}
+        self._opened = {name: open_split(name) for name in self._split.names}
         self.label = config.label or _default_label(config.path)
 
     @functools.cached_property
@@ -149,47 +149,25 @@ class HfDataset:
         return split.find(rows[row - (self._ends[index] - len(rows))])
 
 
-class _FileSplits:
-    """Splits of local files, opened when asked for."""
-
-    def __init__(self, path: str, files: dict[str, list[Path]]) -> None:
-        self._path, self._files = path, files
-
-    def open(self, name: str) -> _SplitRows:
-        if name not in self._files:
-            raise _no_such_split(self._path, name, list(self._files))
-        return _SplitRows([LocalFile(file, _open_rows) for file in self._files[name]])
-
-
-class _SavedSplits:
-    """Splits of a `save_to_disk` folder."""
-
-    def __init__(self, path: str) -> None:
-        self._path, self._tables = path, load_saved(Path(path).expanduser())
-
-    def open(self, name: str) -> _SplitRows:
-        if name not in self._tables:
-            raise _no_such_split(self._path, name, list(self._tables))
-        return _SplitRows([self._tables[name]])
-
-
-class _HubSplits:
-    """Splits of a hub dataset."""
-
-    def __init__(self, config: HfDatasetConfig) -> None:
-        self._config = config
-
-    def open(self, name: str) -> _SplitRows:
-        return _SplitRows([load_hub(self._config.path, self._config.subset, self._config.revision, name)])
-
-
-def _local_splits(config: HfDatasetConfig) -> _FileSplits | _SavedSplits:
+def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
+    """What opens a split by its name: of a hub dataset, of a `save_to_disk` folder, or of files."""
+    path = config.path
+    if not looks_local(path):
+        return lambda name: _SplitRows([load_hub(path, config.subset, config.revision, name)])
     for setting in ("subset", "revision"):
         if getattr(config, setting) is not None:
-            raise DataError(f"{config.path}: {setting} is for hub datasets, but this path is local. Remove {setting}.")
-    if is_saved_dataset(Path(config.path).expanduser()):
-        return _SavedSplits(config.path)
-    return _FileSplits(config.path, find_files(config.path))
+            raise DataError(f"{path}: {setting} is for hub datasets, but this path is local. Remove {setting}.")
+    if is_saved_dataset(Path(path).expanduser()):
+        splits = {name: [table] for name, table in load_saved(Path(path).expanduser()).items()}
+    else:
+        splits = {name: [LocalFile(file, _open_rows) for file in files] for name, files in find_files(path).items()}
+
+    def open_split(name: str) -> _SplitRows:
+        if name not in splits:
+            raise _no_such_split(path, name, list(splits))
+        return _SplitRows(splits[name])
+
+    return open_split
 
 
 def _open_rows(path: Path) -> LocalRows:

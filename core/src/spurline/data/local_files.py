@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
@@ -28,7 +28,7 @@ from spurline.errors import DataError, listing
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 """Files that can be read, by the end of their name."""
 
-_OTHER_DATA_SUFFIXES = (
+_OTHER_SUFFIXES = (
     ".ndjson",
     ".tsv",
     ".txt",
@@ -48,7 +48,7 @@ def looks_local(path: str) -> bool:
     """Whether a dataset path means something on this machine: it exists, or is written like a file or folder."""
     return (
         path.startswith((".", "/", "~", "\\"))
-        or Path(path).suffix.lower() in SUFFIXES + _OTHER_DATA_SUFFIXES
+        or Path(path).suffix.lower() in SUFFIXES + _OTHER_SUFFIXES
         or glob.has_magic(path)
         or path.count("/") > 1
         or Path(path).exists()
@@ -123,13 +123,8 @@ def _contents(folder: Path) -> str:
     return f" {folder.absolute()} contains: {shown or '(no data files)'}."
 
 
-class RowFile(Protocol):
-    """Random access to the rows of one file or table."""
-
-    @property
-    def digest(self) -> str:
-        """Hash of the content as it is now, so that a change while rows are read can be told."""
-        ...
+class LocalRows(Protocol):
+    """Rows of an opened local file."""
 
     def __len__(self) -> int: ...
 
@@ -140,14 +135,13 @@ class RowFile(Protocol):
         ...
 
 
-class LocalRows(Protocol):
-    """Rows of an opened local file."""
+class RowFile(LocalRows, Protocol):
+    """Random access to the rows of one file or table."""
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> Mapping[str, Any]: ...
-
-    def location(self, row: int) -> str: ...
+    @property
+    def digest(self) -> str:
+        """Hash of the content as it is now, so that a change while rows are read can be told."""
+        ...
 
 
 class LocalFile:
@@ -213,9 +207,7 @@ class JsonLines:
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         with self._path.open("rb") as file:
-            file.seek(self._starts[row])
-            line = file.read(self._sizes[row])
-        return self._parse(line, row)
+            return self._read(file, row)
 
     def location(self, row: int) -> str:
         return f"{self._path}:{self._lines[row]}"
@@ -224,10 +216,11 @@ class JsonLines:
         """Raise DataError for the first of these rows that is not a JSON object."""
         with self._path.open("rb") as file:
             for row in rows:
-                file.seek(self._starts[row])
-                self._parse(file.read(self._sizes[row]), row)
+                self._read(file, row)
 
-    def _parse(self, line: bytes, row: int) -> Mapping[str, Any]:
+    def _read(self, file: BinaryIO, row: int) -> Mapping[str, Any]:
+        file.seek(self._starts[row])
+        line = file.read(self._sizes[row])
         try:
             values = json.loads(line.rstrip(b"\r\n"))
         except UnicodeDecodeError as error:
@@ -241,9 +234,7 @@ class JsonLines:
             ) from error
         except RecursionError as error:
             raise DataError(f"{self.location(row)}: not valid JSON: nested too deeply.") from error
-        if not isinstance(values, dict):
-            raise DataError(f"{self.location(row)}: is {describe(values)}, expected a JSON object with named fields.")
-        return values
+        return _require_object(values, self.location(row))
 
 
 class JsonArray:
@@ -257,10 +248,7 @@ class JsonArray:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        values = self._rows[row]
-        if not isinstance(values, dict):
-            raise DataError(f"{self.location(row)}: is {describe(values)}, expected a JSON object with named fields.")
-        return values
+        return _require_object(self._rows[row], self.location(row))
 
     def location(self, row: int) -> str:
         return f"{self._path} row {row}"
@@ -269,6 +257,12 @@ class JsonArray:
         """Raise DataError for the first of these rows that is not a JSON object."""
         for row in rows:
             self[row]
+
+
+def _require_object(values: Any, location: str) -> Mapping[str, Any]:
+    if not isinstance(values, dict):
+        raise DataError(f"{location}: is {describe(values)}, expected a JSON object with named fields.")
+    return values
 
 
 def open_json(path: Path) -> JsonLines | JsonArray:

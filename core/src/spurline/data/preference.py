@@ -33,7 +33,7 @@ from spurline.data.messages import Message, read_messages
 from spurline.data.rows import BadRowError, RowView, unknown_column_problem
 from spurline.data.sft import SampleSet, SftSource
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
-from spurline.data.tokenization import check_rows, distinct_labels
+from spurline.data.tokenization import DerivedDataset, distinct_labels
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import DataError
 from spurline.protocols.dataset import Dataset, DatasetConfig
@@ -59,20 +59,17 @@ def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
     return DatasetToTokenize(PreferenceSide(source.dataset, side, dict(names)), config)
 
 
-class PreferenceSide:
+class PreferenceSide(DerivedDataset):
     """A `Dataset` with the rows of another, in which prompt and answer of one side are told apart.
 
     columns: the `columns` setting, expected name -> name in the file. The answer stays under its own name.
     """
 
     def __init__(self, dataset: Dataset, side: Side, columns: Mapping[str, str]) -> None:
+        super().__init__(dataset)
         self.label = f"{dataset.label}/{side}"
-        self._dataset = dataset
         self._side: Side = side
         self._columns = columns
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
         values = self._dataset[row]
@@ -83,14 +80,8 @@ class PreferenceSide:
             raise error.at(self._dataset.location(row)) from error
         return {**values, view.label("prompt"): prompt, view.label(self._side): answer}
 
-    def location(self, row: int) -> str:
-        return self._dataset.location(row)
-
     def fingerprint(self) -> str:
         return f"{self._dataset.fingerprint()}/{self._side}/{_READING}"
-
-    def check(self) -> None:
-        check_rows(self._dataset)
 
 
 def _split(view: RowView, side: Side) -> tuple[Any, Any]:

@@ -116,21 +116,42 @@ class TokenView:
         return int(self.store.offsets[index]), int(self.store.offsets[index + 1])
 
 
+@dataclass(frozen=True)
+class Count:
+    """Rows that met one fate. reason: why they were left out; empty for samples cut to `max_length`."""
+
+    reason: str
+    count: int
+    first_row: int
+
+
+@dataclass(frozen=True)
+class SampleBlock:
+    """Usable samples of one dataset, end to end, and counts of its other rows.
+
+    source: number of the dataset. tokens: int32 [T]. loss_mask: uint8 [T]. lengths, rows: int64 [n], tokens of each
+    sample and its row in the dataset. num_rows: rows the block was made of.
+    """
+
+    source: int
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    num_rows: int = 0
+    counts: tuple[Count, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = (len(self.tokens), len(self.loss_mask), int(self.lengths.sum()))
+        assert len(set(sizes)) == 1, sizes
+        assert len(self.lengths) == len(self.rows), (len(self.lengths), len(self.rows))
+
+
 class SampleSink(Protocol):
     """Where tokenized samples go: into memory (TokenStoreBuilder) or to disk."""
 
-    def extend(
-        self,
-        tokens: NDArray[np.int32],
-        loss_mask: NDArray[np.uint8],
-        lengths: NDArray[np.int64],
-        source: int,
-        rows: NDArray[np.int64],
-    ) -> None:
-        """Append samples of one dataset that lie end to end in `tokens` [T] and `loss_mask` [T].
-
-        lengths, rows: [n], tokens of each sample and its row in the dataset.
-        """
+    def extend(self, block: SampleBlock) -> None:
+        """Append the samples of a block."""
         ...
 
     def build(self) -> TokenStore:
@@ -138,57 +159,32 @@ class SampleSink(Protocol):
         ...
 
 
-def check_extension(
-    tokens: NDArray[np.int32], loss_mask: NDArray[np.uint8], lengths: NDArray[np.int64], rows: NDArray[np.int64]
-) -> None:
-    """Assert that the arguments of `SampleSink.extend` fit each other; for whoever implements it."""
-    assert len(tokens) == len(loss_mask) == int(lengths.sum()), (len(tokens), len(loss_mask), int(lengths.sum()))
-    assert len(lengths) == len(rows), (len(lengths), len(rows))
-
-
 class TokenStoreBuilder:
     """Collects samples in memory and freezes them into a TokenStore."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = tuple(labels)
-        self._tokens: list[NDArray[np.int32]] = []
-        self._masks: list[NDArray[np.uint8]] = []
-        self._lengths: list[NDArray[np.int64]] = []
-        self._source: list[NDArray[np.int32]] = []
-        self._row: list[NDArray[np.int64]] = []
+        self._blocks: list[SampleBlock] = []
 
     def add(self, tokens: Any, loss_mask: Any, source: int, row: int) -> None:
         """Append one sample; `tokens` and `loss_mask` have one entry per token (lists, arrays or tensors)."""
         ids, mask = as_array(tokens, np.int32), as_array(loss_mask, np.uint8)
-        self.extend(ids, mask, np.array([len(ids)], np.int64), source, np.array([row], np.int64))
+        self.extend(SampleBlock(source, ids, mask, np.array([len(ids)], np.int64), np.array([row], np.int64)))
 
-    def extend(
-        self,
-        tokens: NDArray[np.int32],
-        loss_mask: NDArray[np.uint8],
-        lengths: NDArray[np.int64],
-        source: int,
-        rows: NDArray[np.int64],
-    ) -> None:
-        """Append samples that lie end to end; see SampleSink."""
-        check_extension(tokens, loss_mask, lengths, rows)
-        self._tokens.append(tokens)
-        self._masks.append(loss_mask)
-        self._lengths.append(lengths)
-        self._source.append(np.full(len(rows), source, np.int32))
-        self._row.append(rows)
+    def extend(self, block: SampleBlock) -> None:
+        """Append the samples of a block."""
+        self._blocks.append(block)
 
     def build(self) -> TokenStore:
         """The store of everything added."""
-        lengths = _joined(self._lengths, np.int64)
-        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
+        sizes = np.array([len(block.rows) for block in self._blocks], np.int64)
+        lengths = joined([block.lengths for block in self._blocks], np.int64)
         return TokenStore(
-            tokens=_joined(self._tokens, np.int32),
-            loss_mask=_joined(self._masks, np.uint8),
-            offsets=offsets,
-            source=_joined(self._source, np.int32),
-            row=_joined(self._row, np.int64),
+            tokens=joined([block.tokens for block in self._blocks], np.int32),
+            loss_mask=joined([block.loss_mask for block in self._blocks], np.uint8),
+            offsets=np.append(np.int64(0), np.cumsum(lengths)),
+            source=np.repeat(np.array([block.source for block in self._blocks], np.int32), sizes),
+            row=joined([block.rows for block in self._blocks], np.int64),
             labels=self._labels,
         )
 
@@ -201,7 +197,8 @@ def fingerprint_of(digests: Iterable[str]) -> str:
     return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 
 
-def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    """The arrays end to end; an empty array of `dtype` when there are none."""
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 

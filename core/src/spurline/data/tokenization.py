@@ -8,18 +8,17 @@ this process, in chunks, so the tokenizer's own threads are used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.encoding import Dropped, RowEncoder, Sample
-from spurline.data.token_store import SampleSink, TokenStoreBuilder
+from spurline.data.token_store import Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
 from spurline.errors import DataError
 from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization, Tokenized
@@ -30,12 +29,31 @@ if TYPE_CHECKING:
     from spurline.plugins.registry import Registry
 
 
-class FirstRows:
+class DerivedDataset:
+    """A `Dataset` made of another one; as it is, the same rows under the same name."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.label = dataset.label
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return self._dataset[row]
+
+    def location(self, row: int) -> str:
+        return self._dataset.location(row)
+
+    def check(self) -> None:
+        check_rows(self._dataset)
+
+
+class FirstRows(DerivedDataset):
     """A dataset cut to its first rows."""
 
     def __init__(self, dataset: Dataset, limit: int) -> None:
-        self.label = dataset.label
-        self._dataset = dataset
+        super().__init__(dataset)
         self._limit = limit
 
     @property
@@ -46,17 +64,8 @@ class FirstRows:
     def __len__(self) -> int:
         return min(self._limit, len(self._dataset))
 
-    def __getitem__(self, row: int) -> Mapping[str, Any]:
-        return self._dataset[row]
-
-    def location(self, row: int) -> str:
-        return self._dataset.location(row)
-
     def fingerprint(self) -> str:
         return f"{self._dataset.fingerprint()}[:{self._limit}]"
-
-    def check(self) -> None:
-        check_rows(self._dataset)
 
     def arrow(self, start: int, stop: int) -> pyarrow.Table | None:
         return arrow_rows(self._dataset, start, stop)
@@ -66,11 +75,10 @@ def open_datasets(
     configs: Sequence[DatasetConfig], registry: Registry, row_limit: int | None = None
 ) -> list[DatasetToTokenize]:
     """Create the dataset components. Raises DataError for data that cannot be found or read."""
-    opened: list[DatasetToTokenize] = []
-    for config in configs:
-        dataset: Dataset = registry.create("dataset", config)
-        opened.append(DatasetToTokenize(dataset if row_limit is None else FirstRows(dataset, row_limit), config))
-    return opened
+    opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
+    if row_limit is not None:
+        opened = [FirstRows(dataset, row_limit) for dataset in opened]
+    return [DatasetToTokenize(dataset, config) for dataset, config in zip(opened, configs, strict=True)]
 
 
 def check_rows(dataset: Dataset) -> None:
@@ -121,6 +129,26 @@ class Findings:
     examples: Mapping[str, str]
 
 
+def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
+    """What `RowEncoder` made of rows of dataset number `source`, in order."""
+    samples = [outcome for outcome in outcomes if isinstance(outcome, Sample)]
+    counts: dict[str, Count] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Dropped) or outcome.truncated:
+            reason = outcome.reason if isinstance(outcome, Dropped) else ""
+            seen = counts.get(reason, Count(reason, 0, outcome.row))
+            counts[reason] = Count(reason, seen.count + 1, seen.first_row)
+    return SampleBlock(
+        source,
+        tokens=joined([np.array(sample.tokens, dtype=np.int32) for sample in samples], np.int32),
+        loss_mask=joined([sample.loss_mask for sample in samples], np.uint8),
+        lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
+        rows=np.array([sample.row for sample in samples], dtype=np.int64),
+        num_rows=len(outcomes),
+        counts=tuple(counts.values()),
+    )
+
+
 class SampleCollector:
     """Collects the samples of several datasets, one dataset after another.
 
@@ -135,46 +163,18 @@ class SampleCollector:
         self._examples: list[dict[str, str]] = [{} for _ in sources]
         self._truncated = 0
 
-    def add(self, source: int, outcomes: Iterable[Sample | Dropped]) -> None:
-        """Outcomes of the next rows of dataset number `source`."""
-        samples: list[Sample] = []
-        for outcome in outcomes:
-            if isinstance(outcome, Dropped):
-                self.count_dropped(source, outcome.reason, 1, outcome.row)
-                continue
-            if outcome.truncated:
-                self.count_truncated(source, 1, outcome.row)
-            samples.append(outcome)
-        if samples:
-            self.extend(
-                source,
-                np.concatenate([np.asarray(sample.tokens, dtype=np.int32) for sample in samples]),
-                np.concatenate([sample.loss_mask for sample in samples]),
-                np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
-                np.array([sample.row for sample in samples], dtype=np.int64),
-            )
-
-    def extend(
-        self,
-        source: int,
-        tokens: NDArray[np.int32],
-        loss_mask: NDArray[np.uint8],
-        lengths: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> None:
-        """The next usable samples of dataset number `source`, end to end as in `SampleSink.extend`."""
-        self._kept[source] += len(rows)
-        self._sink.extend(tokens, loss_mask, lengths, source, rows)
-
-    def count_dropped(self, source: int, reason: str, count: int, first_row: int) -> None:
-        """Count rows that give no sample; `first_row` is the first of them."""
-        self._dropped[source][reason] += count
-        self._examples[source].setdefault(reason, self._datasets[source].location(first_row))
-
-    def count_truncated(self, source: int, count: int, first_row: int) -> None:
-        """Count samples that were cut to `max_length`; `first_row` is the first of them."""
-        self._truncated += count
-        self._examples[source].setdefault(TRUNCATED, self._datasets[source].location(first_row))
+    def add(self, block: SampleBlock) -> None:
+        """Take in the samples and counts of the next rows of a dataset."""
+        first_seen = self._examples[block.source]
+        for item in block.counts:
+            if item.reason:
+                self._dropped[block.source][item.reason] += item.count
+            else:
+                self._truncated += item.count
+            first_seen.setdefault(item.reason or TRUNCATED, self._datasets[block.source].location(item.first_row))
+        if len(block.rows):
+            self._kept[block.source] += len(block.rows)
+            self._sink.extend(block)
 
     def findings(self) -> Findings:
         """The counts. Raises DataError when a dataset has no usable sample."""
@@ -190,8 +190,7 @@ class SampleCollector:
 
     def finish(self) -> Tokenized:
         """The store and the counts. Raises DataError when a dataset has no usable sample."""
-        findings = self.findings()
-        return Tokenized(self._sink.build(), findings.dropped, findings.truncated, findings.examples)
+        return Tokenized(self._sink.build(), **vars(self.findings()))
 
     def _nothing_left(self, source: int) -> str:
         dataset, examples = self._datasets[source], self._examples[source]
@@ -243,5 +242,5 @@ class SequentialTokenization:
             num_rows = len(datasets[source].dataset)
             for start in range(0, num_rows, ROWS_PER_CALL):
                 rows = range(start, min(start + ROWS_PER_CALL, num_rows))
-                collector.add(source, encoder.encode(rows))
+                collector.add(block_of_outcomes(source, encoder.encode(rows)))
         return collector.finish()

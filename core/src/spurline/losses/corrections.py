@@ -76,7 +76,27 @@ class MaskedImportanceSampling:
         return f"MIS: weigh each {self.config.level} by its probability ratio of trainer to engine, 0 outside {band}."
 
 
-class GeometricRejection:
+class _Rejection:
+    """Leaves out whole sequences, and weighs the others by 1. level: the ratio that they are judged by."""
+
+    level: Literal["geometric", "sequence"]
+
+    def __init__(self, config: GeometricRejectionConfig | SequenceRejectionConfig):
+        self.config = config
+
+    def correct(self, batch: TrainingBatch) -> Corrected:
+        accepted = _are_within(_log_ratios(batch, self.level), self.config.low, self.config.high)
+        return _make_corrected(batch, accepted.double(), rejected=~accepted)
+
+    def describe(self) -> str:
+        mean = "mean " if self.level == "geometric" else ""
+        return (
+            f"{self.level.capitalize()} rejection: leave out sequences whose {mean}ratio of trainer to engine is not "
+            f"in {self.config.low:g}..{self.config.high:g}."
+        )
+
+
+class GeometricRejection(_Rejection):
     """Factor = 1 where (p_old(y) / p_rollout(y))^(1 / |y|) is in [low, high], else 0, for the whole sequence y (Liu, Li
     et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
 
@@ -84,35 +104,17 @@ class GeometricRejection:
     stay 1: it removes outliers and corrects nothing else.
     """
 
-    def __init__(self, config: GeometricRejectionConfig):
-        self.config = config
-
-    def correct(self, batch: TrainingBatch) -> Corrected:
-        accepted = _are_within(_log_ratios(batch, "geometric"), self.config.low, self.config.high)
-        return _make_corrected(batch, accepted.double(), rejected=~accepted)
-
-    def describe(self) -> str:
-        band = f"{self.config.low:g}..{self.config.high:g}"
-        return f"Geometric rejection: leave out sequences whose mean ratio of trainer to engine is not in {band}."
+    level = "geometric"
 
 
-class SequenceRejection:
+class SequenceRejection(_Rejection):
     """Factor = 1 where p_old(y) / p_rollout(y) is in [low, high], else 0, for the whole sequence y (Liu, Li et al.).
 
     The ratio is the product over all tokens, so long sequences leave the band more easily; `geometric_rejection` does
     not depend on length. Weights stay 1: it removes outliers and corrects nothing else.
     """
 
-    def __init__(self, config: SequenceRejectionConfig):
-        self.config = config
-
-    def correct(self, batch: TrainingBatch) -> Corrected:
-        accepted = _are_within(_log_ratios(batch, "sequence"), self.config.low, self.config.high)
-        return _make_corrected(batch, accepted.double(), rejected=~accepted)
-
-    def describe(self) -> str:
-        band = f"{self.config.low:g}..{self.config.high:g}"
-        return f"Sequence rejection: leave out sequences whose ratio of trainer to engine is not in {band}."
+    level = "sequence"
 
 
 def _log_ratios(batch: TrainingBatch, level: Literal["token", "sequence", "geometric"]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.collators.layout import turn_name
+from spurline.data.collators.layout import RESPONSE_COLUMNS, turn_name
 from spurline.data.token_store import TokenView
 from spurline.rl.trajectory import Trajectory
 from spurline_collation_fast.kernels import Table
@@ -103,18 +103,7 @@ def flat_turns(trajectories: Sequence[Trajectory]) -> FlatSegments:
     )
 
 
-_TURN_FIELDS = {
-    "rollout_logprobs": "logprobs",
-    "token_versions": "versions",
-    "rewards": "rewards",
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-}
-"""Optional columns with one value per response token -> field of Turn."""
-
-
-_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "routed_experts", *_TURN_FIELDS.values())
+_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "routed_experts", *RESPONSE_COLUMNS.values())
 
 Parts = list[Any]
 """What each turn has in one field: arrays, or None."""
@@ -123,7 +112,7 @@ Parts = list[Any]
 def _optional_columns(fields: Mapping[str, Parts], counts: list[int], like: FlatColumn) -> dict[str, FlatColumn]:
     """The columns that every turn has; one that only some have is left out."""
     columns: dict[str, FlatColumn] = {}
-    for name, field in _TURN_FIELDS.items():
+    for name, field in RESPONSE_COLUMNS.items():
         parts = fields[field]
         if _all_given(parts):
             columns[name] = FlatColumn(_joined(parts, counts, parts[0].dtype), like.begins, like.skips)

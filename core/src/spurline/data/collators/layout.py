@@ -18,7 +18,19 @@ from torch import Tensor
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, Ragged, TrainingBatch
 
 if TYPE_CHECKING:
+    from spurline.data.token_store import TokenView
     from spurline.rl.trajectory import Trajectory, Turn
+
+
+RESPONSE_COLUMNS = {
+    "rollout_logprobs": "logprobs",
+    "token_versions": "versions",
+    "rewards": "rewards",
+    "advantages": "advantages",
+    "values": "values",
+    "returns": "returns",
+}
+"""Optional columns with one value per response token -> field of Turn."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +139,16 @@ def _metadata(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:
     }
 
 
+def sample_segments(samples: TokenView) -> list[Segment]:
+    """One segment per sample, in order, all at column 0; collators move them with `dataclasses.replace`."""
+    return [
+        Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
+        for position in range(len(samples))
+    ]
+
+
 def turn_segments(trajectories: Sequence[Trajectory]) -> list[Segment]:
-    """One segment per turn, in order, all at column 0; collators move them with `dataclasses.replace`."""
+    """The same for turns."""
     return [
         _segment(turn, trajectory.uid, trajectory.sample, number)
         for trajectory in trajectories
@@ -148,15 +168,8 @@ def _segment(turn: Turn, uid: str, sample: int, number: int) -> Segment:
 
 
 def _extra(turn: Turn) -> dict[str, NDArray[Any]]:
-    per_response = {
-        "rollout_logprobs": turn.logprobs,
-        "token_versions": turn.versions,
-        "rewards": turn.rewards,
-        "advantages": turn.advantages,
-        "values": turn.values,
-        "returns": turn.returns,
-    }
-    extra = {name: _after_prompt(turn, values) for name, values in per_response.items() if values is not None}
+    given = {name: getattr(turn, field) for name, field in RESPONSE_COLUMNS.items()}
+    extra = {name: _after_prompt(turn, values) for name, values in given.items() if values is not None}
     if turn.routed_experts is not None:
         num_tokens = len(turn.prompt_ids) + len(turn.response_ids)
         assert len(turn.routed_experts) == num_tokens, (len(turn.routed_experts), num_tokens)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.layout import Segment, lay_out, turn_name, turn_segments
+from spurline.data.collators.layout import Segment, lay_out, sample_segments, turn_name, turn_segments
 from spurline.data.collators.packing import pack, refuse_what_cannot_fit, round_up, straggler_factor
 from spurline.data.configs import PackedCollatorConfig
 from spurline.data.token_store import TokenView
@@ -28,10 +29,7 @@ class PackedCollator:
         self._align_to = math.lcm(config.align_to, layout.align_to)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        segments = [
-            Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
-            for position in range(len(samples))
-        ]
+        segments = sample_segments(samples)
         names = [f"Sample {segment.uid}" for segment in segments]
         return self._pack(segments, names, "lower data.max_length")
 
@@ -63,9 +61,6 @@ class PackedCollator:
 
 def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
     """The segments of one row, each starting where the aligned one before it ends."""
-    placed: list[Segment] = []
-    start = 0
-    for segment, length in zip(segments, aligned, strict=True):
-        placed.append(replace(segment, start=start))
-        start += length
-    return placed
+    # One start more than there are segments: the end of the last.
+    starts = accumulate(aligned, initial=0)
+    return [replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)]

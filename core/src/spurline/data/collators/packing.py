@@ -35,37 +35,37 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     Longest first (ties: higher position first), each into the first row with room, else into a new row (Johnson 1973).
     No length may exceed `capacity`.
     """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for position in _longest_first(lengths):
-        length = lengths[position]
-        assert length <= capacity, (position, length, capacity)
-        for row in range(len(rows)):
-            if room[row] >= length:
-                rows[row].append(position)
-                room[row] -= length
-                break
-        else:
-            rows.append([position])
-            room.append(capacity - length)
-    return rows
+    return _decreasing(
+        lengths, capacity, lambda room, length: next((row for row, free in enumerate(room) if free >= length), None)
+    )
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """As first_fit_decreasing, but each into the row that it leaves the least room in (ties: the earlier row)."""
+
+    def choose(room: Sequence[int], length: int) -> int | None:
+        fitting = [(free, row) for row, free in enumerate(room) if free >= length]
+        return min(fitting)[1] if fitting else None
+
+    return _decreasing(lengths, capacity, choose)
+
+
+def _decreasing(
+    lengths: Sequence[int], capacity: int, choose: Callable[[Sequence[int], int], int | None]
+) -> list[list[int]]:
+    """choose: from the room in each row and a length to the row it goes into, or None to open another one."""
     rows: list[list[int]] = []
     room: list[int] = []
     for position in _longest_first(lengths):
         length = lengths[position]
         assert length <= capacity, (position, length, capacity)
-        fitting = [row for row in range(len(rows)) if room[row] >= length]
-        if fitting:
-            row = min(fitting, key=lambda candidate: (room[candidate], candidate))
-            rows[row].append(position)
-            room[row] -= length
-        else:
-            rows.append([position])
-            room.append(capacity - length)
+        row = choose(room, length)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(position)
+        room[row] -= length
     return rows
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from spurline.data.token_store import TokenStore, check_extension, fingerprint_of, summarize
+from spurline.data.token_store import SampleBlock, TokenStore, fingerprint_of, summarize
 from spurline.errors import DataError
 from spurline.files import sync_file
 from spurline.protocols.tokenization import Tokenized
@@ -54,24 +54,16 @@ class CacheWriter:
             self._files = {name: _ArrayFile(array_path(folder, name)) for name in ARRAYS}
             self._append("offsets", np.zeros(1))
 
-    def extend(
-        self,
-        tokens: NDArray[np.int32],
-        loss_mask: NDArray[np.uint8],
-        lengths: NDArray[np.int64],
-        source: int,
-        rows: NDArray[np.int64],
-    ) -> None:
-        """Append samples that lie end to end; see SampleSink."""
-        check_extension(tokens, loss_mask, lengths, rows)
+    def extend(self, block: SampleBlock) -> None:
+        """Append the samples of a block."""
         with self._disk_errors():
-            self._append("tokens", tokens)
-            self._append("loss_mask", loss_mask)
-            self._append("offsets", self._tokens + np.cumsum(lengths))
-            self._append("source", np.full(len(rows), source))
-            self._append("row", rows)
-        self._tokens += len(tokens)
-        self._samples += len(rows)
+            self._append("tokens", block.tokens)
+            self._append("loss_mask", block.loss_mask)
+            self._append("offsets", self._tokens + np.cumsum(block.lengths))
+            self._append("source", np.full(len(block.rows), block.source))
+            self._append("row", block.rows)
+        self._tokens += len(block.tokens)
+        self._samples += len(block.rows)
 
     def build(self) -> TokenStore:
         """The store of everything appended, on disk but not yet in the cache. Nothing can be appended afterwards."""
@@ -82,11 +74,7 @@ class CacheWriter:
     def commit(self, findings: Findings) -> Tokenized:
         """Put the entry into the cache and open it, or another writer's that was there first."""
         store = self.build()
-        found = {
-            "dropped": dict(findings.dropped),
-            "truncated": findings.truncated,
-            "examples": dict(findings.examples),
-        }
+        found = vars(findings)
         summary = summarize(Tokenized(store, **found))
         checksums = b"".join(file.checksums() for file in self._files.values())
         with self._disk_errors():

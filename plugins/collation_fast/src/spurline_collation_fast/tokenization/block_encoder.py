@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.data.encoding import NO_LOSS_TOKENS, NO_LOSS_TOKENS_AFTER_TRUNCATION, TOO_LONG, RowEncoder
 from spurline.data.formats import IGNORED_LABEL
-from spurline.data.tokenization import arrow_rows
+from spurline.data.token_store import Count, SampleBlock
+from spurline.data.tokenization import arrow_rows, block_of_outcomes
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.tokenization.chunks import Chunk, Count, SampleBlock
+from spurline_collation_fast.tokenization.chunks import Chunk
 
 
 class BlockEncoder:
@@ -65,7 +66,7 @@ class BlockEncoder:
         prepared = encoder.prepare(chunk.rows)
         encoded = executor.submit(encoder.encode_texts, prepared)
         # No time limit on the result: it is computed in this process and cannot get lost.
-        return lambda: SampleBlock.of_outcomes(chunk.source, encoder.finish(prepared, encoded.result()))
+        return lambda: block_of_outcomes(chunk.source, encoder.finish(prepared, encoded.result()))
 
     def _encoder(self, source: int) -> RowEncoder:
         if source not in self._encoders:

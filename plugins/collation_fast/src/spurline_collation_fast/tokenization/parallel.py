@@ -20,7 +20,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.token_store import SampleSink
+from spurline.data.token_store import SampleBlock, SampleSink
 from spurline.data.tokenization import SampleCollector, check_rows
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
@@ -29,7 +29,7 @@ from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
-from spurline_collation_fast.tokenization.chunks import Chunk, RowLine, SampleBlock
+from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
@@ -126,7 +126,7 @@ class ParallelTokenization:
         # Closed whatever happens here: an error must not leave worker processes behind.
         with show_progress(source.num_rows) as advance, closing(source.blocks(advance)) as blocks:
             for block in blocks:
-                block.add_to(collector)
+                collector.add(block)
         return collector, source.notes
 
 

@@ -23,7 +23,7 @@ from spurline.config.section import Section
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.ranks.child import Parent
 from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
-from spurline_collation_fast.tokenization.chunks import RowLine
+from spurline_collation_fast.tokenization.chunks import RowLine, write_block
 
 ROWS_PER_CHUNK = 64
 """Small, since many workers hold a chunk each and one thread gains nothing from more."""
@@ -91,7 +91,7 @@ def _encode(task: SliceTask, rows: range, path: Path, parent: Parent) -> None:
     with path.open("ab") as file:
         for block in encoder.blocks(line.chunks(rows, ROWS_PER_CHUNK)):
             try:
-                header = block.write(file)
+                header = write_block(block, file)
                 # The parent reads what it is told of at once.
                 file.flush()
             except OSError as error:

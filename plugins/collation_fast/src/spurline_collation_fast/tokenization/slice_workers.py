@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from spurline import errors
+from spurline.data.token_store import SampleBlock
 from spurline.ranks.child import ChildProcess
-from spurline_collation_fast.tokenization.chunks import RowLine, SampleBlock, even_slices
+from spurline_collation_fast.tokenization.chunks import RowLine, even_slices, read_block
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError, slice_path
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -101,7 +102,7 @@ class SliceWorkers:
             path = slice_path(self._folder, worker.number)
             with path.open("rb") as file:
                 while header := self._next_block(worker):
-                    yield SampleBlock.read(file, header)
+                    yield read_block(file, header)
             path.unlink()
 
     def _start(self, number: int, rows: range) -> _Worker:
