@@ -7,12 +7,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_INDEX ?=
 TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help quickstart test check soak docs benchmarks clean
+.PHONY: help quickstart test test-fast check soak docs benchmarks clean
 help:
 	@echo "make quickstart   install into .venv, train a tiny model by SFT and by RL, write reports (minutes)"
 	@echo "make test         install the development tools too and run the whole test suite"
+	@echo "make test-fast    the tests that start no processes and no vLLM (minutes); PYTEST_ARGS=tests/core for a part,"
+	@echo "                  PYTEST_ARGS=--reverse for the reverse order, with make test too"
 	@echo "make check        lint, formatting, types, import rules and documentation"
-	@echo "make soak         the slow tests at full length"
+	@echo "make soak         the slow tests at full length, and random examples for the property tests"
 	@echo "make docs         build the documentation into site/"
 	@echo "make benchmarks   print the benchmark figures"
 	@echo "make clean        remove everything the commands above made, except runs/"
@@ -62,6 +64,9 @@ quickstart: $(VENV)/.packages models/tiny-qwen3
 test: $(VENV)/.vllm
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow and not processes" $(PYTEST_ARGS)
+
 check: $(VENV)/.vllm
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -70,7 +75,7 @@ check: $(VENV)/.vllm
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
 soak: $(VENV)/.vllm
-	SPURLINE_SOAK=1 $(BIN)/python -m pytest -m slow --timeout 7200
+	SPURLINE_SOAK=1 $(BIN)/python -m pytest -m "slow or hypothesis" --timeout 7200
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spurline.data.batch import TOKEN_COLUMNS, TrainingBatch
+from spurline.data.batch import TOKEN_COLUMNS, Ragged, TrainingBatch
 from spurline.data.collators.layout import layout_info
 from spurline.data.collators.packing import straggler_factor
-from spurline.data.ragged import Ragged
 from spurline.data.token_store import TokenStore, TokenView
 from spurline.rl.trajectory import Trajectory, Turn
 

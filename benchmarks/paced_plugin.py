@@ -27,7 +27,7 @@ from spurline.protocols.rollout_engine import (
     TakesWeights,
     WeightBucket,
 )
-from spurline_async_rl.simulation.distributions import Distribution, LogNormal, Stragglers
+from spurline_async_rl.simulation.workload import Distribution, LogNormal, Stragglers
 
 PLUGIN = Plugin("paced", api=API_VERSION)
 INSTALLED = InstalledPlugin("paced", __name__, "benchmarks", "0")

@@ -19,13 +19,10 @@ from spurline import load_config
 from spurline.plugins.host import installed_plugins
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_data
-from spurline_async_rl.simulation.distributions import Constant, Distribution
-from spurline_async_rl.simulation.engines import WORK_IN_SECONDS
 from spurline_async_rl.simulation.measured import measured_workload
+from spurline_async_rl.simulation.model import SimulatedRun, simulate_synchronous
 from spurline_async_rl.simulation.prediction import Knobs, Predictor
-from spurline_async_rl.simulation.records import SimulatedRun
-from spurline_async_rl.simulation.synchronous import simulate_synchronous
-from spurline_async_rl.simulation.workload import Workload
+from spurline_async_rl.simulation.workload import WORK_IN_SECONDS, Constant, Distribution, Workload
 from spurline_async_rl.timeline.records import TIMELINE_FILE, read_timeline
 
 ROOT = Path(__file__).parents[1]
@@ -175,4 +172,4 @@ def recorded_per_s(case: Case, folder: Path) -> float:
 
 
 def end_of_step(run: SimulatedRun, step: int) -> float:
-    return max(span.end for span in run.spans if span.step <= step)
+    return run.ends[step]

@@ -39,8 +39,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.blocks import ROWS_PER_CHUNK
-from spurline_collation_fast.tokenization.parallel import ParallelTokenization
+from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4

@@ -52,8 +52,7 @@ def write_config(folder: Path, rows: int, steps: int, **tokenization: object) ->
 def fill_cache(config: Path, rows: int) -> None:
     """Put an entry for the data of this config into its cache: as many samples as rows."""
     from spurline import load_config
-    from spurline.data.reading import open_datasets
-    from spurline.data.tokenization import Findings
+    from spurline.data.tokenization import Findings, open_datasets
     from spurline.data.tokenizer import load_tokenizer
     from spurline_collation_fast.cache.folder import TokenCache
     from spurline_collation_fast.cache.key import cache_key

@@ -8,7 +8,10 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Generator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -51,6 +54,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--reverse"):
         items.reverse()
+
+
+STARTED: list[str] = []
+"""Programs that the test under way has started."""
+
+
+def note_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        STARTED.append(str(arguments[1]) if arguments else event)
+
+
+sys.addaudithook(note_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    STARTED.clear()
+    outcome = yield
+    # Tests of the contract kit are other people's too, who have no such marker.
+    own = not getattr(item, "function", item).__module__.startswith("spurline.testing")
+    if STARTED and own and item.get_closest_marker("processes") is None and item.get_closest_marker("slow") is None:
+        pytest.fail(f"The test has no marker `processes`, but started {STARTED[0]}")
+    return outcome
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

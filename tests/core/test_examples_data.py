@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = ("sort_train.jsonl", "sort_eval.jsonl")
 

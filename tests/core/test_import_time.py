@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 HEAVY = ("torch", "transformers", "datasets", "ray", "vllm", "pandas", "plotly", "peft")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

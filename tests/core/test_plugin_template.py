@@ -22,6 +22,7 @@ def find(name: str) -> Path:
     return path
 
 
+@pytest.mark.processes
 def test_tests_of_the_template_pass() -> None:
     environment = {**os.environ, "PYTHONPATH": str(TEMPLATE / "src")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TEMPLATE / "tests")]

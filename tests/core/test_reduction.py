@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.config.run_config import ReductionConfig
-from spurline.data.batch import SEGMENT_COLUMNS, TrainingBatch
+from spurline.data.batch import SEGMENT_COLUMNS, Ragged, TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.data.ragged import Ragged
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.inputs import PAD, make_view
 from spurline.update.reduction import (

@@ -21,6 +21,8 @@ from spurline import Run, load_config
 from spurline.errors import RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 
+pytestmark = pytest.mark.processes
+
 WriteConfig = Callable[[dict[str, Any]], Path]
 
 ENGINE = "spurline_async_rl.engines.child.main"

@@ -300,6 +300,8 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     rl_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
 ) -> None:
     kills = 100 if os.environ.get("SPURLINE_SOAK") else 20
+    rl_config["source"] |= {"prompts_per_step": 2, "samples_per_prompt": 2}
+    rl_config["minibatches"]["prompts_per_minibatch"] = 1
     config = rl_config | {"steps": 7 * kills, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
     whole = config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
@@ -307,7 +309,7 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     instants = random.Random(11)
     metrics = Path(config["run_dir"]) / "metrics.jsonl"
     for _ in range(kills):
-        train_and_kill(warm_runs, path, metrics, steps=instants.randint(1, 3), wait_s=instants.uniform(0, 0.15))
+        train_and_kill(warm_runs, path, metrics, steps=instants.randint(1, 3), wait_s=instants.uniform(0, 0.1))
     assert Run(load_config(path)).train().status == "finished"
     assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
     assert_same_weights(tmp_path / "run", tmp_path / "whole")

@@ -281,6 +281,7 @@ def test_exported_model_loads_and_gives_the_trained_logprobs(
     assert len(modes) == 1, "some files are readable by fewer people than others"
 
 
+@pytest.mark.processes
 def test_sigterm_finishes_the_step_saves_and_resumes(
     write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 
+@pytest.mark.processes
 def test_reference_pages_are_what_the_code_generates() -> None:
     result = subprocess.run(
         [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, timeout=120
@@ -87,7 +88,7 @@ def test_yaml_blocks_marked_as_whole_runs_are_valid(path: Path, tmp_path: Path) 
 
 
 def test_every_line_that_the_tour_quotes_stands_in_the_code() -> None:
-    sources = (ROOT / "core/src/spurline").rglob("*.py")
+    sources = [*(ROOT / "core/src").rglob("*.py"), *(ROOT / "plugins/async_rl/src").rglob("*.py")]
     code = {line.strip() for path in sources for line in path.read_text(encoding="utf-8").splitlines()}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(encoding="utf-8"), re.S)
     # Formatting takes the indentation away from blocks that are complete in themselves.

@@ -18,8 +18,7 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from spurline.data import configs
-from spurline.data.batch import TrainingBatch
-from spurline.data.ragged import Ragged
+from spurline.data.batch import Ragged, TrainingBatch
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.update.configs import WholeBatchConfig
 

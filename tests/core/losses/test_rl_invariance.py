@@ -19,11 +19,10 @@ from torch import Tensor
 
 from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import CriticConfig
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
 from spurline.data.configs import RolloutsCollatorConfig
 from spurline.data.dealing import RankShards
-from spurline.data.ragged import Ragged
 from spurline.losses import configs as losses_configs
 from spurline.losses.cispo import Cispo
 from spurline.losses.configs import KlConfig

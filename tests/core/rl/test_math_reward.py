@@ -50,6 +50,7 @@ def wait_until_dead(process_id: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("process_id", GENEROUS_S)], indirect=True)
 def test_calls_are_made_in_one_other_process_until_it_is_closed(worker):
     process_id = worker.call()
@@ -59,6 +60,7 @@ def test_calls_are_made_in_one_other_process_until_it_is_closed(worker):
     assert not is_alive(process_id)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("sleeps", 2.0)], indirect=True)
 def test_a_call_that_takes_too_long_is_killed_and_the_next_one_works(worker):
     with pytest.raises(TookTooLong, match="reward_functions:sleeps took longer than 2 s"):
@@ -66,12 +68,14 @@ def test_a_call_that_takes_too_long_is_killed_and_the_next_one_works(worker):
     assert worker.call(0) == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("spins", 0.2)], indirect=True)
 def test_a_call_that_never_lets_go_of_the_interpreter_is_killed_too(worker):
     with pytest.raises(TookTooLong):
         worker.call()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("fails", GENEROUS_S)], indirect=True)
 def test_an_exception_in_the_worker_is_told_and_the_worker_lives_on(worker):
     for _ in range(2):
@@ -79,6 +83,7 @@ def test_an_exception_in_the_worker_is_told_and_the_worker_lives_on(worker):
             worker.call("bad")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("dies", GENEROUS_S)], indirect=True)
 def test_a_worker_that_dies_is_reported_with_its_last_words_and_replaced(worker):
     for _ in range(2):
@@ -86,24 +91,28 @@ def test_a_worker_that_dies_is_reported_with_its_last_words_and_replaced(worker)
             worker.call()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("exits_instead", GENEROUS_S)], indirect=True)
 def test_a_function_that_exits_has_failed(worker):
     with pytest.raises(AttemptFailedError, match="reward_functions:exits_instead failed: SystemExit: 2"):
         worker.call()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("gives_back_a_set", GENEROUS_S)], indirect=True)
 def test_a_result_that_is_not_json_is_the_functions_failure(worker):
     with pytest.raises(AttemptFailedError, match="gives_back_a_set failed: TypeError: Object of type set is not JSON"):
         worker.call()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("takes_all_memory", GENEROUS_S)], indirect=True)
 def test_a_call_that_takes_all_memory_has_taken_too_long(worker):
     with pytest.raises(TookTooLong, match="reward_functions:takes_all_memory ran out of memory"):
         worker.call()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("process_ids", GENEROUS_S)], indirect=True)
 @pytest.mark.parametrize("victim", ["worker", "pool"])
 def test_a_process_that_is_killed_between_calls_is_replaced(worker, victim):
@@ -117,12 +126,14 @@ def test_a_process_that_is_killed_between_calls_is_replaced(worker, victim):
     assert worker.call()[0] != process
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("worker", [("missing", GENEROUS_S)], indirect=True)
 def test_a_function_that_cannot_be_imported_is_a_plugin_error(worker):
     with pytest.raises(PluginError, match="cannot import reward_functions:missing: AttributeError"):
         worker.call()
 
 
+@pytest.mark.processes
 def test_a_pool_serves_more_callers_than_it_has_workers():
     pool = KillablePool("reward_functions:process_id", GENEROUS_S, workers=2)
 
@@ -137,6 +148,7 @@ def test_a_pool_serves_more_callers_than_it_has_workers():
         pool.call()
 
 
+@pytest.mark.processes
 def test_closing_a_pool_ends_a_call_under_way():
     pool = KillablePool("reward_functions:sleeps", GENEROUS_S, workers=1)
 
@@ -222,6 +234,7 @@ def test_a_reference_without_mathematics_is_the_datas_fault(math_reward):
         math_reward.score(Answer("", "42", None, {}))
 
 
+@pytest.mark.processes
 def test_an_answer_that_cannot_be_checked_in_time_is_wrong(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     reward = MathVerify(MathVerifyConfig())

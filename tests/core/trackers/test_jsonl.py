@@ -155,6 +155,7 @@ def test_a_line_without_a_step_is_an_error_at_resume(tmp_path: Path) -> None:
         started(tmp_path, resume_step=1)
 
 
+@pytest.mark.processes
 def test_a_kill_in_the_middle_loses_no_finished_step_and_resume_continues_the_file(tmp_path: Path) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(tmp_path), "0"], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
@@ -173,6 +174,7 @@ def test_a_kill_in_the_middle_loses_no_finished_step_and_resume_continues_the_fi
     assert steps_of(tmp_path / "metrics.jsonl") == list(range(1, 22))
 
 
+@pytest.mark.processes
 def test_a_full_disk_ends_the_run_with_the_file_named_and_earlier_steps_intact(tmp_path: Path) -> None:
     writer = subprocess.run([sys.executable, "-c", _WRITER, str(tmp_path), "500"], capture_output=True, text=True)
     assert "RunFailedError" in writer.stderr

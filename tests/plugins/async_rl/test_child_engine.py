@@ -14,6 +14,8 @@ from spurline.protocols.weight_sync import WeightSync
 from spurline.testing import EngineUpdateContract, RolloutEngineContract
 from spurline.testing.engine_update_contract import ModelPair
 
+pytestmark = pytest.mark.processes
+
 Result = TypeVar("Result")
 
 

@@ -204,6 +204,7 @@ def test_an_agent_left_behind_on_its_thread_finds_no_session() -> None:
     assert made.requests == []
 
 
+@pytest.mark.processes
 def test_a_program_is_told_its_task_and_prints_its_rewards_last(tmp_path: Path) -> None:
     code = """
 print("thinking")
@@ -215,12 +216,14 @@ print()
     assert len(trajectory.turns) == 1
 
 
+@pytest.mark.processes
 def test_a_program_may_leave_its_task_unread(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "print('{}')")
     with pytest.raises(AttemptFailedError, match="without an answer"):
         attempt(unused, engine(), command=command)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -243,6 +246,7 @@ open(task["row"]["file"], "w").write(json.dumps([os.getpid(), child.pid]))
 """
 
 
+@pytest.mark.processes
 def test_a_cancelled_program_ends_with_all_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spurline_async_rl.harness.agents.TERM_TIMEOUT_S", 0.2)
     (tmp_path / "agent.py").write_text(PROGRAM + STUBBORN + "time.sleep(600)")
@@ -260,6 +264,7 @@ def test_a_cancelled_program_ends_with_all_that_it_has_started(tmp_path: Path, m
     assert_gone(file)
 
 
+@pytest.mark.processes
 def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     (tmp_path / "agent.py").write_text(PROGRAM + STUBBORN + 'print("1.0")')

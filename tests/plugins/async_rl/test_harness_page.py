@@ -73,6 +73,7 @@ def test_the_function_is_an_agent_of_two_turns(folder: Path) -> None:
     assert (len(trajectory.turns), trajectory.info["conversations"]) == (2, 1)
 
 
+@pytest.mark.processes
 def test_the_program_is_an_agent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # `python` need not be on the path of whoever runs the tests.
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)

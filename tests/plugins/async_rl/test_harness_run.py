@@ -122,6 +122,7 @@ def test_a_run_with_an_agent_can_be_repeated_and_resumed_exactly(
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.processes
 def test_agents_go_on_while_the_model_trains(harness_config: dict[str, Any]) -> None:
     harness_config["source"] |= {
         "name": "async_rollouts",

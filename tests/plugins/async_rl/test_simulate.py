@@ -15,20 +15,17 @@ from timelines import leave_timeline
 
 from spurline.cli import main
 from spurline.errors import UserError
-from spurline_async_rl.simulation.advice import advice
-from spurline_async_rl.simulation.as_timeline import metrics_of, timeline_of
-from spurline_async_rl.simulation.distributions import Constant, LogNormal
-from spurline_async_rl.simulation.given import parse_stragglers
-from spurline_async_rl.simulation.measured import measured_workload
+from spurline_async_rl.simulation.measured import measured_workload, parse_stragglers
 from spurline_async_rl.simulation.prediction import (
     Knobs,
     Predictor,
+    advice,
     alternatives,
     recommended,
     search,
     steady_run,
 )
-from spurline_async_rl.simulation.workload import Outcomes, Workload, saturating
+from spurline_async_rl.simulation.workload import Constant, LogNormal, Outcomes, Workload, saturating
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, trained_steps
 
 SOURCE: dict[str, Any] = {
@@ -79,6 +76,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str,
     return json.loads(out)
 
 
+@pytest.mark.processes
 def test_the_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\nfrom spurline.cli import main\n"
@@ -258,7 +256,7 @@ def test_alternatives_change_one_thing_and_keep_to_the_bound() -> None:
 
 def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
     run = steady_run(balanced(8), Knobs(2, 32, 8), 10)
-    records = timeline_of(run)
+    records = run.records()
     assert [record.step for record in records] == list(range(7, 17))
     trained = trained_steps(records)
     assert len(trained) == 320
@@ -269,7 +267,7 @@ def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
     assert times == sorted(times)
     assert times[-1] == pytest.approx(run.seconds)
     shares = run.figures().staleness
-    lines = metrics_of(run)
+    lines = run.metrics()
     work = {age: sum(line.get(f"staleness/tokens_{age}", 0.0) for line in lines) for age in shares}
     assert {age: amount / sum(work.values()) for age, amount in work.items()} == pytest.approx(shares)
 
@@ -282,10 +280,10 @@ def test_a_run_predicted_from_its_own_record_comes_out_the_same(tmp_path: Path, 
     run = steady_run(workload, knobs, 120)
     records = [
         replace(record, groups=tuple(replace(group, tokens=tokens) for group in record.groups))
-        for record in timeline_of(run)
+        for record in run.records()
     ]
     (tmp_path / "timeline.jsonl").write_bytes(b"".join(map(encode_record, records)))
-    lines = [json.dumps({"step": line["step"], "time/sync_pause": line["time/sync_pause"]}) for line in metrics_of(run)]
+    lines = [json.dumps({"step": line["step"], "time/sync_pause": line["time/sync_pause"]}) for line in run.metrics()]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     again = Predictor(measured_workload(tmp_path), 120)(knobs).figures
     once = run.figures()

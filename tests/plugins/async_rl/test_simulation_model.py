@@ -22,10 +22,8 @@ from spurline.rl.group_runner import GivenUpPrompt
 from spurline.rl.prompt_source import collect_groups
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
-from spurline_async_rl.simulation.distributions import Constant, Empirical, LogNormal, Stragglers
-from spurline_async_rl.simulation.engines import Engines, Speed
-from spurline_async_rl.simulation.model import Fate, Model, Setup, simulate
-from spurline_async_rl.simulation.synchronous import simulate_synchronous
+from spurline_async_rl.simulation.model import Engines, Model, simulate, simulate_synchronous
+from spurline_async_rl.simulation.workload import Constant, Empirical, Fate, LogNormal, Setup, Speed, Stragglers
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
@@ -94,7 +92,7 @@ def test_the_work_of_a_group_is_the_sum_of_its_parts_over_versions(setup: Setup)
     except RunFailedError:
         return
     for group in run.groups:
-        if group.end is not None:
+        if group.ended is not None:
             assert sum(group.parts.values()) == pytest.approx(setup.fate(group.draw).work, abs=1e-6)
             assert min(group.parts) >= group.version
 
@@ -192,10 +190,10 @@ def test_overtaking_makes_the_mean_run_faster_and_none_much_slower():
 def test_a_pause_stands_between_two_versions_and_nothing_is_generated_in_it():
     given = SchedulerLimits(1, 1, 1, "window", "wait", 8, 2)
     run = simulate(Setup(given, lambda draw: Fate((1.0, 3.0)[draw]), lambda step: 1.0, transfer_s=0.5, pause_s=2.0))
-    phases = [(span.phase, span.begin, span.end) for span in run.spans]
-    assert phases[:4] == [("wait", 0, 1), ("train", 1, 2), ("transfer", 2, 2.5), ("pause", 2.5, 4.5)]
+    phases = [(span.kind, span.began, span.ended) for span in run.spans]
+    assert phases[:4] == [("wait", 0, 1), ("train", 1, 2), ("pause", 2.5, 4.5), ("publish", 2, 4.5)]
     assert run.groups[1].parts == {0: 1.5, 1: 1.5}
-    assert (run.groups[1].begin, run.groups[1].end) == (1.0, 6.0)
+    assert (run.groups[1].began, run.groups[1].ended) == (1.0, 6.0)
     figures = run.figures()
     assert figures.generation_paused == pytest.approx(4.0 / run.seconds)
     assert figures.staleness == pytest.approx({0: 2.5 / 4, 1: 1.5 / 4})
@@ -205,7 +203,8 @@ def test_engines_get_slower_with_more_groups_and_share_them():
     speed = Speed(((1, 10.0), (3, 6.0)))
     assert [speed.at(groups) for groups in (0, 1, 2, 3, 9)] == [10, 10, 8, 6, 6]
     engines = Engines(2, speed)
-    assert [engines.start(draw, 16.0) for draw in range(3)] == [0, 1, 0]
+    for draw in range(3):
+        engines.start(draw, 16.0)
     engines.advance(engines.until_end())
     assert engines.end_next() == 1
     assert engines.until_end() == pytest.approx(16 / 8 - 1.6)

@@ -217,6 +217,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.processes
 def test_a_killed_trainer_leaves_no_segment() -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", CREATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -244,6 +245,7 @@ print(float(reader.read(WeightBucket("shared_memory", (place,), {"segment": sys.
 """
 
 
+@pytest.mark.processes
 def test_a_reader_that_ends_leaves_the_segment_to_its_owner() -> None:
     sync = SharedMemorySync(SharedMemorySyncConfig())
     try:

@@ -191,6 +191,7 @@ def test_shutdown_does_not_wait_forever_for_a_build_that_hangs() -> None:
     assert threads() == []
 
 
+@pytest.mark.processes
 def test_a_build_that_hangs_does_not_keep_the_interpreter_from_exiting() -> None:
     program = """
 import threading

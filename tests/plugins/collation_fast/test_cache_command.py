@@ -13,7 +13,7 @@ import pytest
 from cache_entries import make_chunks, make_key, write
 
 from spurline.cli import main
-from spurline_collation_fast.cache import leftovers, mapped_store, upkeep
+from spurline_collation_fast.cache import mapped_store, upkeep
 from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.cache.mapped_store import BlockGuard
 
@@ -50,6 +50,7 @@ def age(folder: Path, index: int, days: float) -> None:
     os.utime(folder / KEYS[index].digest / "manifest.json", (then, then))
 
 
+@pytest.mark.processes
 def test_the_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\nfrom spurline.cli import main\n"
@@ -77,7 +78,7 @@ def test_list_shows_each_entry_with_its_datasets(
     monkeypatch.setenv("COLUMNS", "200")
     age(cache_folder, 1, 3)
     os.truncate(cache_folder / KEYS[1].digest / "tokens.bin", 5)
-    leftovers.temporary_folder(cache_folder, KEYS[0].digest)
+    upkeep.temporary_folder(cache_folder, KEYS[0].digest)
     code, output = cache(capsys, cache_folder, "list")
     assert code == 0
     first, second = output.splitlines()[1:3]
@@ -131,7 +132,7 @@ def test_prune_removes_damaged_entries_and_leftovers_and_nothing_else(
     abandoned = cache_folder / f".writing-{KEYS[0].digest}-1-ab-another-host"
     abandoned.mkdir()
     os.utime(abandoned, (1, 1))
-    writing = leftovers.temporary_folder(cache_folder, KEYS[0].digest)
+    writing = upkeep.temporary_folder(cache_folder, KEYS[0].digest)
     code, output = cache(capsys, cache_folder, "prune", "--dry-run")
     assert code == 0
     assert "would be freed" in output
@@ -233,8 +234,8 @@ def test_a_writer_on_a_host_of_the_same_name_is_not_taken_for_a_dead_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(leftovers, "_boot", lambda: "another boot")
+        elsewhere.setattr(upkeep, "_boot", lambda: "another boot")
         elsewhere.setattr(os, "getpid", lambda: 2**22 + 1)  # No process here has this id.
-        writing = leftovers.temporary_folder(tmp_path, KEYS[0].digest)
-    leftovers.sweep(tmp_path)
+        writing = upkeep.temporary_folder(tmp_path, KEYS[0].digest)
+    upkeep.sweep(tmp_path)
     assert writing.exists()

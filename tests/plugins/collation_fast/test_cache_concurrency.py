@@ -23,7 +23,7 @@ from cache_entries import (
     write,
 )
 
-from spurline_collation_fast.cache import leftovers
+from spurline_collation_fast.cache import upkeep
 from spurline_collation_fast.cache.folder import TokenCache
 
 CHUNKS = 60
@@ -43,7 +43,7 @@ def test_a_writer_killed_at_any_instant_leaves_the_old_entry_the_new_one_or_none
         if kill % 2:
             write(TokenCache(tmp_path), KEY, old, replace=True)
         else:
-            leftovers.retire(tmp_path / KEY.digest)
+            upkeep.retire(tmp_path / KEY.digest)
         replace = ["replace"] if kill % 2 else []
         if kill % 5 < 2:
             _kill_from_outside(start_writer(tmp_path, 2, CHUNKS, *replace), instants)
@@ -84,6 +84,7 @@ def _is_between_two_renames(folder: Path) -> bool:
     return any((path / "manifest.json").exists() for path in folder.glob(".writing-*"))
 
 
+@pytest.mark.processes
 def test_eight_writers_of_one_key_agree_on_one_entry(tmp_path: Path) -> None:
     expected = in_memory(make_chunks(seed=3, count=CHUNKS))
     processes = [start_writer(tmp_path, 3, CHUNKS, *(["replace"] if number % 2 else [])) for number in range(8)]
@@ -126,10 +127,10 @@ def test_an_entry_stays_readable_while_it_is_replaced(tmp_path: Path, monkeypatc
     assert_same_store(reader, in_memory(old))
     [aside] = tmp_path.glob(".retired-*")
     assert_same_store(TokenCache(tmp_path).open(KEY).store, in_memory(new))  # type: ignore[union-attr]
-    monkeypatch.setattr(leftovers.time, "time", lambda: started + 6 * 86400)
+    monkeypatch.setattr(upkeep.time, "time", lambda: started + 6 * 86400)
     write(TokenCache(tmp_path), make_key("another"), new)
     assert aside.exists()
-    monkeypatch.setattr(leftovers.time, "time", lambda: started + 8 * 86400)
+    monkeypatch.setattr(upkeep.time, "time", lambda: started + 8 * 86400)
     write(TokenCache(tmp_path), make_key("a third"), new)
     assert not aside.exists()
     np.testing.assert_array_equal(reader.view(np.array([1])).tokens(0), in_memory(old).view(np.array([1])).tokens(0))
@@ -158,10 +159,11 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_writer_sweeps_dead_writers_of_this_host_only(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait(60)
-    mine = leftovers.temporary_folder(tmp_path, KEY.digest)
+    mine = upkeep.temporary_folder(tmp_path, KEY.digest)
     names = mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"), mine.name.replace(f"-{os.getpid()}-", "-1-")
     of_the_dead, of_another = (tmp_path / name for name in names)
     elsewhere = tmp_path / f"{names[0]}-other-host"

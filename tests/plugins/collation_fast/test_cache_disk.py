@@ -90,6 +90,7 @@ def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_file_size_limit_of_the_system_is_met_as_a_full_disk(tmp_path: Path) -> None:
     program = f"""
 import resource

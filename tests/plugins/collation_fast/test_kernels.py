@@ -178,6 +178,7 @@ def run_python(code: str, environment: dict[str, str]) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.processes
 def test_without_numba_the_numpy_kernels_are_taken() -> None:
     code = "import sys; sys.modules['numba'] = None\n"
     code += "from spurline_collation_fast.kernels import best_kernels; print(best_kernels().name)"

@@ -22,9 +22,8 @@ from spurline import load_config
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.hf_dataset import HfDataset
-from spurline.data.reading import open_datasets
-from spurline.data.summary import summarize
-from spurline.data.tokenization import SequentialTokenization
+from spurline.data.token_store import summarize
+from spurline.data.tokenization import SequentialTokenization, open_datasets
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 from spurline.testing import TokenizationContract
@@ -108,6 +107,7 @@ def mixed_files(folder: Path) -> list[DatasetToTokenize]:
     return [DatasetToTokenize(HfDataset(config), config) for config in configs]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, "auto", 1, 3])
 def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp_path: Path) -> None:
     sources = mixed_files(tmp_path)
@@ -120,6 +120,7 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp
     assert result.notes == ()
 
 
+@pytest.mark.processes
 def test_rows_measured_here_and_rows_of_workers_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = mixed_files(tmp_path)
     monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 70)
@@ -199,6 +200,7 @@ def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_for
         parallel(sources, {"workers": 3})
 
 
+@pytest.mark.processes
 def test_the_sections_of_a_whole_run_reach_the_workers(spurline_chat_file: Path, spurline_tiny_model: Path) -> None:
     # The config classes of a run are put together while it is loaded; no module has them.
     loaded = load_config(

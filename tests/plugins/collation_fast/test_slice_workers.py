@@ -21,6 +21,8 @@ from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

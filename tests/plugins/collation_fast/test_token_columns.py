@@ -18,9 +18,9 @@ from spurline.errors import DataError
 from spurline.protocols.tokenization import Tokenized
 from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast.tokenization.block_encoder import TokenColumns
 from spurline_collation_fast.tokenization.chunks import Chunk
 from spurline_collation_fast.tokenization.parallel import ParallelTokenization
-from spurline_collation_fast.tokenization.token_columns import TokenColumns
 
 TOKENIZER = tiny_tokenizer()
 

@@ -26,16 +26,14 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch, sums_by_number
+from spurline.data.batch import Ragged, TrainingBatch, sums_by_number
 from spurline.data.collators.packing import round_up
 from spurline.data.configs import PreferenceSourceConfig
 from spurline.data.messages import Message, read_messages
-from spurline.data.ragged import Ragged
-from spurline.data.reading import check_rows
 from spurline.data.rows import BadRowError, RowView, unknown_column_problem
 from spurline.data.sft import SampleSet, SftSource
 from spurline.data.token_store import TokenStore, TokenStoreBuilder, TokenView, fingerprint_of
-from spurline.data.tokenization import distinct_labels
+from spurline.data.tokenization import check_rows, distinct_labels
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import DataError
 from spurline.protocols.dataset import Dataset, DatasetConfig

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.order import DataOrder
-from spurline.data.reading import open_datasets, share_read, tokenize
-from spurline.data.summary import summarize
+from spurline.data.token_store import summarize
+from spurline.data.tokenization import open_datasets, share_read, tokenize
 from spurline.data.tokenizer import pad_token_id
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig

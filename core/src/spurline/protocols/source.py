@@ -119,7 +119,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:
-        """JSON-able facts about the data for `spurline plan` and the report; see `spurline.data.summary`."""
+        """JSON-able facts about the data for `spurline plan` and the report; see `spurline.data.token_store`."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
         """Called once, after the checkpoint was loaded, before the batch of `step` (the first to run) is built."""
@@ -167,7 +167,7 @@ class HeldOutEvaluation(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
-        """JSON-able facts about the data; see `spurline.data.summary`."""
+        """JSON-able facts about the data; see `spurline.data.token_store`."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -205,7 +205,7 @@ class Samples(Protocol):
         ...
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able facts; see `spurline.data.summary`."""
+        """JSON-able facts; see `spurline.data.token_store`."""
         ...
 
     def answered(self) -> Sequence[DatasetToTokenize]:

@@ -33,7 +33,7 @@ class Tokenized:
 
     dropped: reason -> samples left out. truncated: samples cut to `max_length`.
     examples: reason -> location of the first sample it happened to.
-    summary: what `spurline.data.summary.summarize` would find, when it is known already; it is then not looked for.
+    summary: what `spurline.data.token_store.summarize` would find, when it is known already; it is then not looked for.
     notes: lines to show the user when the run starts, such as why a cache was rebuilt.
     """
 

@@ -14,8 +14,7 @@ import numpy as np
 import xxhash
 
 from spurline.data.order import DataOrder
-from spurline.data.reading import check_rows, open_datasets, share_read
-from spurline.data.tokenization import store_labels
+from spurline.data.tokenization import check_rows, open_datasets, share_read, store_labels
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.source import SourceContext

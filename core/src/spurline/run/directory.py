@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from spurline.data.summary import describe
+from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError
 from spurline.files import write_json
 from spurline.trackers.jsonl import METRICS_FILE, cut_back

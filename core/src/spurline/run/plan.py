@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import ReductionConfig
-from spurline.data.summary import describe
+from spurline.data.token_store import describe
 from spurline.errors import ConfigError, Problem, UserError
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.protocols.loss import Loss

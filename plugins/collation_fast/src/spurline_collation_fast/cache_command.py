@@ -35,8 +35,7 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from spurline_collation_fast.cache.leftovers import leftovers
-    from spurline_collation_fast.cache.upkeep import entries, folder_bytes
+    from spurline_collation_fast.cache.upkeep import entries, folder_bytes, leftovers
 
     folder = _folder(cache_dir)
     found = list(entries(folder))
@@ -63,8 +62,7 @@ def verify(
     """Read entries as a whole and set damaged ones aside, to be made again. Exit code 1 when there is one, or
     one that cannot be read."""
     from spurline.errors import UserError, listing
-    from spurline_collation_fast.cache.leftovers import retire
-    from spurline_collation_fast.cache.upkeep import damage, entries
+    from spurline_collation_fast.cache.upkeep import damage, entries, retire
 
     folder = _folder(cache_dir)
     known = [entry.path for entry in entries(folder)]

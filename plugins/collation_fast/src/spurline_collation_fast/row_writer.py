@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagged, TrainingBatch
 from spurline.data.collators.layout import layout_info
-from spurline.data.ragged import LazyRagged
 from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments
 from spurline_collation_fast.kernels import Kernels, Table
 

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, TrainingBatch
-from spurline.data.ragged import Ragged
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_COLUMNS, Ragged, TrainingBatch
 
 if TYPE_CHECKING:
     from spurline.rl.trajectory import Trajectory, Turn

@@ -67,10 +67,9 @@ def simulate(
     from rich.console import Console
 
     from spurline.config.loading import load_config
-    from spurline_async_rl.simulation.comparison import compare
-    from spurline_async_rl.simulation.given import GivenNumbers, given_workload
-    from spurline_async_rl.simulation.page import write_page
-    from spurline_async_rl.simulation.table import print_comparison
+    from spurline_async_rl.simulation.measured import GivenNumbers, given_workload
+    from spurline_async_rl.simulation.page import print_comparison, write_page
+    from spurline_async_rl.simulation.prediction import compare
 
     loaded = load_config(config, overrides or [])
     knobs = knobs_of(loaded)

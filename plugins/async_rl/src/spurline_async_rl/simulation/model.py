@@ -1,22 +1,294 @@
-"""The whole asynchronous run on a virtual clock: the real scheduler, with engines and trainer made of times.
+"""Runs on a virtual clock: the real scheduler, with engines and a trainer made of times; the synchronous run beside it.
 
-Place on the way: limits, distributions -> this -> what the run did. An event is the end of a group or of what the
-trainer does; after each, every group that may start does, and the trainer takes the next batch if it waits for one.
-Nothing here is random and no time passes: the same setup gives the same run, in milliseconds.
+Place on the way: Setup -> SimulatedRun -> figures, and the timeline's own records, so that one picture serves real and
+simulated runs. An event is the end of a group or of what the trainer does; after each, every group that may start does,
+and the trainer takes the next batch if it waits for one. Nothing here is random and no time passes: the same setup
+gives the same run, in milliseconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Literal, TypeVar, cast
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, State
-from spurline_async_rl.simulation.engines import Engines
-from spurline_async_rl.simulation.records import GroupRecord, Level, Phase, SimulatedRun, Span
-from spurline_async_rl.simulation.setup import STATES, Fate, Outcome, Setup
-from spurline_async_rl.timeline.records import STATE_NAMES
+from spurline_async_rl.simulation.workload import Fate, Outcome, Setup, Speed
+from spurline_async_rl.timeline.records import (
+    STATE_NAMES,
+    GroupSpan,
+    GroupState,
+    Level,
+    Span,
+    SpanKind,
+    StepRecord,
+    Taken,
+    staleness_of,
+)
+
+T = TypeVar("T")
+
+STATES: Mapping[Outcome, State] = {
+    "kept": State.BUFFERED,
+    "filtered": State.FILTERED,
+    "quarantined": State.GIVEN_UP,
+    "skipped": State.SKIPPED,
+}
+"""Where the scheduler has prompts of each outcome when their attempts are over."""
+
+
+@dataclass
+class SimulatedGroup:
+    """One admitted group. Times in seconds; `ended` and `step` are None until there is one.
+
+    version: when it was admitted. state: what it ended as; one that was trained on has its 1-based `step`. parts: work
+    done with each version of the weights, of the attempt that counts. masked: versions whose tokens were too old for
+    the batch and have no loss.
+    """
+
+    draw: int
+    version: int
+    began: float
+    ended: float | None = None
+    state: GroupState = "buffered"
+    step: int | None = None
+    parts: dict[int, float] = field(default_factory=dict[int, float])
+    masked: tuple[int, ...] = ()
+
+    def ages(self) -> dict[int, float]:
+        """Work by staleness in the batch it was trained in."""
+        assert self.step is not None, self
+        return {staleness_of(self.step, version): work for version, work in self.parts.items()}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A run in numbers.
+
+    groups_per_second, steps_per_second: trained. staleness: share of the trained work by age, its mean and maximum in
+    updates; masked_share of it lost its loss to its age. trainer_idle: share of the time spent waiting for a batch.
+    generation_blocked: share of the places for running groups that stood empty as admission was blocked, pauses not
+    counted; generation_paused: share of the time engines stood still. buffered: mean number of finished groups.
+    """
+
+    seconds: float
+    groups_per_second: float
+    steps_per_second: float
+    mean_staleness: float
+    max_staleness: int
+    staleness: dict[int, float]
+    masked_share: float
+    trainer_idle: float
+    generation_blocked: float
+    generation_paused: float
+    buffered: float
+
+
+@dataclass
+class SimulatedRun:
+    """What a run did.
+
+    groups: in the order of their admission. taken, ends: when the batch of a step was taken, and when the step was
+    over. max_running: places for running groups.
+    """
+
+    max_running: int
+    groups: list[SimulatedGroup] = field(default_factory=list[SimulatedGroup])
+    spans: list[Span] = field(default_factory=list[Span])
+    levels: list[Level] = field(default_factory=list[Level])
+    taken: dict[int, float] = field(default_factory=dict[int, float])
+    ends: dict[int, float] = field(default_factory=dict[int, float])
+    seconds: float = 0.0
+
+    def spend(self, kind: SpanKind, began: float, ended: float) -> None:
+        """Note what the trainer did, if it took any time."""
+        if ended > began:
+            self.spans.append(Span(kind, began, ended))
+
+    def level(self, at: float, running: int, buffered: int) -> None:
+        """Note how many groups run and wait from now on; the last word at a time counts."""
+        if self.levels and self.levels[-1].at == at:
+            self.levels.pop()
+        self.levels.append(Level(at, running, buffered))
+
+    def batches(self) -> dict[int, list[int]]:
+        """Draws by step, ascending."""
+        batches: dict[int, list[int]] = {}
+        for group in sorted(self.groups, key=lambda group: group.draw):
+            if group.step is not None:
+                batches.setdefault(group.step, []).append(group.draw)
+        return dict(sorted(batches.items()))
+
+    def figures(self) -> Figures:
+        trained = [group for group in self.groups if group.step is not None]
+        seconds = self.seconds or 1.0
+        shares = _shares(trained)
+        work = sum(sum(group.parts.values()) for group in trained)
+        masked = sum(group.parts[version] for group in trained for version in group.masked)
+        pauses, waits = (
+            sum(span.ended - span.began for span in self.spans if span.kind == kind) for kind in ("pause", "wait")
+        )
+        running, buffered = self._areas()
+        return Figures(
+            seconds=self.seconds,
+            groups_per_second=len(trained) / seconds,
+            steps_per_second=len({group.step for group in trained}) / seconds,
+            mean_staleness=sum(age * share for age, share in shares.items()),
+            max_staleness=max(shares, default=0),
+            staleness=shares,
+            masked_share=masked / work if work else 0.0,
+            trainer_idle=waits / seconds,
+            generation_blocked=max(0.0, 1 - pauses / seconds - running / (self.max_running * seconds)),
+            generation_paused=pauses / seconds,
+            buffered=buffered / seconds,
+        )
+
+    def _areas(self) -> tuple[float, float]:
+        """Seconds times groups running, pauses left out, and buffered."""
+        pauses = deque(span for span in self.spans if span.kind == "pause")
+        running = buffered = 0.0
+        for level, following in pairwise([*self.levels, Level(self.seconds, 0, 0)]):
+            seconds = following.at - level.at
+            buffered += level.buffered * seconds
+            while pauses and pauses[0].ended <= level.at:
+                pauses.popleft()
+            # No level changes within a pause but where it begins or ends.
+            paused = bool(pauses) and pauses[0].began <= level.at
+            running += 0.0 if paused else level.running * seconds
+        return running, buffered
+
+    def records(self) -> list[StepRecord]:
+        """The timeline of a real run that did the same; groups still under way at the end are not in it."""
+        steps = sorted(self.ends)
+        untils = [self.ends[step] for step in steps]
+        ended = [group for group in sorted(self.groups, key=lambda group: group.draw) if group.ended is not None]
+        groups = _in_steps(ended, untils, lambda group: cast("float", group.ended))
+        spans = _in_steps(self.spans, untils, lambda span: span.ended)
+        levels = _in_steps(self.levels, untils, lambda level: level.at)
+        batches = self.batches()
+        return [
+            StepRecord(
+                step,
+                untils[place],
+                tuple(map(_group_span, groups[place])),
+                tuple(spans[place]),
+                tuple(levels[place]),
+                (Taken(step, self.taken[step], tuple(batches.get(step, ()))),),
+            )
+            for place, step in enumerate(steps)
+        ]
+
+    def metrics(self) -> list[dict[str, float]]:
+        """One line for each step, as in metrics.jsonl; the work of a group stands for its tokens."""
+        lines: list[dict[str, float]] = []
+        for record in self.records():
+            ages: dict[int, float] = {}
+            for group in self.groups:
+                for age, work in group.ages().items() if group.step == record.step else ():
+                    ages[age] = ages.get(age, 0.0) + work
+            total = sum(ages.values()) or 1.0
+            seconds = {span.kind: span.ended - span.began for span in record.spans}
+            line: dict[str, float] = {
+                "step": record.step,
+                "time/step": sum(length for kind, length in seconds.items() if kind != "pause"),
+                "time/wait_rollouts": seconds.get("wait", 0.0),
+                "time/sync": seconds.get("publish", 0.0),
+                "time/sync_pause": seconds.get("pause", 0.0),
+                "staleness/mean": sum(age * work for age, work in ages.items()) / total,
+                "staleness/max": max(ages, default=0),
+            }
+            if record.levels:
+                line |= {"async/running": record.levels[-1].running, "async/buffered": record.levels[-1].buffered}
+            lines.append(line | {f"staleness/tokens_{age}": work for age, work in sorted(ages.items())})
+        return lines
+
+
+def _in_steps(items: Sequence[T], untils: Sequence[float], at: Callable[[T], float]) -> list[list[T]]:
+    """The items by the step in which their time lies, those after the last step left out."""
+    found: list[list[T]] = [[] for _ in untils]
+    for item in items:
+        if at(item) <= untils[-1]:
+            found[bisect_left(untils, at(item))].append(item)
+    return found
+
+
+def _group_span(group: SimulatedGroup) -> GroupSpan:
+    assert group.ended is not None, group
+    versions = group.parts or {group.version: 0.0}
+    span = (group.draw, group.began, group.ended, group.version, group.state)
+    return GroupSpan(*span, tokens=0, oldest=min(versions), newest=max(versions))
+
+
+def _shares(trained: Sequence[SimulatedGroup]) -> dict[int, float]:
+    """Share of the work by age; groups that took none count as if all took the same."""
+    weightless = not any(sum(group.parts.values()) for group in trained)
+    amounts: dict[int, float] = {}
+    for group in trained:
+        for age, work in group.ages().items():
+            amounts[age] = amounts.get(age, 0.0) + (1.0 if weightless else work)
+    total = sum(amounts.values())
+    return {age: amount / total for age, amount in sorted(amounts.items())}
+
+
+@dataclass
+class _Engine:
+    """All groups of an engine get on equally fast, so one number, the work done by each since the beginning, says when
+    which of them ends. ends: that number at the end of each group, and its draw."""
+
+    done: float = 0.0
+    ends: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+
+
+class Engines:
+    """Groups go to the engine with the fewest, and get on by how many run there; none does while they are paused."""
+
+    def __init__(self, count: int, speed: Speed) -> None:
+        self._engines = [_Engine() for _ in range(count)]
+        self._speed = speed
+        self._engine_of: dict[int, _Engine] = {}
+        self.paused = False
+
+    def start(self, draw: int, work: float) -> None:
+        """A group begins."""
+        engine = min(self._engines, key=lambda engine: len(engine.ends))
+        heappush(engine.ends, (engine.done + work, draw))
+        self._engine_of[draw] = engine
+
+    def done(self, draw: int) -> float:
+        """Work done by each group of this one's engine; differences of it are what the group got done."""
+        return self._engine_of[draw].done
+
+    def until_end(self) -> float:
+        """Seconds until the next group ends; infinite when none gets on."""
+        return min((self._seconds(engine) for engine in self._engines), default=math.inf)
+
+    def advance(self, seconds: float) -> None:
+        """Time passes during which no group ends."""
+        for engine in () if self.paused else self._engines:
+            if engine.ends:
+                # Rounding must not carry an engine beyond the end of its next group.
+                engine.done = min(engine.done + seconds * self._speed.at(len(engine.ends)), engine.ends[0][0])
+
+    def end_next(self) -> int:
+        """The draw of the next group to end, which has been advanced to and is over now."""
+        engine = min(self._engines, key=self._seconds)
+        engine.done, draw = heappop(engine.ends)
+        return draw
+
+    def forget(self, draw: int) -> None:
+        """An ended group is not asked for any more."""
+        del self._engine_of[draw]
+
+    def _seconds(self, engine: _Engine) -> float:
+        if self.paused or not engine.ends:
+            return math.inf
+        return (engine.ends[0][0] - engine.done) / self._speed.at(len(engine.ends))
 
 
 @dataclass(frozen=True)
@@ -25,11 +297,11 @@ class ModelState:
 
     step: int
     scheduler: Mapping[str, object]
-    groups: tuple[GroupRecord, ...]
+    groups: tuple[SimulatedGroup, ...]
 
 
 def simulate(setup: Setup) -> SimulatedRun:
-    """The run from its first draw to its last step."""
+    """The asynchronous run from its first draw to its last step."""
     model = Model(setup)
     while model.advance():
         pass
@@ -37,7 +309,7 @@ def simulate(setup: Setup) -> SimulatedRun:
 
 
 class Model:
-    """One run; may be stopped after any event, and begun again from `checkpoint`, the state after the newest step.
+    """One asynchronous run; may be stopped after any event, and begun again from `checkpoint`, the newest step's state.
 
     keep_checkpoints: make these. make_scheduler: for tests of what a broken one would do.
     """
@@ -57,17 +329,17 @@ class Model:
         self.checkpoint = state
         self._keep_checkpoints = keep_checkpoints
         self._engines = Engines(setup.engines, setup.speed)
-        self._records: list[GroupRecord] = []
-        self._open: dict[int, GroupRecord] = {}
+        self._run = SimulatedRun(setup.limits.max_running)
+        self._open: dict[int, SimulatedGroup] = {}
         self._marks: dict[int, float] = {}
         self._fates: dict[int, Fate] = {}
-        self._spans: list[Span] = []
-        self._levels: list[Level] = []
-        self._phase: Phase = "wait"
-        self._phase_begin = 0.0
-        self._phase_end = math.inf
+        self._phase: Literal["wait", "train", "transfer", "pause"] = "wait"
+        self._phase_began = self._publish_began = 0.0
+        self._phase_ends = math.inf
         if state:
-            self._restore(state)
+            self.scheduler.load_state_dict(state.scheduler)
+            self._run.groups.extend(map(_copy, state.groups))
+            self._open = {group.draw: group for group in self._run.groups}
         self._proceed()
 
     def advance(self) -> bool:
@@ -77,7 +349,7 @@ class Model:
         """
         if self.is_over():
             return False
-        group_s, trainer_s = self._engines.until_end(), max(0.0, self._phase_end - self.now)
+        group_s, trainer_s = self._engines.until_end(), max(0.0, self._phase_ends - self.now)
         assert min(group_s, trainer_s) < math.inf, f"deadlock after {self.now:g} s: {self.scheduler}"
         if group_s <= trainer_s:
             self._engines.advance(group_s)
@@ -85,7 +357,7 @@ class Model:
             self._end_attempt(self._engines.end_next())
         else:
             self._engines.advance(trainer_s)
-            self.now = self._phase_end
+            self.now = self._phase_ends
             self._end_phase()
         self._proceed()
         return True
@@ -96,7 +368,8 @@ class Model:
 
     def result(self) -> SimulatedRun:
         """What has happened so far; in a run that was begun again, since then."""
-        return SimulatedRun(self._records, self._spans, self._levels, self.now, self.setup.limits.max_running)
+        self._run.seconds = self.now
+        return self._run
 
     def _proceed(self) -> None:
         """Everything that takes no time."""
@@ -108,10 +381,7 @@ class Model:
                 self._admit()
             elif self.scheduler.is_exhausted():
                 raise RunFailedError(f"Step {self.step + 1} cannot be filled: {self.scheduler}")
-        level = Level(self.now, self.scheduler.num_running, self.scheduler.num_buffered)
-        if self._levels and self._levels[-1].time == level.time:
-            self._levels.pop()
-        self._levels.append(level)
+        self._run.level(self.now, self.scheduler.num_running, self.scheduler.num_buffered)
 
     def _admit(self) -> None:
         while self.scheduler.may_admit():
@@ -121,31 +391,28 @@ class Model:
                 self.scheduler.skip(draw)
                 continue
             self.scheduler.admit(draw)
-            engine = self._engines.start(draw, fate.work)
-            group = GroupRecord(draw, engine, self.scheduler.version, self.now)
-            self._records.append(group)
+            group = SimulatedGroup(draw, self.scheduler.version, self.now)
+            self._run.groups.append(group)
             self._open[draw] = group
-            self._marks[draw] = self._engines.done(draw)
-            self._fates[draw] = fate
+            self._start(draw, fate)
 
-    def _end_attempt(self, draw: int) -> None:
-        fate = self._fates[draw]
-        self._note(draw)
-        self._engines.forget(draw)
-        if fate.retries == 0:
-            self._end_group(draw, fate.outcome)
-            return
-        self._fates[draw] = replace(fate, retries=fate.retries - 1)
-        group = self._open[draw]
-        group.parts.clear()
-        group.engine = self._engines.start(draw, fate.work)
+    def _start(self, draw: int, fate: Fate) -> None:
+        self._fates[draw] = fate
+        self._engines.start(draw, fate.work)
         self._marks[draw] = self._engines.done(draw)
 
-    def _end_group(self, draw: int, outcome: Outcome) -> None:
-        group, state = self._open[draw], STATES[outcome]
+    def _end_attempt(self, draw: int) -> None:
+        fate, group = self._fates[draw], self._open[draw]
+        self._note(draw)
+        self._engines.forget(draw)
+        if fate.retries:
+            group.parts.clear()
+            self._start(draw, replace(fate, retries=fate.retries - 1))
+            return
         if not group.parts:
             group.parts[self.scheduler.version] = 0.0
-        group.end, group.state = self.now, STATE_NAMES[state]
+        state = STATES[fate.outcome]
+        group.ended, group.state = self.now, STATE_NAMES[state]
         del self._marks[draw], self._fates[draw]
         self.scheduler.end(draw, state)
         if state not in (State.BUFFERED, State.FILTERED):
@@ -161,21 +428,29 @@ class Model:
 
     def _take(self) -> None:
         unused = {*self.scheduler.filtered}
-        limits, batch = self.setup.limits, self.step
+        limits, step = self.setup.limits, self.step + 1
         for draw in self.scheduler.take():
             unused.discard(draw)
             group = self._open.pop(draw)
-            group.step, group.state = batch + 1, "trained"
+            group.step, group.state = step, "buffered"
             if limits.at_bound == "mask":
-                group.masked = tuple(version for version in group.parts if batch - version > limits.max_staleness)
+                group.masked = tuple(
+                    version for version in group.parts if staleness_of(step, version) > limits.max_staleness
+                )
         for draw in unused:
             del self._open[draw]
+        self._run.taken[step] = self.now
 
-    def _begin(self, phase: Phase, seconds: float) -> None:
-        """The trainer's next phase; `wait` ends when a batch is there."""
-        if self.now > self._phase_begin:
-            self._spans.append(Span(self._phase, self.step + 1, self._phase_begin, self.now))
-        self._phase, self._phase_begin, self._phase_end = phase, self.now, self.now + seconds
+    def _begin(self, phase: Literal["wait", "train", "transfer", "pause"], seconds: float) -> None:
+        """The trainer's next phase; `wait` ends when a batch is there. Weights are published from the first tensor on
+        its way to the moment that engines go on."""
+        if self._phase != "transfer":
+            self._run.spend(self._phase, self._phase_began, self.now)
+        if self._phase == "pause":
+            self._run.spend("publish", self._publish_began, self.now)
+        if phase == "transfer":
+            self._publish_began = self.now
+        self._phase, self._phase_began, self._phase_ends = phase, self.now, self.now + seconds
         self._engines.paused = phase == "pause"
 
     def _end_phase(self) -> None:
@@ -191,20 +466,75 @@ class Model:
                 self.scheduler.publish(self.step + 1)
             self._begin("wait", math.inf)
             self.step += 1
+            self._run.ends[self.step] = self.now
             if self._keep_checkpoints:
-                self.checkpoint = self._state()
-
-    def _state(self) -> ModelState:
-        kept = sorted(self._open.keys() - self._marks.keys())
-        groups = tuple(_copy(self._open[draw]) for draw in kept)
-        return ModelState(self.step, self.scheduler.state_dict(), groups)
-
-    def _restore(self, state: ModelState) -> None:
-        self.scheduler.load_state_dict(state.scheduler)
-        groups = [_copy(group) for group in state.groups]
-        self._records.extend(groups)
-        self._open = {group.draw: group for group in groups}
+                kept = tuple(_copy(self._open[draw]) for draw in sorted(self._open.keys() - self._marks.keys()))
+                self.checkpoint = ModelState(self.step, self.scheduler.state_dict(), kept)
 
 
-def _copy(group: GroupRecord) -> GroupRecord:
+def _copy(group: SimulatedGroup) -> SimulatedGroup:
     return replace(group, parts=dict(group.parts))
+
+
+def simulate_synchronous(setup: Setup) -> SimulatedRun:
+    """The synchronous run from its first draw to its last step: draw, run, draw what is missing, train, repeat.
+
+    The rounds are those of core's `collect_groups`; of the limits only batch size, places for running groups, draws and
+    steps matter. Raises RunFailedError when a batch cannot be filled.
+    """
+    run, engines, limits = SimulatedRun(setup.limits.max_running), Engines(setup.engines, setup.speed), setup.limits
+    num_drawn = 0
+    for step in range(1, limits.num_batches + 1):
+        began, tried = run.seconds, 0
+        ended: list[SimulatedGroup] = []
+
+        def of_state(state: GroupState, ended: Sequence[SimulatedGroup] = ended) -> list[SimulatedGroup]:
+            return [group for group in ended if group.state == state]
+
+        while missing := min(limits.batch_size - len(of_state("buffered")), limits.draw_limit - tried):
+            draws = [draw for draw in range(num_drawn, num_drawn + missing) if setup.fate(draw).outcome != "unreadable"]
+            num_drawn += missing
+            ended += _run_round(setup, run, engines, draws, step - 1)
+            tried = len(ended) - len(of_state("skipped"))
+        batch = [*of_state("buffered"), *of_state("filtered")][: limits.batch_size]
+        if len(batch) < limits.batch_size:
+            raise RunFailedError(f"Step {step} drew {tried} prompts and cannot be filled with them.")
+        for group in batch:
+            group.step, group.state = step, "buffered"
+        run.spend("wait", began, run.seconds)
+        run.level(run.seconds, 0, 0)
+        run.taken[step] = run.seconds
+        trained = run.seconds + setup.train_s(step)
+        run.spend("train", run.taken[step], trained)
+        run.seconds = trained
+        if step % setup.publish_every == 0:
+            run.seconds += setup.transfer_s + setup.pause_s
+            run.spend("pause", run.seconds - setup.pause_s, run.seconds)
+            run.spend("publish", trained, run.seconds)
+        run.ends[step] = run.seconds
+    return run
+
+
+def _run_round(
+    setup: Setup, run: SimulatedRun, engines: Engines, draws: Sequence[int], version: int
+) -> list[SimulatedGroup]:
+    """Run all of these, as many at a time as there are places; in draw order."""
+    waiting, running = deque(draws), dict[int, SimulatedGroup]()
+    groups: list[SimulatedGroup] = []
+    while waiting or running:
+        while waiting and len(running) < run.max_running:
+            draw = waiting.popleft()
+            fate = setup.fate(draw)
+            engines.start(draw, fate.work * (1 + fate.retries))
+            running[draw] = SimulatedGroup(draw, version, run.seconds, parts={version: fate.work})
+            groups.append(running[draw])
+        run.level(run.seconds, len(running), len(groups) - len(running))
+        seconds = engines.until_end()
+        engines.advance(seconds)
+        run.seconds += seconds
+        draw = engines.end_next()
+        engines.forget(draw)
+        group = running.pop(draw)
+        group.ended, group.state = run.seconds, STATE_NAMES[STATES[setup.fate(draw).outcome]]
+    run.groups += groups
+    return groups

@@ -1,4 +1,7 @@
-"""The page of `spurline simulate --plot`: curves over S and K, and the simulated run drawn as a real one is."""
+"""What `spurline simulate` shows: a table with advice, and a page with curves and the simulated run.
+
+Place on the way: Comparison -> standard output, or one HTML file.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from spurline.protocols.report_panel import ReportPanel, RunRecord
 from spurline.report.figure import Trace, figure, series_color
 from spurline.report.markup import block, caption, columns
 from spurline.report.page import write_report
-from spurline_async_rl.simulation.as_timeline import metrics_of, timeline_of
-from spurline_async_rl.simulation.comparison import Comparison
-from spurline_async_rl.simulation.prediction import Prediction, steady_run
-from spurline_async_rl.simulation.records import SimulatedRun
+from spurline_async_rl.simulation.model import SimulatedRun
+from spurline_async_rl.simulation.prediction import Comparison, Prediction, steady_run
 from spurline_async_rl.timeline.configs import StalenessPanelConfig
 from spurline_async_rl.timeline.figure import timeline_figure, window_ending_at
 from spurline_async_rl.timeline.panels import StalenessPanel
@@ -25,7 +29,7 @@ def write_page(out: Path, comparison: Comparison, config: Mapping[str, Any]) -> 
     """Raises RunFailedError when the file cannot be written. config: the resolved one, for the page's head."""
     current = comparison.current
     run = steady_run(comparison.workload, current.knobs, comparison.num_steps)
-    record = RunRecord(out.absolute().with_suffix(""), metrics_of(run), config, {"status": "simulated"})
+    record = RunRecord(out.absolute().with_suffix(""), run.metrics(), config, {"status": "simulated"})
     lines = [*comparison.lines, *(f"Rests on: {line}." for line in comparison.workload.basis)]
     panels: list[ReportPanel] = [
         _AdvicePanel(lines),
@@ -64,7 +68,7 @@ class _SimulatedTimeline:
         self._run = run
 
     def render(self, record: RunRecord) -> str | None:
-        records = timeline_of(self._run)
+        records = self._run.records()
         window = window_ending_at(records, len(records) - 1, _STEPS_DRAWN)
         head = caption(f"Steps {window.first:,} to {window.last:,} of the simulated run")
         return block(head, timeline_figure(records, window), wide=True)
@@ -132,3 +136,49 @@ def _line(name: str, points: Sequence[tuple[float, float]], color: str) -> Trace
 def _plot(traces: Sequence[Trace], x_axis: dict[str, Any], label: str, **layout: Any) -> str:
     y_axis = {"title": {"text": "Trained groups per second"}, "rangemode": "tozero"}
     return figure(traces, {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "x unified"} | layout, label=label)
+
+
+_WIDTH = 120
+_HEADINGS = ("", "S", "B", "K", "E", "steps/s", "of possible", "staleness", "by age", "training", "generation")
+_BELOW = ("", "", "", "", "", "", "", "mean/max", "0, 1, ...", "waits", "waits")
+_TEXT = ("", "by age")
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Write it to standard output."""
+    # Wide enough also where the output is no terminal, whose width would be taken to be 80.
+    console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=True)
+    console.print("Rests on:")
+    for line in comparison.workload.basis:
+        console.print(f"  {line}")
+    table = Table(box=None, header_style="")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading in _TEXT else "right", no_wrap=True)
+    table.add_row(*_BELOW)
+    table.add_row("config", *_cells(comparison.current))
+    before = ""
+    for name, other in comparison.others:
+        table.add_row(f"other {name}" if name != before else "", *_cells(other))
+        before = name
+    console.print(table, soft_wrap=False)
+    console.print("S max_staleness, B prompts_per_step, K max_concurrent_groups, E engines\n")
+    for line in comparison.lines:
+        console.print(line)
+
+
+def _cells(prediction: Prediction) -> list[str]:
+    knobs, figures = prediction.knobs, prediction.figures
+    ages = range(max(figures.staleness, default=0) + 1)
+    return [
+        str(knobs.max_staleness),
+        str(knobs.batch_size),
+        str(knobs.max_running),
+        str(knobs.engines),
+        f"{figures.steps_per_second:.3g}",
+        # Chance can make the groups of a window lighter than all groups are.
+        f"{min(1.0, prediction.efficiency):.0%}",
+        f"{figures.mean_staleness:.2f}/{figures.max_staleness}",
+        " ".join(f"{figures.staleness.get(age, 0.0):.0%}" for age in ages),
+        f"{figures.trainer_idle:.0%}",
+        f"{figures.generation_blocked + figures.generation_paused:.0%}",
+    ]

@@ -1,7 +1,8 @@
-"""Compare what the scheduler's knobs would give: Workload and Knobs -> Prediction, alternatives, and the best of them.
+"""Compare what the scheduler's knobs would give, and say in plain words what it comes down to.
 
-Each prediction is one run of the model, of which the first steps are left out, as nothing is buffered then; the run
-goes on beyond the last step that counts, so that no batch is the last one.
+Place on the way: Workload and Knobs -> Prediction, alternatives, the best of them, advice. Each prediction is one run
+of the model, of which the first steps are left out, as nothing is buffered then; the run goes on beyond the last step
+that counts, so that no batch is the last one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
-from spurline_async_rl.simulation.model import Model
-from spurline_async_rl.simulation.records import Figures, GroupRecord, SimulatedRun
+from spurline_async_rl.simulation.model import Figures, Model, SimulatedRun
 from spurline_async_rl.simulation.workload import Workload
 
 _GOOD_ENOUGH = 0.97
@@ -109,32 +109,34 @@ def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> SimulatedRun
 
 def _cut_out(run: SimulatedRun, after_step: int, last_step: int, began: float) -> SimulatedRun:
     """The steps after one that ended at `began`, from when on times count."""
-    groups: list[GroupRecord] = []
+
+    def moved(at: float) -> float:
+        return max(0.0, at - began)
+
+    cut = SimulatedRun(run.max_running, seconds=run.seconds - began)
     for group in run.groups:
         if group.step is not None and group.step <= after_step:
             continue
-        end = None if group.end is None else group.end - began
-        moved = replace(group, begin=group.begin - began, end=end)
+        ended = None if group.ended is None else group.ended - began
         # The batch after the last step may have been taken already.
-        if group.step is not None and group.step > last_step:
-            moved = replace(moved, step=None, state="buffered")
-        groups.append(moved)
-    spans = [
-        replace(span, begin=max(0.0, span.begin - began), end=span.end - began)
-        for span in run.spans
-        if span.end > began
+        step = group.step if group.step is not None and group.step <= last_step else None
+        cut.groups.append(replace(group, began=group.began - began, ended=ended, step=step))
+    cut.spans += [
+        replace(span, began=moved(span.began), ended=moved(span.ended)) for span in run.spans if span.ended > began
     ]
-    levels = [replace(level, time=max(0.0, level.time - began)) for level in run.levels]
-    first = max((place for place, level in enumerate(levels) if level.time == 0), default=0)
-    return SimulatedRun(groups, spans, levels[first:], run.seconds - began, run.max_running)
+    for level in run.levels:
+        cut.level(moved(level.at), level.running, level.buffered)
+    cut.taken = {step: moved(at) for step, at in run.taken.items() if after_step < step <= last_step}
+    cut.ends = {step: moved(at) for step, at in run.ends.items() if after_step < step <= last_step}
+    return cut
 
 
 def alternatives(knobs: Knobs) -> list[tuple[str, Knobs]]:
     """The knobs with one of them changed at a time, with the name of that one."""
     changed = [("S", replace(knobs, max_staleness=bound)) for bound in _ladder_of_bounds(knobs)]
     changed += [("K", replace(knobs, max_running=groups)) for groups in ladder_of_groups(knobs)]
-    changed += [("B", _scaled_batch(knobs, factor)) for factor in (0.5, 2.0)]
-    changed += [("E", _scaled_engines(knobs, factor)) for factor in (0.5, 2.0)]
+    changed += [("B", replace(knobs, batch_size=max(1, round(knobs.batch_size * factor)))) for factor in (0.5, 2.0)]
+    changed += [("E", _with_engines(knobs, max(1, round(knobs.engines * factor)))) for factor in (0.5, 2.0)]
     return [(name, other) for name, other in changed if other.is_allowed and other != knobs]
 
 
@@ -149,13 +151,8 @@ def _ladder_of_bounds(knobs: Knobs) -> list[int]:
     return sorted({0, 1, 2, 4, knobs.max_staleness, 2 * knobs.max_staleness})
 
 
-def _scaled_batch(knobs: Knobs, factor: float) -> Knobs:
-    return replace(knobs, batch_size=max(1, round(knobs.batch_size * factor)))
-
-
-def _scaled_engines(knobs: Knobs, factor: float) -> Knobs:
-    """As many groups on each engine as before."""
-    engines = max(1, round(knobs.engines * factor))
+def _with_engines(knobs: Knobs, engines: int) -> Knobs:
+    """As many groups on each engine as before, as far as the bound allows."""
     most = knobs.batch_size * (knobs.max_staleness + 1)
     return replace(knobs, engines=engines, max_running=min(most, max(1, knobs.max_running * engines // knobs.engines)))
 
@@ -184,3 +181,108 @@ def recommended(found: Sequence[Prediction]) -> Prediction:
     fastest = max(map(speed, of_bound))
     alike = [item for item in of_bound if speed(item) >= _ALIKE * fastest]
     return min(alike, key=lambda item: (item.figures.mean_staleness, item.knobs.max_running))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """current: of the config. others: with one knob changed, named by it. found: every bound with every number of
+    groups at once. lines: advice in sentences."""
+
+    workload: Workload
+    num_steps: int
+    current: Prediction
+    others: Sequence[tuple[str, Prediction]]
+    found: Sequence[Prediction]
+    lines: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "basis": list(self.workload.basis),
+            "steps_simulated": self.num_steps,
+            "config": self.current.as_json(),
+            "alternatives": [{"changed": name, **other.as_json()} for name, other in self.others],
+            "recommended": recommended([self.current, *self.found]).as_json(),
+            "advice": list(self.lines),
+        }
+
+
+def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
+    """Simulate so many steps of each choice."""
+    predict = Predictor(workload, num_steps)
+    current = predict(knobs)
+    others = [(name, predict(other)) for name, other in alternatives(knobs)]
+    found = search(predict, knobs)
+    return Comparison(workload, num_steps, current, others, found, advice(predict, current, found))
+
+
+_BALANCED = 1.15
+"""Sides whose capacities differ by less are called balanced."""
+_WORTH_SAYING = 1.02
+
+
+def advice(predict: Predictor, current: Prediction, found: Sequence[Prediction]) -> list[str]:
+    """Sentences, the most useful ones first. found: what `search` tried."""
+    return [
+        _sides(current),
+        *_settings(current, recommended([current, *found]), found),
+        *_engines(predict, current),
+    ]
+
+
+def _sides(current: Prediction) -> str:
+    generation, training = current.generation_per_s, current.training_per_s
+    numbers = f"engines can make {generation:.3g} groups a second, training can take {training:.3g}"
+    share = min(1.0, current.efficiency)
+    reached = f"The config reaches {current.figures.groups_per_second:.3g}, {share:.0%} of the possible."
+    if max(generation, training) < _BALANCED * min(generation, training):
+        return f"Generation and training are balanced: {numbers}. {reached}"
+    slower = "Generation" if generation < training else "Training"
+    return f"{slower} is the slower side: {numbers}. {reached}"
+
+
+def _settings(current: Prediction, best: Prediction, found: Sequence[Prediction]) -> list[str]:
+    gain = best.figures.groups_per_second / current.figures.groups_per_second
+    now, then = current.knobs, best.knobs
+    if now == then or (gain < _WORTH_SAYING and then.max_staleness == now.max_staleness):
+        return ["Its settings are good: no other bound or number of groups at once gains 2% without older tokens."]
+    changes = [
+        f"{name}: {new}"
+        for name, old, new in (
+            ("max_staleness", now.max_staleness, then.max_staleness),
+            ("max_concurrent_groups", now.max_running, then.max_running),
+        )
+        if new != old
+    ]
+    before, after = current.figures.mean_staleness, best.figures.mean_staleness
+    age = f"tokens {after:.2f} updates old on average instead of {before:.2f}"
+    effect = f"{gain:.2f} times the throughput" if abs(gain - 1) >= 0.005 else "the same throughput"
+    lines = [f"Set source.{' and source.'.join(changes)}: {effect}, {age}."]
+    fresher = [item for item in found if item.knobs.max_staleness < then.max_staleness]
+    if fresher:
+        bound = max(item.knobs.max_staleness for item in fresher)
+        other = max(
+            (item for item in fresher if item.knobs.max_staleness == bound),
+            key=lambda item: item.figures.groups_per_second,
+        )
+        share = other.figures.groups_per_second / best.figures.groups_per_second
+        groups = other.knobs.max_running
+        lines.append(
+            f"With max_staleness: {bound} and max_concurrent_groups: {groups} it would be {share:.0%} of that."
+        )
+    return lines
+
+
+def _engines(predict: Predictor, current: Prediction) -> list[str]:
+    knobs, ratio = current.knobs, current.training_per_s / current.generation_per_s
+    if ratio >= _BALANCED:
+        more = math.ceil(knobs.engines * ratio)
+        fed = _with_engines(knobs, more)
+        if fed.is_allowed:
+            gain = predict(fed).figures.groups_per_second / current.figures.groups_per_second
+            return [f"{more} engines and {fed.max_running} groups at once would bring {gain:.2f} times the throughput."]
+    fewer = max(1, math.ceil(knobs.engines * ratio * 1.1))
+    if fewer < knobs.engines:
+        left = _with_engines(knobs, fewer)
+        share = predict(left).figures.groups_per_second / current.figures.groups_per_second
+        return [f"{fewer} engines and {left.max_running} groups at once would do {share:.0%} of the work."]
+    return []

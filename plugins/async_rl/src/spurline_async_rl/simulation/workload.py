@@ -1,19 +1,164 @@
 """What a run is made of: how long groups, steps and publishes take, and what becomes of groups.
 
-Place on the way: options of `spurline simulate`, or what an earlier run measured -> Workload -> one Setup of the model
-for each choice of knobs. Knows what the numbers rest on, so that a prediction can say so.
+Place on the way: options of `spurline simulate`, on top of what an earlier run measured -> Workload, which knows what
+its numbers rest on -> one Setup of the model for each choice of knobs. Times are functions of the number of a draw or
+a step: the same number always gives the same value, whatever came before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import numpy as np
 
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
-from spurline_async_rl.simulation.distributions import Distribution
-from spurline_async_rl.simulation.engines import WORK_IN_SECONDS, Speed
-from spurline_async_rl.simulation.setup import Fate, Outcome, Setup
+
+_VALUE, _STRAGGLER = 0, 1
+"""Streams of random numbers that must not have to do with each other."""
+
+
+class Distribution(Protocol):
+    """A value for each number."""
+
+    @property
+    def mean(self) -> float: ...
+
+    def __call__(self, number: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Always the same."""
+
+    value: float
+
+    @property
+    def mean(self) -> float:
+        return self.value
+
+    def __call__(self, number: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Lognormal with this mean; sigma is that of the logarithm, 0 gives a constant."""
+
+    mean: float
+    sigma: float
+    seed: int = 0
+
+    def __call__(self, number: int) -> float:
+        normal = _generator(self.seed, number, _VALUE).standard_normal()
+        return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2)
+
+
+@dataclass(frozen=True)
+class Empirical:
+    """One of these measured values at random, each as likely as any other."""
+
+    values: Sequence[float]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.values, "no value to choose from"
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    def __call__(self, number: int) -> float:
+        return self.values[int(_generator(self.seed, number, _VALUE).integers(len(self.values)))]
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """As `base`, but a `share` of the values is `factor` times as large."""
+
+    base: Distribution
+    share: float
+    factor: float
+    seed: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.base.mean * (1 + self.share * (self.factor - 1))
+
+    def __call__(self, number: int) -> float:
+        late = _generator(self.seed, number, _STRAGGLER).random() < self.share
+        return self.base(number) * (self.factor if late else 1.0)
+
+
+def _generator(seed: int, number: int, stream: int) -> np.random.Generator:
+    return np.random.default_rng((seed, number, stream))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Work one group gets done in a second, by the number of groups on its engine.
+
+    points: (groups, work per second), groups ascending; linear between them and constant beyond. The unit of work is
+    that of the groups' work: a speed of 1 makes it seconds, tokens per second make it tokens of the longest response.
+    """
+
+    points: Sequence[tuple[float, float]] = ((1.0, 1.0),)
+
+    def __post_init__(self) -> None:
+        assert self.points, "a speed needs at least one point"
+        assert all(speed > 0 for _, speed in self.points), f"speeds have to be positive: {self.points}"
+        assert all(left[0] < right[0] for left, right in pairwise(self.points)), f"not ascending: {self.points}"
+
+    def at(self, groups: int) -> float:
+        place = bisect_right(self.points, groups, key=lambda point: point[0])
+        if place in (0, len(self.points)):
+            return self.points[max(place - 1, 0)][1]
+        (left, low), (right, high) = self.points[place - 1 : place + 1]
+        return low + (high - low) * (groups - left) / (right - left)
+
+
+WORK_IN_SECONDS = Speed()
+"""However many run, each takes the seconds that its work says."""
+
+
+Outcome = Literal["kept", "filtered", "quarantined", "skipped", "unreadable"]
+"""filtered: its rewards are equal and it makes way for another. skipped: its row is found unusable by an attempt;
+unreadable: when it is drawn."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a drawn prompt. work: of one attempt, in the unit of the engines' speed. retries: attempts of as
+    much work that fail before."""
+
+    work: float
+    outcome: Outcome = "kept"
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated.
+
+    fate: by draw. train_s: by 1-based step. engines, speed: what generates. After every `publish_every` steps weights
+    are published: `transfer_s` while engines go on, then `pause_s` during which they stand still; the trainer waits for
+    both.
+    """
+
+    limits: SchedulerLimits
+    fate: Callable[[int], Fate]
+    train_s: Callable[[int], float]
+    engines: int = 1
+    speed: Speed = WORK_IN_SECONDS
+    publish_every: int = 1
+    transfer_s: float = 0.0
+    pause_s: float = 0.0
+
 
 _LARGEST = 4096
 """Groups on one engine up to which a saturated one gets slower; more are taken to be as slow as these."""

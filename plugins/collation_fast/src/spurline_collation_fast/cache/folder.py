@@ -18,8 +18,8 @@ from spurline.errors import DataError
 from spurline.files import sync_file
 from spurline.protocols.tokenization import Tokenized
 from spurline_collation_fast.cache.layout import MANIFEST, MISSING, CacheKey, DamagedEntry
-from spurline_collation_fast.cache.leftovers import may_retire, retire, sweep, temporary_folder
 from spurline_collation_fast.cache.mapped_store import open_entry
+from spurline_collation_fast.cache.upkeep import may_retire, retire, sweep, temporary_folder
 from spurline_collation_fast.cache.writer import CacheWriter, disk_errors
 
 ENVIRONMENT_VARIABLE = "SPURLINE_CACHE"

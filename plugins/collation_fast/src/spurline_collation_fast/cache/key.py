@@ -38,18 +38,14 @@ TOKEN_MODULES = (
     "spurline.data.hf_dataset",
     "spurline.data.local_files",
     "spurline.data.messages",
-    "spurline.data.reading",
     "spurline.data.rows",
-    "spurline.data.summary",
     "spurline.data.token_store",
     "spurline.data.tokenization",
     "spurline_collation_fast.tokenization.block_encoder",
-    "spurline_collation_fast.tokenization.blocks",
     "spurline_collation_fast.tokenization.chunks",
     "spurline_collation_fast.tokenization.parallel",
     "spurline_collation_fast.tokenization.slice_worker",
     "spurline_collation_fast.tokenization.slice_workers",
-    "spurline_collation_fast.tokenization.token_columns",
 )
 """The modules whose code decides what an entry holds: tokens, counts, summary. A test compares them with imports."""
 

@@ -19,8 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from spurline.data.summary import summarize
-from spurline.data.token_store import TokenStore, check_extension, fingerprint_of
+from spurline.data.token_store import TokenStore, check_extension, fingerprint_of, summarize
 from spurline.errors import DataError
 from spurline.files import sync_file
 from spurline.protocols.tokenization import Tokenized

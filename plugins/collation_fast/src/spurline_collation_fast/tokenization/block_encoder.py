@@ -1,21 +1,27 @@
 """Turn chunks of rows into blocks of samples, in this process.
 
-Place on the way: chunks -> RowEncoder, or token_columns for rows that are tokens already -> blocks. What a row becomes
+Place on the way: chunks -> RowEncoder, or TokenColumns for rows that are tokens already -> blocks. What a row becomes
 is decided by core's RowEncoder, so that this gives what `core/sequential` gives; here it is only kept busy.
+TokenColumns follows the rules of RowEncoder and of `spurline.data.formats` on whole Arrow columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.encoding import RowEncoder
+from spurline.data.encoding import NO_LOSS_TOKENS, NO_LOSS_TOKENS_AFTER_TRUNCATION, TOO_LONG, RowEncoder
+from spurline.data.formats import IGNORED_LABEL
+from spurline.data.tokenization import arrow_rows
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.tokenization.chunks import Chunk, SampleBlock
-from spurline_collation_fast.tokenization.token_columns import TokenColumns
+from spurline_collation_fast.tokenization.chunks import Chunk, Count, SampleBlock
 
 
 class BlockEncoder:
@@ -68,3 +74,160 @@ class BlockEncoder:
             if self._encoders[source].format == "pretokenized":
                 self._columns[source] = TokenColumns(dataset, self._data, len(self._tokenizer))
         return self._encoders[source]
+
+
+Integers = NDArray[np.integer]
+Mask = NDArray[np.uint8]
+
+
+class _Unusual(Exception):  # noqa: N818 - a finding about a chunk, handled in this module
+    """The chunk is RowEncoder's."""
+
+
+@dataclass(frozen=True)
+class _Ragged:
+    """A list column: values end to end, and entries per row."""
+
+    values: Integers
+    lengths: NDArray[np.int64]
+
+
+class TokenColumns:
+    """Reads chunks of one dataset whose format is `pretokenized`. vocabulary: tokens the tokenizer has.
+
+    It reports nothing: a chunk with anything out of the ordinary (nulls, other types, wrong lengths, ids outside the
+    vocabulary, a sample that is an error) is declined, and RowEncoder says what is wrong.
+    """
+
+    def __init__(self, source: DatasetToTokenize, data: DataConfig, vocabulary: int) -> None:
+        self._dataset, self._names = source.dataset, source.config.columns
+        self._data = data
+        self._vocabulary = vocabulary
+
+    def read(self, chunk: Chunk) -> SampleBlock | None:
+        """The chunk's samples; None when RowEncoder has to read it."""
+        table = arrow_rows(self._dataset, chunk.start, chunk.stop)
+        if table is None:
+            return None
+        try:
+            ids = self._ids(table)
+            mask = self._mask(table, ids)
+            return self._block(chunk, ids, mask)
+        except _Unusual:
+            return None
+
+    def _column(self, table: pyarrow.Table, name: str) -> pyarrow.Array | None:
+        """A column without nulls; None when it is missing or holds nothing else."""
+        label = self._names.get(name, name)
+        if label not in table.column_names:
+            return None
+        column = table.column(label)
+        if column.null_count == len(column):
+            return None
+        _require(column.null_count == 0)
+        return column.chunk(0) if column.num_chunks == 1 else pyarrow.concat_arrays(column.chunks)
+
+    def _ids(self, table: pyarrow.Table) -> _Ragged:
+        column = self._column(table, "input_ids")
+        if column is None:
+            raise _Unusual
+        ids = _ragged(column)
+        _require(ids.lengths.min() > 0)
+        _require(ids.values.min() >= 0 and ids.values.max() < self._vocabulary)
+        return ids
+
+    def _mask(self, table: pyarrow.Table, ids: _Ragged) -> Mask:
+        """1 where the row says there is loss; the first of the columns that is there decides."""
+        column = self._column(table, "loss_mask")
+        if column is not None:
+            given = _ragged(column, flags=True)
+            _require(np.array_equal(given.lengths, ids.lengths))
+            _require(given.values.min() >= 0 and given.values.max() <= 1)
+            return given.values.astype(np.uint8)
+        column = self._column(table, "labels")
+        if column is not None:
+            given = _ragged(column)
+            _require(np.array_equal(given.lengths, ids.lengths))
+            trained = given.values != IGNORED_LABEL
+            _require(np.array_equal(given.values[trained], ids.values[trained]))
+            return trained.astype(np.uint8)
+        prompts = self._prompt_lengths(table, ids.lengths)
+        _require(prompts.min() >= 0 and (prompts <= ids.lengths).all())
+        return (_places(ids.lengths) >= np.repeat(prompts, ids.lengths)).astype(np.uint8)
+
+    def _prompt_lengths(self, table: pyarrow.Table, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        column = self._column(table, "prompt_length")
+        if column is not None:
+            return _integers(column).astype(np.int64)
+        column = self._column(table, "num_actions")
+        if column is None:
+            raise _Unusual
+        return lengths - _integers(column).astype(np.int64)
+
+    def _block(self, chunk: Chunk, ids: _Ragged, mask: Mask) -> SampleBlock:
+        """Apply the rules of `RowEncoder` for the first token, for samples without loss and for `max_length`."""
+        limit, starts = self._data.max_length, np.cumsum(ids.lengths) - ids.lengths
+        mask[starts] = 0
+        has_loss = np.maximum.reduceat(mask, starts) == 1
+        long = ids.lengths > limit
+        keep, cut, counts = has_loss, has_loss & long, []
+        counts.append((NO_LOSS_TOKENS, ~has_loss))
+        if cut.any():
+            _require(self._data.too_long != "error")
+            inside = _places(ids.lengths) < limit
+            if self._data.too_long == "drop":
+                counts.append((TOO_LONG, cut))
+                keep = keep & ~long
+            else:
+                hopeless = cut & (np.maximum.reduceat(mask * inside, starts) == 0)
+                counts.append((NO_LOSS_TOKENS_AFTER_TRUNCATION, hopeless))
+                counts.append(("", cut & ~hopeless))
+                keep = keep & ~hopeless
+            chosen = np.repeat(keep, ids.lengths) & inside
+        else:
+            chosen = np.repeat(keep, ids.lengths)
+        everything = bool(chosen.all())
+        return SampleBlock(
+            source=chunk.source,
+            num_rows=len(chunk),
+            tokens=(ids.values if everything else ids.values[chosen]).astype(np.int32),
+            loss_mask=mask if everything else mask[chosen],
+            lengths=np.minimum(ids.lengths[keep], limit),
+            rows=np.arange(chunk.start, chunk.stop, dtype=np.int64)[keep],
+            counts=_counts(counts, chunk.start),
+        )
+
+
+def _counts(fates: list[tuple[str, NDArray[np.bool_]]], first_row: int) -> tuple[Count, ...]:
+    """Counts of the fates that some row met, by their first row."""
+    met = [Count(reason, int(rows.sum()), first_row + int(rows.argmax())) for reason, rows in fates if rows.any()]
+    return tuple(sorted(met, key=lambda count: count.first_row))
+
+
+def _ragged(column: pyarrow.Array, *, flags: bool = False) -> _Ragged:
+    if not isinstance(column, (pyarrow.ListArray, pyarrow.LargeListArray)):
+        raise _Unusual
+    offsets = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+    # Not `flatten`, which copies: the values of this slice, in place.
+    values = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+    return _Ragged(_integers(values, flags=flags), np.diff(offsets))
+
+
+def _integers(column: pyarrow.Array, *, flags: bool = False) -> Integers:
+    """Whole numbers, or also booleans where they stand for 0 and 1."""
+    is_flag = flags and pyarrow.types.is_boolean(column.type)
+    _require(is_flag or (pyarrow.types.is_integer(column.type) and column.type != pyarrow.uint64()))
+    _require(column.null_count == 0)
+    values = column.to_numpy(zero_copy_only=False)
+    return values.astype(np.uint8) if is_flag else values
+
+
+def _places(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, 2, ... within each row."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) - np.repeat(starts, lengths)
+
+
+def _require(usual: object) -> None:
+    if not usual:
+        raise _Unusual

@@ -7,10 +7,11 @@ entry. What a row becomes is decided by core's RowEncoder, as for `core/sequenti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import date
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -19,17 +20,25 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.reading import check_rows
 from spurline.data.token_store import SampleSink
-from spurline.data.tokenization import SampleCollector
+from spurline.data.tokenization import SampleCollector, check_rows
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 from spurline_collation_fast.cache.folder import NoHomeError, TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.cache.layout import CacheKey
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.blocks import BlockSource
-from spurline_collation_fast.tokenization.slice_worker import SliceTask
+from spurline_collation_fast.tokenization.block_encoder import BlockEncoder
+from spurline_collation_fast.tokenization.chunks import Chunk, RowLine, SampleBlock
+from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
+from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
+from spurline_collation_fast.tokenization.worker_choice import (
+    MEASURE_S,
+    CostMeter,
+    available_cores,
+    for_seconds,
+    workers_worth_starting,
+)
 
 
 class _RowsPerSecond(ProgressColumn):
@@ -119,3 +128,80 @@ class ParallelTokenization:
             for block in blocks:
                 block.add_to(collector)
         return collector, source.notes
+
+
+ROWS_PER_CHUNK = 256
+"""Enough to keep the tokenizer's own threads busy."""
+
+Advance = Callable[[int], None]
+
+
+class BlockSource:
+    """Makes the blocks of all rows of a task. notes: lines for the user about how it went."""
+
+    def __init__(self, task: SliceTask, config: ParallelTokenizationConfig, folder: Path | None = None) -> None:
+        """folder: for the files of workers. Raises DataError for a dataset whose columns fit no format."""
+        self._task, self._config, self._folder = task, config, folder
+        self._encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
+        self._encoder.check_formats()
+        self._line = RowLine([len(source.dataset) for source in task.datasets])
+        self.notes: list[str] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all datasets."""
+        return len(self._line)
+
+    def blocks(self, advance: Advance) -> Generator[SampleBlock, None, None]:
+        """The blocks of all rows in order; close it when leaving early. advance: called with numbers of rows done."""
+        rows = range(self.num_rows)
+        if self._config.workers == "auto":
+            return self._soonest(advance)
+        if self._config.workers == 0 or not rows:
+            return self._here(self._line.chunks(rows, ROWS_PER_CHUNK), advance)
+        return self._forced(rows, self._config.workers, advance)
+
+    def _soonest(self, advance: Advance) -> Generator[SampleBlock, None, None]:
+        """Encode the first rows here, with the clock running, and the rest where it will be done sooner."""
+        chunks = self._line.chunks(range(self.num_rows), ROWS_PER_CHUNK)
+        done = 0
+        # The first chunk also compiles the template and starts threads; it says nothing about the others.
+        for block in self._here(islice(chunks, 1), advance):
+            done += block.num_rows
+            yield block
+        meter, unmeasured = CostMeter(), done
+        for block in self._here(for_seconds(chunks, MEASURE_S), advance):
+            done += block.num_rows
+            yield block
+        left = self.num_rows - done
+        workers = workers_worth_starting(left, meter.cost(done - unmeasured), available_cores()) if left else 0
+        if workers:
+            try:
+                with closing(self._in_workers(range(done, self.num_rows), workers, advance)) as blocks:
+                    for block in blocks:
+                        done += block.num_rows
+                        yield block
+            except UnsharableDataError as error:
+                self.notes.append(
+                    f"tokenized in one process instead of {workers}: the data cannot be given to another one ({error})."
+                )
+        yield from self._here(self._line.chunks(range(done, self.num_rows), ROWS_PER_CHUNK), advance)
+
+    def _forced(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
+        try:
+            yield from self._in_workers(rows, workers, advance)
+        except UnsharableDataError as error:
+            raise DataError(
+                f"tokenization.workers: {workers}: the data cannot be given to worker processes ({error}). Define the "
+                "dataset in a module that can be imported and let it be pickled, or set tokenization.workers: 0."
+            ) from error
+
+    def _here(self, chunks: Iterator[Chunk], advance: Advance) -> Generator[SampleBlock, None, None]:
+        for block in self._encoder.blocks(chunks):
+            advance(block.num_rows)
+            yield block
+
+    def _in_workers(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
+        timeout_s = self._config.stall_timeout_s
+        with SliceWorkers(self._task, self._line, rows, workers, timeout_s, advance, self._folder) as running:
+            yield from running.blocks()

@@ -235,7 +235,8 @@ class RayEngine:
         finally:
             submitting.cancel()
             del self._inboxes[request_id]
-            if not ended:
+            # A pool that finds the actor dead closes it before its requests hear of that.
+            if not ended and self._actor is not None:
                 self._actor.abort.remote(request_id)
 
     async def control(self, command: Command) -> None:
