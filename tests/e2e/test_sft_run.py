@@ -172,10 +172,10 @@ def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config:
 def test_an_unwritable_summary_does_not_hide_what_ended_the_run(
     base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.run import record as run_record
+    from spurline.run import directory
 
     loaded = load_config(base_config)
-    loaded.host.attach(FailAt(3, monkeypatch, run_record), "fail")
+    loaded.host.attach(FailAt(3, monkeypatch, directory), "fail")
     with pytest.raises(ZeroDivisionError) as raised:
         Run(loaded).train()
     assert any("summary.json could not be written" in note for note in raised.value.__notes__)

@@ -67,19 +67,13 @@ def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrai
     try:
         with _quiet_loading():
             # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
+            common: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
             if model.init == "random":
                 torch.manual_seed(seed)
-                causal = AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
-                )
+                causal = AutoModelForCausalLM.from_config(config, **common)
             else:
-                causal = AutoModelForCausalLM.from_pretrained(
-                    model.path,
-                    config=config,
-                    revision=model.revision,
-                    dtype=torch.float32,
-                    trust_remote_code=model.trust_remote_code,
-                )
+                common |= {"config": config, "revision": model.revision}
+                causal = AutoModelForCausalLM.from_pretrained(model.path, **common)
     except _LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, config, error)) from error
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
@@ -157,7 +151,11 @@ def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthL
 
 def _switching_rope(config: PretrainedConfig) -> Iterator[LengthLimit]:
     """Rotary settings under which transformers chooses frequencies by the largest position it sees."""
-    for settings in _rope_settings(config):
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, Mapping):
+        return
+    # The settings of the whole model, or one per layer type.
+    for settings in [value for value in found.values() if isinstance(value, Mapping)] or [found]:
         rope_type = str(settings.get("rope_type") or settings.get("type"))
         longest = getattr(config, "max_position_embeddings", None)
         if rope_type == "longrope":
@@ -167,11 +165,3 @@ def _switching_rope(config: PretrainedConfig) -> Iterator[LengthLimit]:
             continue
         # Without a known limit every length may switch.
         yield LengthLimit(int(longest or 0), rope_type)
-
-
-def _rope_settings(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """The settings of the whole model, or one per layer type."""
-    found = getattr(config, "rope_parameters", None)
-    if isinstance(found, Mapping):
-        nested = [value for value in found.values() if isinstance(value, Mapping)]
-        yield from nested or [found]

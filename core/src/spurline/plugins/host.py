@@ -113,10 +113,11 @@ class PluginHost:
         """
         host = cls()
         core_version = importlib.metadata.version("spurline")
-        host._add(_import_plugin(InstalledPlugin(CORE, BUILTIN_MODULE, "spurline", core_version)))
+        core = InstalledPlugin(CORE, BUILTIN_MODULE, "spurline", core_version)
+        host.plugins[CORE] = _import_plugin(core)
         known = installed_plugins() if available is None and names else dict(available or {})
         for name in _checked_names(names, known):
-            host._add(_import_plugin(known[name]))
+            host.plugins[name] = _import_plugin(known[name])
         host._check_relations()
         host._register()
         return host
@@ -133,9 +134,6 @@ class PluginHost:
     def versions(self) -> dict[str, str]:
         """Distribution name -> version of core and of every enabled plugin."""
         return {plugin.distribution: plugin.version for plugin in self.plugins.values()}
-
-    def _add(self, plugin: LoadedPlugin) -> None:
-        self.plugins[plugin.declaration.name] = plugin
 
     def _check_relations(self) -> None:
         enabled = set(self.plugins) - {CORE}
@@ -174,12 +172,6 @@ class PluginHost:
             ) from error
 
 
-def _how_to_install(name: str) -> str:
-    if name in OFFICIAL:
-        return f"Install it with: pip install spurline-{name.replace('_', '-')}."
-    return "`spurline plugins` lists what is installed."
-
-
 def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
     for position, name in enumerate(names):
         if name in names[:position]:
@@ -187,9 +179,11 @@ def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -
         if name == CORE:
             raise PluginError(f"'{CORE}' is always enabled. Remove it from the list.")
         if name not in known:
+            how = "`spurline plugins` lists what is installed."
+            if name in OFFICIAL:
+                how = f"Install it with: pip install spurline-{name.replace('_', '-')}."
             raise PluginError(
-                f"Plugin '{name}' is not installed.{suggestion(name, known)} Installed: {listing(known)}. "
-                f"{_how_to_install(name)}"
+                f"Plugin '{name}' is not installed.{suggestion(name, known)} Installed: {listing(known)}. {how}"
             )
         yield name
 

@@ -120,15 +120,16 @@ class Registry:
 
     def names(self, kind: str) -> list[str]:
         """Names usable in the config for this kind. `core/NAME` is listed only where a plugin replaced NAME."""
-        found = [name for (entry_kind, name) in self._entries if entry_kind == kind]
-        return sorted(name for name in found if not name.startswith(f"{CORE}/") or self._is_shadowed(kind, name))
+        own = f"{CORE}/"
+        return [
+            name
+            for name in self.all_names(kind)
+            if not name.startswith(own) or self._entries[(kind, name.removeprefix(own))].plugin != CORE
+        ]
 
     def all_names(self, kind: str) -> list[str]:
         """Every accepted name, each `core/NAME` alias included."""
         return sorted(name for (entry_kind, name) in self._entries if entry_kind == kind)
-
-    def _is_shadowed(self, kind: str, alias: str) -> bool:
-        return self._entries[(kind, alias.removeprefix(f"{CORE}/"))].plugin != CORE
 
     def default(self, kind: str) -> str | None:
         """Name used when the config leaves this kind out: the enabled plugin's claim, else core's."""

@@ -72,7 +72,8 @@ def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
     """All components; the stack closes them in reverse order."""
     trackers = build_trackers(loaded)
     data = build_data(loaded, stack)
-    return Components(data, build_backend(loaded, stack, data.total_updates), trackers)
+    backend = build_backend(loaded, stack, data.total_updates)
+    return Components(data, backend, trackers)
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:

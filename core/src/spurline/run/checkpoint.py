@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,16 +140,13 @@ class CheckpointStore:
         candidates = self.paths()
         if not candidates:
             return None
-        chosen = candidates[-1]
         try:
-            return open_checkpoint(chosen)
+            return open_checkpoint(candidates[-1])
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {self._offer(excluding=chosen)}") from error
+            raise CheckpointError(f"{error} {self._offer(candidates[:-1])}") from error
 
-    def _offer(self, excluding: Path) -> str:
-        for path in reversed(self.paths()):
-            if path == excluding:
-                continue
+    def _offer(self, paths: Sequence[Path]) -> str:
+        for path in reversed(paths):
             try:
                 good = open_checkpoint(path)
             except CheckpointError:  # the next older one may be good
@@ -224,9 +221,10 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
     arrays: dict[str, NDArray[Any]] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        write_json(_json_path(path), {"state": _take_out(state, arrays)})
+        structure, arrays_path = _state_paths(path)
+        write_json(structure, {"state": _take_out(state, arrays)})
         if arrays:
-            save_file(arrays, _arrays_path(path))
+            save_file(arrays, arrays_path)
     except SafetensorError as error:
         raise CheckpointWriteError(f"{path.name}: {error}") from error
     except TypeError as error:
@@ -238,18 +236,14 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
 
 def read_state(path: Path) -> dict[str, object]:
     """What `write_state` wrote. Raises FileNotFoundError when there is none."""
-    content = json.loads(_json_path(path).read_text(encoding="utf-8"))["state"]
-    arrays_path = _arrays_path(path)
+    structure, arrays_path = _state_paths(path)
+    content = json.loads(structure.read_text(encoding="utf-8"))["state"]
     return _put_back(content, load_file(arrays_path) if arrays_path.exists() else {})
 
 
-def _json_path(path: Path) -> Path:
+def _state_paths(path: Path) -> tuple[Path, Path]:
     # Not with_suffix: a component's name may hold dots.
-    return path.with_name(f"{path.name}.json")
-
-
-def _arrays_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.safetensors")
+    return path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.safetensors")
 
 
 def _take_out(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:

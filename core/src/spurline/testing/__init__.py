@@ -34,26 +34,20 @@ if TYPE_CHECKING:
     from spurline.testing.rollout_engine_contract import RolloutEngineContract as RolloutEngineContract
     from spurline.testing.tokenization_contract import TokenizationContract as TokenizationContract
 
-_HOMES = {
-    "AdvantageContract": "advantage_contract",
-    "BackendContract": "backend_contract",
-    "CollatorContract": "collator_contract",
-    "CorrectionContract": "loss_contract",
-    "EngineUpdateContract": "engine_update_contract",
-    "EnvironmentContract": "environment_contract",
-    "LossContract": "loss_contract",
-    "MiniBatchesContract": "loss_contract",
-    "PluginContract": "plugin_contract",
-    "PrefetchContract": "prefetch_contract",
-    "ReportPanelContract": "plugin_contract",
-    "RolloutCollatorContract": "collator_contract",
-    "RolloutEngineContract": "rollout_engine_contract",
-    "TokenizationContract": "tokenization_contract",
-    "TrackerContract": "plugin_contract",
-    "make_store": "inputs",
-    "make_trajectories": "inputs",
-    "write_tiny_model": "inputs",
+_NAMES = {
+    "advantage_contract": ("AdvantageContract",),
+    "backend_contract": ("BackendContract",),
+    "collator_contract": ("CollatorContract", "RolloutCollatorContract"),
+    "engine_update_contract": ("EngineUpdateContract",),
+    "environment_contract": ("EnvironmentContract",),
+    "inputs": ("make_store", "make_trajectories", "write_tiny_model"),
+    "loss_contract": ("CorrectionContract", "LossContract", "MiniBatchesContract"),
+    "plugin_contract": ("PluginContract", "ReportPanelContract", "TrackerContract"),
+    "prefetch_contract": ("PrefetchContract",),
+    "rollout_engine_contract": ("RolloutEngineContract",),
+    "tokenization_contract": ("TokenizationContract",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -208,13 +208,7 @@ def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
 
 
 def _contents(batch: TrainingBatch) -> list[tuple[str, list[int], list[float]]]:
-    found: list[tuple[str, list[int], list[float]]] = []
-    for row in range(batch.num_rows):
-        for segment, uid in enumerate(batch.segments["uid"][row].tolist(), start=1):
-            where = batch.tokens["segment_ids"][row] == segment
-            tokens, weights = batch.tokens["input_ids"][row][where], batch.tokens["loss_weights"][row][where]
-            found.append((uid, tokens.tolist(), weights.tolist()))
-    return found
+    return [(uid, tokens, weights) for uid, _, _, tokens, weights in _turns_in(batch)]
 
 
 def _expected(samples: TokenView) -> list[tuple[str, list[int], list[float]]]:
@@ -225,7 +219,7 @@ def _expected(samples: TokenView) -> list[tuple[str, list[int], list[float]]]:
 
 
 def _turns_in(batch: TrainingBatch) -> list[tuple[Any, ...]]:
-    """(uid, sample, turn, tokens, loss weights, advantages) of each segment."""
+    """(uid, sample, turn, tokens, loss weights) of each segment, and its advantages where the batch has some."""
     found: list[tuple[Any, ...]] = []
     for row in range(batch.num_rows):
         names = zip(*(batch.segments[name][row].tolist() for name in ("uid", "sample", "turn")), strict=True)

@@ -59,7 +59,7 @@ class ConsoleTracker:
         if self._progress is not None and self._task is not None:
             readout = _SEPARATOR.join(_drop_until_fit(fields, self._console.width - 28))
             self._progress.update(self._task, completed=step, description=self._step_label(step), readout=readout)
-        elif self._is_due(step):
+        elif self._is_first or step % self._config.every_steps == 0 or step == self._total_steps:
             plain = [text for name, text in fields if name != "grad_norm"]
             self._print(_SEPARATOR.join([self._step_label(step), *plain]))
         self._is_first = False
@@ -135,7 +135,8 @@ class ConsoleTracker:
         terms = [name for name in evaluated if name.startswith("eval/rewards/")]
         if len(terms) == 1 and evaluated[terms[0]] == evaluated.get("eval/reward"):
             evaluated = {name: value for name, value in evaluated.items() if name != terms[0]}
-        results = [_result(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
+        named = [(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
+        results = [f"{name} {value:{'.1%' if name.startswith('pass@') else '.4g'}}" for name, value in named]
         return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -145,9 +146,6 @@ class ConsoleTracker:
             if last is None or step - last >= _STEPS_BETWEEN_WARNINGS:
                 self._warned_at[kind] = step
                 self._print(f"warning at {self._step_label(step)}: {words}")
-
-    def _is_due(self, step: int) -> bool:
-        return self._is_first or step % self._config.every_steps == 0 or step == self._total_steps
 
     def _print(self, line: str) -> None:
         """Print above the bar; never wrapped, coloured or read as markup."""
@@ -165,16 +163,11 @@ def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return [("loss", f"loss {metrics['loss']:.3f}")] if "loss" in metrics else []
 
 
-def _result(name: str, value: float) -> str:
-    return f"{name} {value:.1%}" if name.startswith("pass@") else f"{name} {value:.4g}"
-
-
 def _drop_until_fit(fields: list[tuple[str, str]], width: int) -> list[str]:
     """Field texts, less the least important ones until they fit into `width` columns."""
-    unimportant = ("grad_norm", "lr", "equal", "age", "tokens")
-    for number in range(len(unimportant) + 1):
-        dropped = unimportant[:number]
-        texts = [text for name, text in fields if name not in dropped]
-        if len(_SEPARATOR.join(texts)) <= width:
-            return texts
-    return [text for name, text in fields if name in ("loss", "reward")]
+    texts = dict(fields)
+    for dropped in ("grad_norm", "lr", "equal", "age", "tokens", "eta"):
+        if len(_SEPARATOR.join(texts.values())) <= width:
+            break
+        texts.pop(dropped, None)
+    return list(texts.values())

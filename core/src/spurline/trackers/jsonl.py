@@ -112,21 +112,16 @@ def cut_back(path: Path, last_step: int) -> None:
     """
     kept: list[bytes] = []
     reached = 0
-    lines = _parse_lines(path)
-    while True:
-        try:
-            raw, line = next(lines)
+    try:
+        for raw, line in _parse_lines(path):
             step = _read_step(line, path)
-        except StopIteration:
-            break
-        except RunDirectoryError:
-            if reached >= last_step:
+            if step > last_step:
                 break
+            kept.append(raw + b"\n")
+            reached = step
+    except RunDirectoryError:
+        if reached < last_step:
             raise
-        if step > last_step:
-            break
-        kept.append(raw + b"\n")
-        reached = step
     replace_file(path, b"".join(kept).decode())
 
 
