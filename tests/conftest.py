@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +25,12 @@ import pytest  # noqa: E402 - transformers reads the environment when a test imp
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
+
+from spurline.config import loading  # noqa: E402
+from spurline.config.assembly import assemble  # noqa: E402
+from spurline.config.run_config import RunConfig  # noqa: E402
+from spurline.config.section import Section  # noqa: E402
+from spurline.registry import Registry  # noqa: E402
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
@@ -44,6 +50,21 @@ if not SOAK:
     # Examples would hold constants of whichever modules earlier tests have imported, and so depend on those.
     assert callable(providers._get_local_constants)
     providers._get_local_constants = lambda: providers._local_constants
+
+
+MODELS: dict[tuple[object, ...], type[RunConfig]] = {}
+"""Config models by the components and sections they are made of."""
+
+
+def assemble_once(registry: Registry, sections: Mapping[str, type[Section]]) -> type[RunConfig]:
+    """A process of the product makes one config model; the tests would make a thousand equal ones."""
+    key = (*registry.entries(), *sections.items())
+    if key not in MODELS:
+        MODELS[key] = assemble(registry, sections)
+    return MODELS[key]
+
+
+loading.assemble = assemble_once
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
