@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from spurline.errors import ConfigError, Problem
-from spurline.protocols.environment import Environment, PolicyHandle, Task
+from spurline.errors import ConfigError
+from spurline.protocols.environment import Environment
 from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import OVERLONG, PromptSourceConfig
@@ -39,21 +39,14 @@ class Attempts:
         self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )
-        sampling = config.sampling
-        self._sampling = Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            stop=sampling.stop,
-        )
+        self._sampling = Sampling(**config.sampling.model_dump(exclude={"allow_truncated"}))
         self.given_up = GivenUpPrompts(config.faults.max_quarantined)
         self.training = self._make_runner(
             self._sampling,
             self.given_up,
             config.samples_per_prompt,
             punishes_length=True,
-            any_distribution=sampling.allow_truncated,
+            any_distribution=config.sampling.allow_truncated,
         )
 
     async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
@@ -88,20 +81,9 @@ class Attempts:
         any_distribution: bool,
     ) -> GroupRunner:
         faults = self._config.faults
-
-        def make_policy(task: Task, attempt: int) -> PolicyHandle:
-            return EnginePolicy(
-                self.engine,
-                sampling,
-                run_seed=self._run_seed,
-                task=task,
-                attempt=attempt,
-                any_distribution=any_distribution,
-            )
-
         return GroupRunner(
             self._environment,
-            make_policy,
+            partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=any_distribution),
             partial(self._score, punishes_length=punishes_length),
             given_up,
             samples_per_prompt=samples_per_prompt,
@@ -120,11 +102,11 @@ class Attempts:
         if overlong is None:
             return score(trajectory, weights)
         if OVERLONG in trajectory.rewards:
-            clash = (
+            raise ConfigError.at(
+                "source.overlong",
                 f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
-                "environment's, or remove source.overlong."
+                "environment's, or remove source.overlong.",
             )
-            raise ConfigError([Problem("source.overlong", clash)])
         if not punishes_length:
             return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})
         longest = self._config.sampling.max_new_tokens

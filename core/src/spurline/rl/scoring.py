@@ -20,6 +20,7 @@ from spurline.rl.concurrency import in_thread, located
 from spurline.rl.trajectory import Trajectory, Turn
 
 _SHOWN_CHARACTERS = 200
+_NUMBERS = (int, float, np.number, np.bool_)
 
 
 async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
@@ -28,16 +29,21 @@ async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[st
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
-    """The value as a finite float. Raises AttemptFailedError for anything else."""
-    number = _read_number(value)
-    if number is None:
+    """The value of a Python or numpy number, or of an array or tensor of no dimension, as a finite float.
+
+    Raises AttemptFailedError for anything else.
+    """
+    number = value
+    if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
+        number = value.item()
+    if not isinstance(number, _NUMBERS):
         hint = " Does it lack a return statement?" if value is None else ""
         raise AttemptFailedError(
             f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )
     if not math.isfinite(number):
-        raise AttemptFailedError(f"Reward '{name}' returned {number} for {_place(answer)}; it must be finite.")
-    return number
+        raise AttemptFailedError(f"Reward '{name}' returned {float(number)} for {_place(answer)}; it must be finite.")
+    return float(number)
 
 
 def close_all(components: Mapping[str, Any]) -> None:
@@ -61,13 +67,6 @@ async def _call(name: str, reward: Reward, answer: Answer) -> float:
     except Exception as error:
         raise AttemptFailedError(f"Reward '{name}' failed on {_place(answer)}: {located(error)}") from error
     return checked_score(name, value, answer)
-
-
-def _read_number(value: Any) -> float | None:
-    """The value of a Python or numpy number, or of an array or tensor of no dimension; None for anything else."""
-    if not isinstance(value, (int, float, np.number, np.bool_)) and getattr(value, "shape", None) == ():
-        value = value.item()
-    return float(value) if isinstance(value, (int, float, np.number, np.bool_)) else None
 
 
 def _place(answer: Answer) -> str:
