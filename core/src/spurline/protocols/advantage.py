@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class Advantage(Protocol):
     """Set `advantages` on every turn of scored groups.
 
-    Factory: `Class(config)`; its config class derives from `spurline.protocols.advantage.AdvantageConfig`.
-    Pure; numpy only.
+    Factory: `Class(config)`. Pure; numpy only.
     """
 
     needs: frozenset[str]

@@ -99,12 +99,19 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     Raises ConfigError for the weight of a term that the environment does not give, AttemptFailedError for a reward that
     is not finite and for an attempt without a single response token, whose reward would be lost.
     """
-    where = f"Sample {trajectory.sample} of prompt {trajectory.uid}"
-    _check_names(trajectory.rewards, weights)
-    for name, value in trajectory.rewards.items():
+    where, terms = f"Sample {trajectory.sample} of prompt {trajectory.uid}", trajectory.rewards
+    if unknown := sorted(set(weights) - set(terms)):
+        text = "names no reward term of the environment, which must give the same terms in every attempt."
+        raise ConfigError(
+            [
+                Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} Terms: {listing(terms)}.")
+                for name in unknown
+            ]
+        )
+    for name, value in terms.items():
         if not math.isfinite(value):
             raise AttemptFailedError(f"{where}: reward '{name}' is {value}; it must be finite.")
-    total = math.fsum(weights.get(name, 1.0) * value for name, value in trajectory.rewards.items())
+    total = math.fsum(weights.get(name, 1.0) * value for name, value in terms.items())
     turns = [_prepare_rewards(turn, f"{where}, turn {number}") for number, turn in enumerate(trajectory.turns)]
     last = max((number for number, turn in enumerate(turns) if len(turn.response_ids)), default=None)
     if last is None:
@@ -116,16 +123,6 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     assert rewards is not None
     rewards[-1] += total
     return replace(trajectory, turns=tuple(turns))
-
-
-def _check_names(terms: Mapping[str, float], weights: Mapping[str, float]) -> None:
-    unknown = sorted(set(weights) - set(terms))
-    if unknown:
-        text = "names no reward term of the environment, which must give the same terms in every attempt."
-        known = f"Terms: {listing(terms)}."
-        raise ConfigError(
-            [Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} {known}") for name in unknown]
-        )
 
 
 def _prepare_rewards(turn: Turn, where: str) -> Turn:
