@@ -1,4 +1,4 @@
-"""Kind `source`: where the batches of a run come from. SFT, synchronous and async RL differ only here."""
+"""Kind `source`: where the batches of a run come from."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class SourceContext:
 
 
 class BatchSource(ABC):
-    """Supply one TrainingBatch per loop step.
+    """Supply one TrainingBatch per loop step; SFT, synchronous and async RL differ only here.
 
     Factory: `Class(config, context=SourceContext)`. It reads its data there, but starts nothing.
     A source with state between steps also implements `Stateful`; its state may hold a fingerprint of the data, so that
