@@ -26,10 +26,8 @@ from spurline.rl.advantages.configs import (
     RlooConfig,
 )
 from spurline.rl.advantages.gae import Gae
-from spurline.rl.advantages.grpo import DrGrpo, Grpo
-from spurline.rl.advantages.maxrl import MaxRl
+from spurline.rl.advantages.group_relative import DrGrpo, Grpo, MaxRl, Rloo
 from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
-from spurline.rl.advantages.rloo import Rloo
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline.testing.advantage_contract import AdvantageContract
 

@@ -163,6 +163,7 @@ def test_closing_a_pool_ends_a_call_under_way():
     run(close_while_calling())
 
 
+@pytest.mark.processes
 def test_a_call_that_waited_for_a_worker_while_the_pool_was_closed_starts_no_process():
     pool = KillablePool("reward_functions:sleeps", GENEROUS_S, workers=1)
 
@@ -179,6 +180,7 @@ def test_a_call_that_waited_for_a_worker_while_the_pool_was_closed_starts_no_pro
     assert pool._child is None
 
 
+@pytest.mark.processes
 def test_a_worker_ends_with_its_parent_even_in_the_middle_of_a_call(tmp_path):
     report = tmp_path / "process"
     code = (

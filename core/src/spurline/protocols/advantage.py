@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class Advantage(Protocol):
     """Set `advantages` on every turn of scored groups.
 
-    Factory: `Class(config)`; its config class derives from `spurline.protocols.advantage.AdvantageConfig`.
-    Pure; numpy only.
+    Factory: `Class(config)`. Pure; numpy only.
     """
 
     needs: frozenset[str]
@@ -40,16 +39,13 @@ class AdvantageConfig(ComponentConfig):
     """Settings of an advantage."""
 
     kind: ClassVar[str] = "advantage"
+    uses_critic: ClassVar[bool] = False
+    """Whether the algorithm reads a critic's values, so that the run needs the section `critic`."""
 
     @property
     def smallest_group(self) -> int:
         """Samples of a prompt below which the algorithm has nothing to learn from."""
         return 1
-
-    @property
-    def uses_critic(self) -> bool:
-        """Whether the algorithm reads a critic's values, so that the run needs the section `critic`."""
-        return False
 
     @property
     def divides_by_spread(self) -> bool:

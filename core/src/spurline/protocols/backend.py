@@ -1,8 +1,4 @@
-"""Kind `backend`: where forward, backward and the optimizer run, and what some backends can besides.
-
-Its config says what a run must know before anything is loaded: the parallel layout, memory, and which of the optional
-protocols its backend has.
-"""
+"""Kind `backend`: where forward, backward and the optimizer run, and what some backends can besides."""
 
 from __future__ import annotations
 
@@ -48,8 +44,7 @@ class Backend(Protocol):
     """Hold a model and its optimizer, on however many ranks, behind one object.
 
     Factory: `Class(config, run=RunConfig, total_updates=int)`: `run` gives the sections model, optimizer, schedule,
-    critic and seed; `total_updates` the policy's optimizer steps of the whole run. Its config class derives from
-    `spurline.protocols.backend.BackendConfig`, which gives the parallel layout without loading anything.
+    critic and seed; `total_updates` the policy's optimizer steps of the whole run.
     Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
     """
 
@@ -145,7 +140,7 @@ class LendsModel(Protocol):
 
 
 class BackendConfig(ComponentConfig):
-    """Settings of a backend."""
+    """Settings of a backend, and what a run must know of it before anything is loaded."""
 
     kind: ClassVar[str] = "backend"
     generates: ClassVar[bool] = False

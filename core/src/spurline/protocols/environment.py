@@ -87,15 +87,6 @@ class Environment(Protocol):
     all attempts, many at the same time on one event loop: `run` keeps its state in local variables. Code that takes
     long without awaiting belongs in `spurline.rl.concurrency.in_thread` or in a process; time limits cannot reach it
     elsewhere. An environment that holds processes or files also has `close()`, plain or async.
-
-        class Terse:
-            def __init__(self, config, registry, tokenizer, data):
-                self._tokenizer, self._data = tokenizer, data
-
-            async def run(self, task, policy):
-                example = prompt_and_reference(task.row, task.dataset, self._tokenizer, self._data)
-                result = await policy.generate(example.prompt_ids)
-                return policy.finish({"brevity": -len(result.token_ids)})
     """
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:

@@ -1,8 +1,4 @@
-"""Kind `loss`: a token loss as a pure function of logprobs.
-
-Its config says what the loss learns from, so that a source can refuse one that does not fit its batches before torch is
-imported.
-"""
+"""Kind `loss`: a token loss as a pure function of logprobs."""
 
 from __future__ import annotations
 
@@ -86,7 +82,7 @@ class LossConfig(ComponentConfig):
 
     kind: ClassVar[str] = "loss"
     trains_on: ClassVar[TrainsOn] = "tokens"
-    """What of a batch it learns from."""
+    """What of a batch it learns from; a source refuses one that does not fit its batches."""
     uses_rollout_logprobs: ClassVar[bool] = False
     """Whether the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
     where they come from older weights."""

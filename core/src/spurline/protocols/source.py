@@ -1,8 +1,4 @@
-"""Kind `source`: where the batches of a run come from.
-
-SFT, synchronous and async RL differ only here. A source is given a SourceContext, supplies a batch per step, and says
-how held-out data is measured.
-"""
+"""Kind `source`: where the batches of a run come from."""
 
 from __future__ import annotations
 
@@ -64,27 +60,23 @@ class SourceConfig(ComponentConfig):
         return None
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.compares_logprobs:
-            yield from _dropout_problems(run)
+        """Dropout that is switched on in a run that compares logprobs.
 
-
-def _dropout_problems(run: RunConfig) -> Iterable[Problem]:
-    """Dropout that is switched on in a run that compares logprobs.
-
-    Those to compare with are computed without dropout. An update with dropout then differs from them before any weight
-    has changed: probability ratios are not 1 and margins between answers are noise. Dropout that the model's own
-    `config.json` brings is not known here.
-    """
-    overrides = run.model.config_overrides
-    found = {f"model.config_overrides.{name}": overrides.get(name) for name in MODEL_DROPOUT}
-    found |= {f"backend.{path}": rate for path, rate in run.backend.dropout_rates.items()}
-    for setting, rate in found.items():
-        if isinstance(rate, (int, float)) and rate > 0:
-            yield Problem(
-                "name",
-                f"is {run.source.name}, which compares logprobs of the update with some computed without dropout, but "
-                f"{setting} is {rate:g}, so that they would differ before anything is learned. Set it to 0.",
-            )
+        An update with dropout differs from what it is compared with before any weight has changed: probability ratios
+        are not 1 and margins between answers are noise. Dropout of the model's own `config.json` is not known here.
+        """
+        if not self.compares_logprobs:
+            return
+        overrides = run.model.config_overrides
+        found = {f"model.config_overrides.{name}": overrides.get(name) for name in MODEL_DROPOUT}
+        found |= {f"backend.{path}": rate for path, rate in run.backend.dropout_rates.items()}
+        for setting, rate in found.items():
+            if isinstance(rate, (int, float)) and rate > 0:
+                yield Problem(
+                    "name",
+                    f"is {self.name}, which compares logprobs of the update with some computed without dropout, but "
+                    f"{setting} is {rate:g}, so that they would differ before anything is learned. Set it to 0.",
+                )
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class SourceContext:
 
 
 class BatchSource(ABC):
-    """Supply one TrainingBatch per loop step.
+    """Supply one TrainingBatch per loop step; SFT, synchronous and async RL differ only here.
 
     Factory: `Class(config, context=SourceContext)`. It reads its data there, but starts nothing.
     A source with state between steps also implements `Stateful`; its state may hold a fingerprint of the data, so that
@@ -151,8 +143,7 @@ class BatchSource(ABC):
         return None
 
     def given_up(self) -> Sequence[str]:
-        """A line for each prompt left out after repeated failures, with the place of the row and the error, for
-        summary.json and the report."""
+        """A line for each prompt given up, with the place of the row and the error, for summary.json and the report."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - many have nothing to stop

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from spurline.errors import ConfigError, Problem
-from spurline.protocols.environment import Environment, PolicyHandle, Task
+from spurline.errors import ConfigError
+from spurline.protocols.environment import Environment
 from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import OVERLONG, PromptSourceConfig
@@ -39,33 +39,13 @@ class Attempts:
         self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )
-        sampling = config.sampling
-        self._sampling = Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            stop=sampling.stop,
-        )
         self.given_up = GivenUpPrompts(config.faults.max_quarantined)
-        self.training = self._make_runner(
-            self._sampling,
-            self.given_up,
-            config.samples_per_prompt,
-            punishes_length=True,
-            any_distribution=sampling.allow_truncated,
-        )
+        self.training = self._make_runner(config.samples_per_prompt, self.given_up)
 
     async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
-        held_out = self._config.held_out
-        runner = self._make_runner(
-            replace(self._sampling, temperature=held_out.temperature, top_p=1.0, top_k=0),
-            GivenUpPrompts(self._config.faults.max_quarantined),
-            held_out.samples_per_prompt,
-            punishes_length=False,
-            any_distribution=True,
-        )
+        held_out, given_up = self._config.held_out, GivenUpPrompts(self._config.faults.max_quarantined)
+        runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
         return await runner.run_groups(prompts)
 
     async def close(self) -> None:
@@ -79,30 +59,18 @@ class Attempts:
             await self.engine.close()
 
     def _make_runner(
-        self,
-        sampling: Sampling,
-        given_up: GivenUpPrompts,
-        samples_per_prompt: int,
-        *,
-        punishes_length: bool,
-        any_distribution: bool,
+        self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
     ) -> GroupRunner:
-        faults = self._config.faults
-
-        def make_policy(task: Task, attempt: int) -> PolicyHandle:
-            return EnginePolicy(
-                self.engine,
-                sampling,
-                run_seed=self._run_seed,
-                task=task,
-                attempt=attempt,
-                any_distribution=any_distribution,
-            )
-
+        """temperature: of held-out attempts, whose distribution is that of the model; None for training."""
+        faults, trains = self._config.faults, temperature is None
+        sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0)
+        any_distribution = not trains or self._config.sampling.allow_truncated
         return GroupRunner(
             self._environment,
-            make_policy,
-            partial(self._score, punishes_length=punishes_length),
+            partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=any_distribution),
+            partial(self._score, punishes_length=trains),
             given_up,
             samples_per_prompt=samples_per_prompt,
             retries=faults.retries,
@@ -120,11 +88,11 @@ class Attempts:
         if overlong is None:
             return score(trajectory, weights)
         if OVERLONG in trajectory.rewards:
-            clash = (
+            raise ConfigError.at(
+                "source.overlong",
                 f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
-                "environment's, or remove source.overlong."
+                "environment's, or remove source.overlong.",
             )
-            raise ConfigError([Problem("source.overlong", clash)])
         if not punishes_length:
             return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})
         longest = self._config.sampling.max_new_tokens

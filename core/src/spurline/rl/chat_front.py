@@ -167,7 +167,8 @@ class ChatFront:
 
     def _prefix_error(self, known: str, text: str) -> PrefixError:
         """Says which stretch differs first, from which token on, and what stood and stands there."""
-        start = _common_length(known, text)
+        pairs = enumerate(zip(known, text, strict=False))
+        start = next((place for place, (before, now) in pairs if before != now), len(text))
         number, offset = 0, start
         while offset >= len(self._stretches[number].text):
             offset -= len(self._stretches[number].text)
@@ -190,12 +191,6 @@ class ChatFront:
             stretch.turn,
             token,
         )
-
-
-def _common_length(one: str, other: str) -> int:
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
 
 
 def _excerpt(text: str, start: int) -> str:

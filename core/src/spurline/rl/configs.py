@@ -36,14 +36,18 @@ class SamplingConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the model's own end tokens."""
 
+    @property
+    def cuts(self) -> Mapping[str, float]:
+        """Settings that cut tokens off, with the values that switch them off."""
+        return {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off}
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        for name, off in (("top_p", 1.0), ("top_k", 0)):
-            if getattr(self, name) != off and not self.allow_truncated:
-                yield Problem(
-                    name,
-                    "cuts tokens off while sampling, but the trainer's logprobs are those of the whole distribution, "
-                    f"so importance ratios would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
-                )
+        for name, off in self.cuts.items() if not self.allow_truncated else ():
+            yield Problem(
+                name,
+                "cuts tokens off while sampling, but the trainer's logprobs are those of the whole distribution, "
+                f"so importance ratios would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
+            )
 
 
 class OverlongConfig(Section):
@@ -125,10 +129,10 @@ class PromptSourceConfig(SourceConfig):
     """A training row per turn (step-wise training), or one row for all turns of an attempt in which each goes on from
     the tokens of the last; others keep a row per turn."""
     zero_variance: Literal["keep", "refill"] = "keep"
-    """Groups whose rewards are all equal have no gradient: train on them, or draw further prompts in their place
+    """Groups whose rewards are all equal have no gradient: train on them, or filter them and draw further prompts
     (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     max_draws_per_step: int | None = Field(default=None, gt=0)
-    """Prompts that one step may draw, those given up or replaced included; null is 8 x prompts_per_step."""
+    """Prompts that one step may draw, those given up or filtered included; null is 8 x prompts_per_step."""
     overlong: OverlongConfig | None = None
     """Take reward from responses that come close to the limit."""
     kl_in_reward: KlInRewardConfig | None = None
@@ -148,7 +152,7 @@ class PromptSourceConfig(SourceConfig):
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
                 "zero_variance",
-                "is refill, but the reward of a single sample never varies, so every prompt would be left out. Raise "
+                "is refill, but the reward of a single sample never varies, so every group would be filtered. Raise "
                 "samples_per_prompt, or set zero_variance: keep.",
             )
         overlong = self.overlong
@@ -171,11 +175,11 @@ class PromptSourceConfig(SourceConfig):
                 "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
                 "`minibatch_prompts` in their config.",
             )
-        cut = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self.sampling, name) != off]
-        if self.correction is not None and cut:
+        if self.correction is not None and self.sampling.cuts:
+            cut = next(iter(self.sampling.cuts))
             yield Problem(
                 "correction",
-                f"is {self.correction.name}, but with sampling.{cut[0]} rollout logprobs are those of the tokens left, "
+                f"is {self.correction.name}, but with sampling.{cut} rollout logprobs are those of the tokens left, "
                 "likelier than the trainer finds them, so every ratio would be too small. Remove one of the two.",
             )
 

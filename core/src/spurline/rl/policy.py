@@ -44,25 +44,20 @@ class EnginePolicy:
 
     engine: RolloutEngine
     sampling: Sampling
-    _: KW_ONLY
-    run_seed: int
     task: Task
     attempt: int = 0
+    _: KW_ONLY
+    run_seed: int
     any_distribution: bool = False
     _num_asked: int = field(default=0, init=False)
     _finished: dict[int, Turn] = field(default_factory=dict[int, Turn], init=False)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns finished so far, in the order in which they were asked for."""
         return tuple(turn for _, turn in sorted(self._finished.items()))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """Ask the engine for the next turn.
-
-        Raises DataError for an empty prompt, PluginError for a sampling that cannot be trained on, and what the engine
-        raises.
-        """
+        """As of PolicyHandle. Raises PluginError for a sampling that cannot be trained on, and what the engine does."""
         if sampling is not None and not self.any_distribution:
             self._check_distribution(sampling)
         # Counted before waiting: turns that an environment asks for together keep their numbers, whoever ends first.
@@ -104,7 +99,7 @@ class EnginePolicy:
         turn_rewards: Sequence[float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """Make the attempt's trajectory of all turns. Raises ValueError when there is not one reward for each turn."""
+        """As of PolicyHandle. Raises ValueError when there is not one reward for each turn."""
         turns = self.turns
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):

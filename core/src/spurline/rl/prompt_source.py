@@ -50,10 +50,10 @@ async def collect_groups(
     """Draw until `count` groups can be trained on.
 
     Each round draws exactly the number still missing, so which prompts a step takes depends on the results alone, never
-    on which of them came first. filters: groups whose returns are equal make way for further prompts (dynamic sampling,
-    DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of them are used after
-    all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that limit: `take` raises
-    DataError when nothing but such rows is left.
+    on which of them came first. filters: groups whose returns are equal are filtered, and further prompts drawn
+    (dynamic sampling, DAPO, Yu et al. 2025, arXiv:2503.14476); once `draw_limit` prompts are drawn, the earliest of
+    them are used after all, since a batch has a fixed number of prompts. Rows that cannot be used are no part of that
+    limit: `take` raises DataError when nothing but such rows is left.
     Raises RunFailedError when so many prompts were given up that `count` cannot be reached.
     """
     kept: list[Group] = []

@@ -20,6 +20,7 @@ from spurline.rl.concurrency import in_thread, located
 from spurline.rl.trajectory import Trajectory, Turn
 
 _SHOWN_CHARACTERS = 200
+_NUMBERS = (int, float, np.number, np.bool_)
 
 
 async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
@@ -28,16 +29,21 @@ async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[st
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
-    """The value as a finite float. Raises AttemptFailedError for anything else."""
-    number = _read_number(value)
-    if number is None:
+    """The value of a Python or numpy number, or of an array or tensor of no dimension, as a finite float.
+
+    Raises AttemptFailedError for anything else.
+    """
+    number = value
+    if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
+        number = value.item()
+    if not isinstance(number, _NUMBERS):
         hint = " Does it lack a return statement?" if value is None else ""
         raise AttemptFailedError(
             f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )
     if not math.isfinite(number):
-        raise AttemptFailedError(f"Reward '{name}' returned {number} for {_place(answer)}; it must be finite.")
-    return number
+        raise AttemptFailedError(f"Reward '{name}' returned {float(number)} for {_place(answer)}; it must be finite.")
+    return float(number)
 
 
 def close_all(components: Mapping[str, Any]) -> None:
@@ -61,13 +67,6 @@ async def _call(name: str, reward: Reward, answer: Answer) -> float:
     except Exception as error:
         raise AttemptFailedError(f"Reward '{name}' failed on {_place(answer)}: {located(error)}") from error
     return checked_score(name, value, answer)
-
-
-def _read_number(value: Any) -> float | None:
-    """The value of a Python or numpy number, or of an array or tensor of no dimension; None for anything else."""
-    if not isinstance(value, (int, float, np.number, np.bool_)) and getattr(value, "shape", None) == ():
-        value = value.item()
-    return float(value) if isinstance(value, (int, float, np.number, np.bool_)) else None
 
 
 def _place(answer: Answer) -> str:
@@ -100,12 +99,19 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     Raises ConfigError for the weight of a term that the environment does not give, AttemptFailedError for a reward that
     is not finite and for an attempt without a single response token, whose reward would be lost.
     """
-    where = f"Sample {trajectory.sample} of prompt {trajectory.uid}"
-    _check_names(trajectory.rewards, weights)
-    for name, value in trajectory.rewards.items():
+    where, terms = f"Sample {trajectory.sample} of prompt {trajectory.uid}", trajectory.rewards
+    if unknown := sorted(set(weights) - set(terms)):
+        text = "names no reward term of the environment, which must give the same terms in every attempt."
+        raise ConfigError(
+            [
+                Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} Terms: {listing(terms)}.")
+                for name in unknown
+            ]
+        )
+    for name, value in terms.items():
         if not math.isfinite(value):
             raise AttemptFailedError(f"{where}: reward '{name}' is {value}; it must be finite.")
-    total = math.fsum(weights.get(name, 1.0) * value for name, value in trajectory.rewards.items())
+    total = math.fsum(weights.get(name, 1.0) * value for name, value in terms.items())
     turns = [_prepare_rewards(turn, f"{where}, turn {number}") for number, turn in enumerate(trajectory.turns)]
     last = max((number for number, turn in enumerate(turns) if len(turn.response_ids)), default=None)
     if last is None:
@@ -117,16 +123,6 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     assert rewards is not None
     rewards[-1] += total
     return replace(trajectory, turns=tuple(turns))
-
-
-def _check_names(terms: Mapping[str, float], weights: Mapping[str, float]) -> None:
-    unknown = sorted(set(weights) - set(terms))
-    if unknown:
-        text = "names no reward term of the environment, which must give the same terms in every attempt."
-        known = f"Terms: {listing(terms)}."
-        raise ConfigError(
-            [Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} {known}") for name in unknown]
-        )
 
 
 def _prepare_rewards(turn: Turn, where: str) -> Turn:

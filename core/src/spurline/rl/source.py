@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from spurline.data.batch import TrainingBatch
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import SharesWeights
 from spurline.protocols.source import SourceContext
@@ -36,11 +36,11 @@ class RolloutSource(PromptSource):
         """Lend the backend's weights to the engine. Raises ConfigError when the engine cannot take them."""
         engine = self._attempts.engine
         if not isinstance(engine, SharesWeights):
-            mismatch = (
+            raise ConfigError.at(
+                "source.engine.name",
                 f"is {self._config.engine.name}, which generates with weights of its own, but the source "
-                f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous source."
+                f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous source.",
             )
-            raise ConfigError([Problem("source.engine.name", mismatch)])
         engine.share(backend)
         engine.set_version(step - 1)
         self._engine = engine

@@ -55,16 +55,11 @@ class Turn:
             object.__setattr__(self, name, as_array(values, dtype))
 
 
+_NUMBERS = ("logprobs", "rewards", "advantages", "values", "returns")
 _DTYPES: dict[str, np.dtype[Any]] = {
-    "prompt_ids": np.dtype(np.int32),
-    "response_ids": np.dtype(np.int32),
+    **dict.fromkeys(("prompt_ids", "response_ids", "versions"), np.dtype(np.int32)),
+    **dict.fromkeys(_NUMBERS, np.dtype(np.float32)),
     "loss_mask": np.dtype(np.uint8),
-    "logprobs": np.dtype(np.float32),
-    "versions": np.dtype(np.int32),
-    "rewards": np.dtype(np.float32),
-    "advantages": np.dtype(np.float32),
-    "values": np.dtype(np.float32),
-    "returns": np.dtype(np.float32),
     "routed_experts": np.dtype(np.int16),
 }
 
@@ -160,9 +155,6 @@ def has_equal_returns(group: Group) -> bool:
     return are_equal(group_returns(group))
 
 
-_PER_RESPONSE_TOKEN = ("logprobs", "versions", "rewards", "advantages", "values", "returns")
-
-
 def merge_turns(trajectory: Trajectory) -> Trajectory:
     """The same trajectory with a single turn, or as it is when some turn does not go on from the one before.
 
@@ -183,7 +175,7 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
         prompt_ids=context[:first_prompt],
         response_ids=context[first_prompt:],
         loss_mask=_join(turns, [turn.loss_mask for turn in turns]),
-        **{name: _join_column(turns, name) for name in _PER_RESPONSE_TOKEN},
+        **{name: _join_column(turns, name) for name in (*_NUMBERS, "versions")},
     )
     return replace(trajectory, turns=(merged,))
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.protocols.advantage import AdvantageConfig
-
-if TYPE_CHECKING:
-    pass
 
 
 class GroupAdvantageConfig(AdvantageConfig):
@@ -77,6 +74,8 @@ class ReinforcePlusPlusConfig(AdvantageConfig):
 class GaeConfig(AdvantageConfig):
     """Generalised advantage estimation with a critic (Schulman et al. 2016, arXiv:1506.02438)."""
 
+    uses_critic: ClassVar[bool] = True
+
     name: str = "gae"
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
@@ -86,7 +85,3 @@ class GaeConfig(AdvantageConfig):
     """Give the advantages of all trained tokens together mean 0 and standard deviation 1."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""
-
-    @property
-    def uses_critic(self) -> bool:
-        return True

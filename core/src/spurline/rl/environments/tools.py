@@ -91,18 +91,19 @@ class Toolbox:
 
     async def answer(self, call: ToolCall) -> ToolResult:
         """Make the call. Raises only SpurlineErrors of the tool itself, which are not the model's doing."""
-        problem = call.problem or self._problem(call)
-        if problem:
-            return ToolResult(call.name, f"error: {problem}", failed=True)
-        try:
-            value = await within(self._timeout_s, f"the tool {call.name}", self._functions[call.name], **call.arguments)
-        except AttemptFailedError as error:
-            return ToolResult(call.name, f"error: {error}", failed=True)
-        except SpurlineError:
-            raise
-        except Exception as error:  # noqa: BLE001 - told to the model
-            return ToolResult(call.name, f"error: {type(error).__name__}: {error}", failed=True)
-        return ToolResult(call.name, value if isinstance(value, str) else _as_text(value), failed=False)
+        problem, name = call.problem or self._problem(call), call.name
+        if not problem:
+            try:
+                value = await within(self._timeout_s, f"the tool {name}", self._functions[name], **call.arguments)
+            except AttemptFailedError as error:
+                problem = str(error)
+            except SpurlineError:
+                raise
+            except Exception as error:  # noqa: BLE001 - told to the model
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                return ToolResult(name, value if isinstance(value, str) else _as_text(value), failed=False)
+        return ToolResult(name, f"error: {problem}", failed=True)
 
     def _problem(self, call: ToolCall) -> str:
         if call.name not in self._functions:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from spurline.protocols.reward import RewardConfig
-
-if TYPE_CHECKING:
-    pass
 
 
 class ExactMatchConfig(RewardConfig):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError
 from spurline.plugins.registry import resolve
 from spurline.protocols.reward import Answer
 from spurline.rl.concurrency import within
@@ -51,24 +51,18 @@ class FunctionReward:
 def _check_signature(function: Any, path: str) -> None:
     """Raise ConfigError for a function that one argument does not fit."""
     name = path.partition(":")[2]
-    if not callable(function):
-        problem = f"is of type {type(function).__name__}, not a function."
-    else:
-        try:
-            signature = inspect.signature(function)
-        except ValueError:
-            # Some functions written in C do not tell; the first call will.
-            return
-        try:
-            signature.bind(None)
-            return
-        except TypeError:
-            problem = f"is defined as {name}{signature}, but is called with one argument."
-    raise ConfigError(
-        [
-            Problem(
-                f"reward function {path}",
-                f"{problem} Write `def {name}(answer)`; answer has prompt, response, reference, row and messages.",
-            )
-        ]
-    )
+    signature: inspect.Signature | None = None
+    try:
+        signature = inspect.signature(function)
+        signature.bind(None)
+    except ValueError:
+        # Some functions written in C do not tell; the first call will.
+        return
+    except TypeError:
+        problem = (
+            f"is of type {type(function).__name__}, not a function"
+            if signature is None
+            else f"is defined as {name}{signature}, but is called with one argument"
+        )
+        expected = f"Write `def {name}(answer)`; answer has prompt, response, reference, row and messages."
+        raise ConfigError.at(f"reward function {path}", f"{problem}. {expected}") from None

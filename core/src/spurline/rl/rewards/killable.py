@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
+from pkgutil import resolve_name
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -125,7 +126,7 @@ def main(parent: Parent) -> None:
     try:
         for module in imports:
             importlib.import_module(module)
-        _load(function)
+        resolve_name(function)
     except Exception as error:  # noqa: BLE001 - told to every caller
         problem = "unknown", _describe(error)
     # A fork has the imports; the only threads here are the pool's own. Other systems than Linux cannot fork safely.
@@ -156,7 +157,7 @@ def _outcome(function: str, arguments: Sequence[Any]) -> Outcome:
     """In a worker: what came of the call."""
     try:
         # A result that is no JSON is the function's failure.
-        return "value", json.loads(json.dumps(_load(function)(*arguments)))
+        return "value", json.loads(json.dumps(resolve_name(function)(*arguments)))
     except MemoryError:
         return "memory", None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the caller
@@ -174,11 +175,6 @@ def _answer(parent: Parent, number: int, future: Future[Outcome]) -> None:
         case error:
             outcome = "failed", _describe(error)
     parent.send({"id": number, "outcome": outcome})
-
-
-def _load(function: str) -> Any:
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _describe(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from spurline.errors import ConfigError, DataError, Problem
+from spurline.errors import ConfigError, DataError
 from spurline.protocols.reward import Answer
 from spurline.rl.rewards.configs import MathVerifyConfig
 from spurline.rl.rewards.killable import KillablePool, TookTooLong
@@ -19,14 +19,8 @@ class MathVerify:
 
     def __init__(self, config: MathVerifyConfig) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                [
-                    Problem(
-                        "reward 'math_verify'",
-                        "needs the math-verify library. Install it: pip install 'spurline[math]'",
-                    )
-                ]
-            )
+            missing = "needs the math-verify library. Install it: pip install 'spurline[math]'"
+            raise ConfigError.at("reward 'math_verify'", missing)
         self._pool = KillablePool(f"{__name__}:equal", config.timeout_s, config.workers, imports=("math_verify",))
 
     def score(self, answer: Answer) -> float:

@@ -5,6 +5,7 @@ Place on the way: GenerationRequest -> Response, which gathers tokens -> Generat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline.rl.trajectory import FinishReason
 
 _INCOMPLETE = "\ufffd"
@@ -142,23 +143,18 @@ class Response:
 
 def check_request(request: GenerationRequest) -> None:
     """Raise DataError for what no model could answer."""
-    sampling = request.sampling
+    asked = request.sampling
     if len(request.prompt_ids) == 0:
         raise DataError(f"{request.name}: the prompt has no tokens. Give at least one, such as the chat template's.")
-    for problem in _sampling_problems(sampling):
-        raise DataError(f"{request.name}: sampling.{problem}")
-
-
-def _sampling_problems(sampling: Sampling) -> list[str]:
-    problems = []
-    if sampling.max_new_tokens < 1:
-        problems.append(f"max_new_tokens is {sampling.max_new_tokens}; a response has at least 1 token.")
-    if not 0 <= sampling.temperature < float("inf"):
-        problems.append(f"temperature is {sampling.temperature}; give 0 for greedy, or a number above.")
-    if not 0 < sampling.top_p <= 1:
-        problems.append(f"top_p is {sampling.top_p}; give a number above 0, up to 1 for all tokens.")
-    if sampling.top_k < 0:
-        problems.append(f"top_k is {sampling.top_k}; give 0 for all tokens, or a count.")
-    if "" in sampling.stop:
-        problems.append("stop has an empty text, which every response contains. Remove it.")
-    return problems
+    for is_valid, problem in (
+        (asked.max_new_tokens >= 1, f"max_new_tokens is {asked.max_new_tokens}; a response has at least 1 token."),
+        (
+            0 <= asked.temperature < math.inf,
+            f"temperature is {asked.temperature}; give 0 for greedy, or a number above.",
+        ),
+        (0 < asked.top_p <= 1, f"top_p is {asked.top_p}; give a number above 0, up to 1 for all tokens."),
+        (asked.top_k >= 0, f"top_k is {asked.top_k}; give 0 for all tokens, or a count."),
+        ("" not in asked.stop, "stop has an empty text, which every response contains. Remove it."),
+    ):
+        if not is_valid:
+            raise DataError(f"{request.name}: sampling.{problem}")
