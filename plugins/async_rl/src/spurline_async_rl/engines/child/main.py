@@ -61,20 +61,15 @@ class Child:
                     _request(message["request"]), lambda news: self._send(number, **_columns(news))
                 )
             else:
-                await self._do(message)
+                if message["do"] == "start":
+                    await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
+                else:
+                    await self._opened(from_plain(message["command"])).apply(self._running)
                 self._send(number, answer=None)
         except Exception as error:  # noqa: BLE001 (not swallowed: told to the parent)
             text = str(error) if isinstance(error, SpurlineError) else f"{type(error).__name__}: {error}"
-            self._send(number, error=text, kind=_kind(error))
-
-    async def _do(self, message: Mapping[str, Any]) -> None:
-        match message["do"]:
-            case "start":
-                await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
-            case "control":
-                await self._opened(from_plain(message["command"])).apply(self._running)
-            case other:
-                raise AssertionError(f"nobody sends '{other}'")
+            kind = "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
+            self._send(number, error=text, kind=kind)
 
     @property
     def _running(self) -> InProcessEngine:
@@ -118,11 +113,6 @@ class Child:
     def _flush(self) -> None:
         self._parent.send(*self._unsent)
         self._unsent.clear()
-
-
-def _kind(error: Exception) -> str:
-    """The name that the parent's `_ERRORS` has for it."""
-    return "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
 
 
 def _request(values: Mapping[str, Any]) -> GenerationRequest:
