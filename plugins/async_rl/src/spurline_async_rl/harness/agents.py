@@ -8,7 +8,6 @@ program is ended.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 import os
@@ -85,9 +84,11 @@ def command_agent(command: Sequence[str]) -> Agent:
 
 async def _run_program(command: Sequence[str], session: Session) -> Any:
     """The value of the last line that the program prints."""
+    # The rest, address and key, is in its environment.
+    task = {name: value for name, value in vars(session).items() if name not in ("base_url", "api_key")}
     # Files, not pipes: what a program leaves running would hold a pipe open, and a full one would hold it up.
     with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
-        given.write(json.dumps(_task(session), default=str).encode() + b"\n")
+        given.write(json.dumps(task, default=str).encode() + b"\n")
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
             *(*_ENDING_WITH_THIS, *command),
@@ -150,12 +151,6 @@ _ENDING_WITH_THIS = (
 )
 """Becomes the program, after having asked Linux to kill it when this process dies (PR_SET_PDEATHSIG), also by kill
 -9."""
-
-
-def _task(session: Session) -> dict[str, Any]:
-    """What a program is told; address and key are in its environment."""
-    fields = {field.name: getattr(session, field.name) for field in dataclasses.fields(session)}
-    return {name: value for name, value in fields.items() if name not in ("base_url", "api_key")}
 
 
 def _end_of(file: IO[bytes], count: int) -> str:

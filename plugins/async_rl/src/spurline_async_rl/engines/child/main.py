@@ -38,8 +38,11 @@ class Child:
         self._engine: InProcessEngine | None = None
         self._readers = {"shared_memory": SegmentReader().read, "disk": read_file}
 
-    async def run(self, lines: asyncio.StreamReader) -> None:
+    async def run(self) -> None:
         """Serve until there are no more lines."""
+        lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
         while line := await lines.readline():
             message = json.loads(line)
             number = message["id"]
@@ -129,11 +132,4 @@ def _columns(news: Written) -> dict[str, Any]:
 
 def main(parent: Parent) -> None:
     """Until the parent has no more to say."""
-    asyncio.run(_serve(parent))
-
-
-async def _serve(parent: Parent) -> None:
-    lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
-    await Child(parent).run(lines)
+    asyncio.run(Child(parent).run())

@@ -163,11 +163,6 @@ class EngineProcesses:
         # By handle, not by id, which another process could have by the time they are killed.
         self._all = [*self._main, *(child for process in self._main for child in process.children(recursive=True))]
 
-    @property
-    def pids(self) -> list[int]:
-        """The ids of all of them."""
-        return [process.pid for process in self._all]
-
     def __str__(self) -> str:
         return f"process {self._main[0].pid}"
 
