@@ -18,7 +18,7 @@ from spurline import Run, load_config
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline_async_rl.scheduling.scheduler import State
-from spurline_async_rl.weights.in_process import InProcessSync
+from spurline_async_rl.weights.buckets import InProcessSync
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 
@@ -109,7 +109,7 @@ def test_nothing_is_trained_after_a_failed_publish_and_a_resume_goes_on_from_the
     faulty_config["source"]["weight_sync"] = {"name": "in_process", "bucket_mb": 1, "timeout_s": 1.0}
     steps: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr("spurline_async_rl.weights.in_process.InProcessSync", broken)
+        patch.setattr("spurline_async_rl.weights.buckets.InProcessSync", broken)
         run = Run(load_config(faulty_config))
         with pytest.raises(RunFailedError, match=message):
             run.train()

@@ -23,9 +23,8 @@ from spurline.protocols.weight_sync import SyncReport
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.publishing import Publisher, choose_sync
 from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.weights.buckets import BucketSync, cut
+from spurline_async_rl.weights.buckets import BucketSync, InProcessSync, cut
 from spurline_async_rl.weights.configs import InProcessSyncConfig, SharedMemorySyncConfig
-from spurline_async_rl.weights.in_process import InProcessSync
 from spurline_async_rl.weights.shared_memory import SegmentReader, SharedMemorySync
 
 SHM = Path("/dev/shm")

@@ -14,8 +14,8 @@ from spurline.protocols.weight_sync import WeightSync
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.engine import InProcessEngine
 from spurline.testing import EngineUpdateContract
+from spurline_async_rl.weights.buckets import InProcessSync
 from spurline_async_rl.weights.configs import InProcessSyncConfig
-from spurline_async_rl.weights.in_process import InProcessSync
 
 
 class TestInProcess(EngineUpdateContract):

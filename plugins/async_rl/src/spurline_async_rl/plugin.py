@@ -20,7 +20,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(engines.ChildProcessEngineConfig, f"{package}.engines.child.member:ChildProcessEngine")
     add(engines.VllmEngineConfig, f"{package}.engines.vllm.engine:VllmEngine")
     add(HarnessConfig, f"{package}.harness.environment:HarnessEnvironment")
-    add(weights.InProcessSyncConfig, f"{package}.weights.in_process:InProcessSync")
+    add(weights.InProcessSyncConfig, f"{package}.weights.buckets:InProcessSync")
     add(weights.SharedMemorySyncConfig, f"{package}.weights.shared_memory:SharedMemorySync")
     add(weights.DiskSyncConfig, f"{package}.weights.disk:DiskSync")
     add(weights.NcclSyncConfig, f"{package}.weights.nccl:NcclSync")

@@ -115,12 +115,10 @@ class VllmEngineConfig(PoolConfig):
     """`mode: server`: environment variable with the servers' API key, if they want one."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.mode == "server":
-            yield from self._server_problems()
-        elif self.urls:
-            yield Problem("urls", "names servers, but mode: engine starts engines here. Set mode: server.")
-
-    def _server_problems(self) -> Iterable[Problem]:
+        if self.mode == "engine":
+            if self.urls:
+                yield Problem("urls", "names servers, but mode: engine starts engines here. Set mode: server.")
+            return
         if not self.urls:
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")
         if "engines" in self.model_fields_set and self.engines != len(self.urls):

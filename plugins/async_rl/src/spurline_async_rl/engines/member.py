@@ -78,15 +78,6 @@ _GIVEN_UP_CLOSE_S = 5.0
 """Seconds an engine that counts as dead may take to end before it is killed."""
 
 
-@dataclass
-class _UnderWay:
-    """A request: tokens seen, and when the last of them was."""
-
-    progress: Progress
-    seen: int
-    since: float
-
-
 class PooledEngine(ControlledEngine):
     """A member and its limits. on_change: is called after every change of `state`."""
 
@@ -172,7 +163,7 @@ class PooledEngine(ControlledEngine):
         # that ends look through all the others.
         self._works.add(work)
         self.load += 1
-        under_way = _UnderWay(progress, 0, asyncio.get_running_loop().time())
+        seen, since = 0, asyncio.get_running_loop().time()
         try:
             while True:
                 # Often enough to find out in not much more than the limit.
@@ -182,7 +173,7 @@ class PooledEngine(ControlledEngine):
                     raise EngineDiedError(self.reason)
                 if work.done():
                     return work.result()
-                self._check_progress(under_way, request.name)
+                seen, since = self._check_progress(len(progress.token_ids), seen, since, request.name)
         except EngineDiedError as error:
             self.kill(str(error))
             raise
@@ -231,21 +222,20 @@ class PooledEngine(ControlledEngine):
         finally:
             task.cancel()
 
-    def _check_progress(self, under_way: _UnderWay, name: str) -> None:
-        """Kill it when this request has waited too long. One without a token may be queued behind others, so it counts
-        from when any of them moved."""
+    def _check_progress(self, count: int, seen: int, since: float, name: str) -> tuple[int, float]:
+        """Kill it when this request, of which `seen` tokens had come at `since`, has waited too long; returns both
+        anew. One without a token may be queued behind others, so it counts from when any of them moved."""
         now = asyncio.get_running_loop().time()
-        count = len(under_way.progress.token_ids)
-        if self._holds or count > under_way.seen:
-            under_way.seen, under_way.since = count, now
+        if self._holds or count > seen:
+            seen, since = count, now
             self._moved_at = now if count else self._moved_at
-        since = under_way.since if count else max(under_way.since, self._moved_at)
         limit = self._config.generate_timeout_s
-        if now - since >= limit:
+        if now - (since if count else max(since, self._moved_at)) >= limit:
             self.kill(
                 f"{self.name} gave no further token to {name} for {limit:g} s, after {count} "
                 "(source.engine.generate_timeout_s)"
             )
+        return seen, since
 
     def _become(self, state: State) -> None:
         if self.state != "dead":

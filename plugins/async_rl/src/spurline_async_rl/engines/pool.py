@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,8 @@ from spurline_async_rl.engines.commands import UPDATE, Command, ControlledEngine
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine, Progress
+
+T = TypeVar("T")
 
 _SLACK = 16
 """Requests that an engine may have more than the least busy one, and still be preferred for its prefix cache."""
@@ -104,12 +107,12 @@ class EnginePool(ControlledEngine):
         """Return when every engine has been started. Raises RunFailedError when they cannot be."""
         self._open()
         # This ends: every start has a time limit, and the number of starts has one.
-        await self._until("start", lambda: all(engine.state in ("awaiting", "ready") for engine in self._engines))
+        await self._until("start", lambda: len(self._started()) == len(self._engines))
 
     async def wait_for_one(self) -> None:
         """Return when at least one engine has been started; it ends as `start` does."""
         self._open()
-        await self._until("a publish", lambda: bool(self._started()))
+        await self._until("a publish", self._started)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         check_request(request)
@@ -117,7 +120,9 @@ class EnginePool(ControlledEngine):
         self._open()
         response = Response(request, self._tokenizer)
         while True:
-            engine = await self._engine_for(request)
+            # Also an engine that was started after a pause began generates nothing before it ends.
+            ready = await self._until(request.name, lambda: self._ready() if self._held.keys() <= {UPDATE} else [])
+            engine = self._router.choose(request.name, ready)
             self._holders[request.name] = engine
             progress = Progress()
             try:
@@ -163,13 +168,12 @@ class EnginePool(ControlledEngine):
         """The engines that take part in an update, when there is one that has been started, or else in a pause. In the
         first update all do."""
         if command.hold != UPDATE:
-            return [engine for engine in self._engines if engine.state == "ready"]
+            return self._ready()
         if not self._has_started:
             await self.start()
             self._has_started = True
         # This ends as `start` does.
-        await self._until(command.name, lambda: bool(self._started()))
-        return self._started()
+        return await self._until(command.name, self._started)
 
     async def close(self) -> None:
         self._fail(RunFailedError("they were closed"))
@@ -199,38 +203,30 @@ class EnginePool(ControlledEngine):
                 finally:
                     await engine.close()
                 failed_starts = 0 if engine.has_started else failed_starts + 1
-                if self._failure is None:
-                    self._count_death(reason)
-                    self._engines[number] = self._new_engine(number)
+                if self._failure is not None:
+                    return
+                self._deaths += 1
+                if self._deaths > self._config.max_restarts:
+                    raise RunFailedError(
+                        f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
+                        f"{self._config.max_restarts}); the last one: {reason}"
+                    )
+                self._engines[number] = self._new_engine(number)
         except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who asks)
             self._fail(error)
 
-    def _count_death(self, reason: str) -> None:
-        """Raises RunFailedError when it was one too many."""
-        self._deaths += 1
-        if self._deaths > self._config.max_restarts:
-            raise RunFailedError(
-                f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
-                f"{self._config.max_restarts}); the last one: {reason}"
-            )
-
-    async def _engine_for(self, request: GenerationRequest) -> PooledEngine:
-        while True:
-            self._check(request.name)
-            ready = [engine for engine in self._engines if engine.state == "ready"]
-            # Also an engine that was started after a pause began generates nothing before it ends.
-            if ready and self._held.keys() <= {UPDATE}:
-                return self._router.choose(request.name, ready)
-            await self._change.wait()
+    def _ready(self) -> list[PooledEngine]:
+        return [engine for engine in self._engines if engine.state == "ready"]
 
     def _started(self) -> list[PooledEngine]:
         return [engine for engine in self._engines if engine.state in ("awaiting", "ready")]
 
-    async def _until(self, who: str, condition: Callable[[], bool]) -> None:
+    async def _until(self, who: str, condition: Callable[[], T]) -> T:
+        """What `condition` gives, as soon as that is true."""
         while True:
             self._check(who)
-            if condition():
-                return
+            if met := condition():
+                return met
             await self._change.wait()
 
     def _changed(self) -> None:
@@ -242,7 +238,7 @@ class EnginePool(ControlledEngine):
             self.on_awaiting_weights()
 
     def _note_down(self) -> None:
-        is_up = any(engine.state == "ready" for engine in self._engines)
+        is_up = bool(self._ready())
         if is_up and self._down_since is not None:
             self._down_s, self._down_since = self.seconds_down(), None
         elif not is_up and self._down_since is None:

@@ -8,18 +8,18 @@ program is ended.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 
@@ -62,89 +62,76 @@ class Session:
     location: str
 
 
-class Agent(Protocol):
-    """Makes attempts."""
-
-    async def call(self, session: Session) -> Any:
-        """What the agent returns, or raises. Ends when it is cancelled."""
-        ...
+Agent = Callable[[Session], Awaitable[Any]]
+"""Makes an attempt: gives what the agent returns, or raises; ends when it is cancelled."""
 
 
-class FunctionAgent:
+def function_agent(path: str) -> Agent:
     """`module:function`, async or not."""
-
-    def __init__(self, path: str) -> None:
-        self._function = load_function(path, "environment's agent")
-
-    async def call(self, session: Session) -> Any:
-        if is_async(self._function):
-            return await self._function(session)
-        return await in_thread(self._function, session)
+    function = load_function(path, "environment's agent")
+    return function if is_async(function) else partial(in_thread, function)
 
 
-class CommandAgent:
+def command_agent(command: Sequence[str]) -> Agent:
     """A program with its arguments. Raises PluginError when there is none of that name."""
+    if shutil.which(command[0]) is None:
+        raise PluginError(
+            f"The environment's command names the program '{command[0]}', which is not on the PATH or cannot be "
+            "executed. Install it, or give its whole path."
+        )
+    return partial(_run_program, command)
 
-    def __init__(self, command: Sequence[str]) -> None:
-        if shutil.which(command[0]) is None:
-            raise PluginError(
-                f"The environment's command names the program '{command[0]}', which is not on the PATH or cannot be "
-                "executed. Install it, or give its whole path."
-            )
-        self._command = list(command)
 
-    async def call(self, session: Session) -> Any:
-        """The value of the last line that the program prints."""
-        # Files, not pipes: what a program leaves running would hold a pipe open, and a full one would hold it up.
-        with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
-            given.write(json.dumps(_task(session), default=str).encode() + b"\n")
-            given.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *(*_ENDING_WITH_THIS, *self._command),
-                stdin=given,
-                stdout=printed,
-                stderr=complaints,
-                env={**os.environ, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key},
-                # A group of its own: what the program starts ends with it, and Ctrl-C is the run's to handle.
-                start_new_session=True,
-            )
-            try:
-                code = await process.wait()
-            finally:
-                await _end_group(process)
-            last_words = _end_of(complaints, _STDERR_KEPT)
-            if code != 0:
-                raise AttemptFailedError(f"The agent's program ended with exit code {code}. {last_words}".strip())
-            return self._value(_end_of(printed, _STDOUT_KEPT), last_words)
-
-    def _value(self, output: str, last_words: str) -> Any:
-        lines = [line for line in output.splitlines() if line.strip()]
+async def _run_program(command: Sequence[str], session: Session) -> Any:
+    """The value of the last line that the program prints."""
+    # The rest, address and key, is in its environment.
+    task = {name: value for name, value in vars(session).items() if name not in ("base_url", "api_key")}
+    # Files, not pipes: what a program leaves running would hold a pipe open, and a full one would hold it up.
+    with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
+        given.write(json.dumps(task, default=str).encode() + b"\n")
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *(*_ENDING_WITH_THIS, *command),
+            stdin=given,
+            stdout=printed,
+            stderr=complaints,
+            env={**os.environ, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key},
+            # A group of its own: what the program starts ends with it, and Ctrl-C is the run's to handle.
+            start_new_session=True,
+        )
         try:
-            return json.loads(lines[-1]) if lines else None
-        except ValueError as error:
-            raise AttemptFailedError(
-                f"The last line that the agent's program printed is not JSON ({error}): {lines[-1][:200]!r}. Print the "
-                f'rewards, such as 1.0 or {{"solved": 1.0}}, last. {last_words}'.strip()
-            ) from error
+            code = await process.wait()
+        finally:
+            await _end_group(process)
+        last_words = _end_of(complaints, _STDERR_KEPT)
+        if code != 0:
+            raise AttemptFailedError(f"The agent's program ended with exit code {code}. {last_words}".strip())
+        lines = [line for line in _end_of(printed, _STDOUT_KEPT).splitlines() if line.strip()]
+    try:
+        return json.loads(lines[-1]) if lines else None
+    except ValueError as error:
+        raise AttemptFailedError(
+            f"The last line that the agent's program printed is not JSON ({error}): {lines[-1][:200]!r}. Print the "
+            f'rewards, such as 1.0 or {{"solved": 1.0}}, last. {last_words}'.strip()
+        ) from error
 
 
 def terms_of(value: Any, who: str) -> dict[str, float]:
     """Named finite terms. Raises AttemptFailedError naming `who` for anything else."""
-    terms = value if isinstance(value, Mapping) else {REWARD: value}
-    if not terms:
+    given = value if isinstance(value, Mapping) else {REWARD: value}
+    if not given:
         raise AttemptFailedError(f"{who} has returned no reward. Give at least one term.")
-    return {str(name): _number(number, str(name), who) for name, number in terms.items()}
-
-
-def _number(value: Any, name: str, who: str) -> float:
-    if not isinstance(value, (int, float, np.number, np.bool_)):
-        hint = " Does it lack a return statement?" if value is None else ""
-        raise AttemptFailedError(
-            f"{who} has returned {value!r:.200} as '{name}'; return a number, or numbers by name.{hint}"
-        )
-    if not math.isfinite(value):
-        raise AttemptFailedError(f"{who} has returned {value} as '{name}'; it must be finite.")
-    return float(value)
+    terms: dict[str, float] = {}
+    for name, number in given.items():
+        if not isinstance(number, (int, float, np.number, np.bool_)):
+            hint = " Does it lack a return statement?" if number is None else ""
+            raise AttemptFailedError(
+                f"{who} has returned {number!r:.200} as '{name}'; return a number, or numbers by name.{hint}"
+            )
+        if not math.isfinite(number):
+            raise AttemptFailedError(f"{who} has returned {number} as '{name}'; it must be finite.")
+        terms[str(name)] = float(number)
+    return terms
 
 
 _ENDING_WITH_THIS = (
@@ -164,12 +151,6 @@ _ENDING_WITH_THIS = (
 )
 """Becomes the program, after having asked Linux to kill it when this process dies (PR_SET_PDEATHSIG), also by kill
 -9."""
-
-
-def _task(session: Session) -> dict[str, Any]:
-    """What a program is told; address and key are in its environment."""
-    fields = {field.name: getattr(session, field.name) for field in dataclasses.fields(session)}
-    return {name: value for name, value in fields.items() if name not in ("base_url", "api_key")}
 
 
 def _end_of(file: IO[bytes], count: int) -> str:

@@ -17,11 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from spurline.protocols.rollout_engine import Sampling
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     504: "timeout_error",
 }

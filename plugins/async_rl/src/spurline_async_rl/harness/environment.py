@@ -24,7 +24,7 @@ from spurline.protocols.reward import Answer, Reward
 from spurline.rl.concurrency import end_tasks
 from spurline.rl.scoring import close_all, reward_terms
 from spurline.rl.trajectory import Trajectory
-from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S, Agent, CommandAgent, FunctionAgent, Session, terms_of
+from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S, Agent, Session, command_agent, function_agent, terms_of
 from spurline_async_rl.harness.configs import HarnessConfig
 from spurline_async_rl.harness.server import HarnessServer
 from spurline_async_rl.harness.sessions import LiveSession
@@ -93,7 +93,7 @@ class HarnessEnvironment:
 
     async def _attempt(self, live: LiveSession, session: Session) -> Any:
         """What the agent returns. Its time is limited by whoever awaits the attempt."""
-        agent = asyncio.ensure_future(self._agent.call(session))
+        agent = asyncio.ensure_future(self._agent(session))
         failed = asyncio.ensure_future(live.failed.wait())
         try:
             await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +111,8 @@ class HarnessEnvironment:
                 f"{live.where}: the agent has returned without an answer of the model, so there is nothing to train "
                 "on. Does it use the session's base_url and api_key?"
             )
-        answer = value if self._rewards and isinstance(value, str) else self._text(turns[-1].response_ids.tolist())
+        last = str(self._tokenizer.decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))
+        answer = value if self._rewards and isinstance(value, str) else last
         messages = list(live.last_chat.messages) if live.last_chat is not None else []
         prompt = str(self._tokenizer.decode(turns[0].prompt_ids.tolist(), skip_special_tokens=False))
         info = {
@@ -135,9 +136,6 @@ class HarnessEnvironment:
             )
         return await reward_terms(self._rewards, answer)
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
     def _question(self, task: Task) -> ChatQuestion | TextQuestion | None:
         """The row as a question; None where it is in none of the formats, which the agent may understand all the same.
 
@@ -154,10 +152,10 @@ class HarnessEnvironment:
 
 def _agent(config: HarnessConfig) -> Agent:
     if config.command is not None:
-        return CommandAgent(config.command)
+        return command_agent(config.command)
     if config.agent is None:
         raise PluginError("The environment harness has neither agent nor command. Set agent: my_module:my_function.")
-    return FunctionAgent(config.agent)
+    return function_agent(config.agent)
 
 
 def _api_key(config: HarnessConfig) -> str:

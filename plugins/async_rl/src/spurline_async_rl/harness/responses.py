@@ -1,24 +1,169 @@
-"""Write choices as OpenAI's API does: one JSON object, or the chunks of a stream.
+"""Let the model answer a request, and write what it answers as OpenAI's API does: one JSON object, or a stream of it.
 
-A turn is whole before its first chunk is sent, so that what goes wrong with it has its proper status; a stream is the
-same answer in another form. `token_ids` and `prompt_token_ids` stand where vLLM's server puts them.
+Place on the way: body (`bodies`) -> token ids -> turns of the session's policy -> choices -> JSON; knows nothing of
+HTTP. A turn is whole before its first chunk is sent, so that what goes wrong with it has its proper status; a stream is
+the same answer in another form. `token_ids` and `prompt_token_ids` stand where vLLM's server puts them.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline_async_rl.harness.bodies import Body, ChatBody, CompletionBody
-from spurline_async_rl.harness.choices import Choice
+from spurline.data.encoding import encode_batch
+from spurline.data.messages import read_messages, read_tools
+from spurline.data.rows import BadRowError
+from spurline.errors import DataError, PluginError
+from spurline.protocols.rollout_engine import GenerationResult, Sampling
+from spurline.rl.chat_front import PrefixError, Reply
+from spurline.rl.concurrency import all_or_none
+from spurline.rl.environments.tools import ToolCall, parse_calls
+from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S
+from spurline_async_rl.harness.bodies import (
+    ApiError,
+    Body,
+    BodyT,
+    ChatBody,
+    CompletionBody,
+    sampling_error,
+    sampling_of,
+)
+from spurline_async_rl.harness.sessions import LiveSession
 
+_CALL_BEGIN = "<tool_call>"
+_DISTRIBUTION = ("temperature", "top_p", "top_k")
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; as vLLM's server does."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer of the model.
+
+    text: what the client is told; without end token, special tokens and stop text. tool_calls: as OpenAI writes them.
+    """
+
+    text: str
+    finish_reason: str
+    result: GenerationResult
+    prompt_ids: Sequence[int]
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """The choice as a message of the conversation."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        return {"role": "assistant", "content": self.text or None, "tool_calls": list(self.tool_calls)}
+
+
+class Answering:
+    """Answers requests of any session. ignore_sampling: see the environment's setting."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ignore_sampling: bool) -> None:
+        self._tokenizer = tokenizer
+        self._ignore_sampling = ignore_sampling
+        self._vocabulary = len(tokenizer)
+
+    async def chat(self, session: LiveSession, body: ChatBody) -> list[Choice]:
+        """`n` turns of the conversation. Raises ApiError, PrefixError and what the policy raises."""
+        try:
+            messages = read_messages(body.messages, "messages")
+            tools = read_tools(body.tools, "tools")
+        except BadRowError as error:
+            raise ApiError(400, str(error), param=error.field) from error
+        session.take_turns(body.n)
+        chat, key = session.conversations.find(messages, tools)
+        branches = [chat.fork() for _ in range(body.n)]
+        sampling = self._sampling(session, body)
+        try:
+            replies = await all_or_none(
+                [branch.reply(sampling) for branch in branches], session.where, CANCEL_TIMEOUT_S
+            )
+        except PrefixError:
+            raise
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        except PluginError as error:
+            raise self._explain(error, session, sampling) from error
+        choices = [self._choice(session, body, reply) for reply in replies]
+        for branch, choice in zip(branches, choices, strict=True):
+            [message] = read_messages([choice.message()], "message")
+            session.conversations.remember(key, message, branch)
+        session.last_chat = branches[-1]
+        return choices
+
+    async def complete(self, session: LiveSession, body: CompletionBody) -> list[Choice]:
+        """`n` continuations of each prompt, prompt by prompt. Raises ApiError and what the policy raises."""
+        prompts = [self._encode(prompt) for prompt in body.prompts for _ in range(body.n)]
+        session.take_turns(len(prompts))
+        sampling = self._sampling(session, body)
+        try:
+            results = await all_or_none(
+                [session.policy.generate(prompt, sampling) for prompt in prompts], session.where, CANCEL_TIMEOUT_S
+            )
+        except PluginError as error:
+            raise self._explain(error, session, sampling) from error
+        return [
+            Choice(self._text(result, body), result.finish_reason, result, prompt)
+            for prompt, result in zip(prompts, results, strict=True)
+        ]
+
+    def _sampling(self, session: LiveSession, body: Body) -> Sampling:
+        return sampling_of(body, session.policy.sampling, ignore_sampling=self._ignore_sampling)
+
+    def _explain(self, error: PluginError, session: LiveSession, sampling: Sampling) -> Exception:
+        """The policy refuses what training cannot use: the request's fault where it asked for that."""
+        run = session.policy.sampling
+        for name in _DISTRIBUTION:
+            if getattr(sampling, name) != getattr(run, name):
+                return sampling_error(name, f"{getattr(sampling, name):g}", f"samples with {getattr(run, name):g}")
+        return error
+
+    def _choice(self, session: LiveSession, body: ChatBody, reply: Reply) -> Choice:
+        result = reply.result
+        prompt = session.policy.prompt_of(result)
+        text = self._text(result, body)
+        calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
+        # One malformed call, and all is text: the agent sees what the model wrote.
+        if not calls or any(call.problem for call in calls):
+            return Choice(text, result.finish_reason, result, prompt)
+        finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
+        before = reply.text.partition(_CALL_BEGIN)[0].strip()
+        return Choice(before, finish_reason, result, prompt, tuple(map(_as_openai, calls)))
+
+    def _text(self, result: GenerationResult, body: Body) -> str:
+        text = str(self._tokenizer.decode(result.token_ids.tolist(), skip_special_tokens=True))
+        if result.finish_reason != "stop":
+            return text
+        ends = [text.find(stop) for stop in body.stops if stop and stop in text]
+        return text[: min(ends)] if ends else text
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
+            ids = list(encoding.ids)
+            # A tokenizer that ends every text would ask the model to go on after the end.
+            if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+                ids.pop()
+            return ids
+        bad = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
+        if bad is not None:
+            raise ApiError(
+                400, f"prompt: {bad} is no token; the tokenizer has {self._vocabulary} of them.", param="prompt"
+            )
+        return prompt
+
+
+def _as_openai(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 class ResponseWriter:
@@ -30,80 +175,65 @@ class ResponseWriter:
 
     def chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
         """A chat completion."""
-        return {
-            **self._head("chat.completion", body),
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"refusal": None, **choice.message()},
-                    "logprobs": self._chat_logprobs(choice) if body.logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                    **_token_ids(body, choice),
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": _usage(choices, num_prompts=1),
-            **({"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}),
-        }
-
-    def chat_chunks(self, body: ChatBody, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
-        """The chunks of a chat completion: role, content, tool calls and end of each choice, then the usage."""
-        head = self._head("chat.completion.chunk", body)
-        prompt_ids = {"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}
-        for index, choice in enumerate(choices):
-            role = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield {**head, "choices": [role], **prompt_ids}
-            prompt_ids = {}
-            delta: dict[str, Any] = {"content": choice.text}
-            if choice.tool_calls:
-                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(choice.tool_calls)]
-            logprobs = self._chat_logprobs(choice) if body.logprobs else None
-            content = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-            yield {**head, "choices": [{**content, **_token_ids(body, choice)}]}
-            yield {**head, "choices": [{"index": index, "delta": {}, "finish_reason": choice.finish_reason}]}
-        if body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": _usage(choices, num_prompts=1)}
+        answer = self._answer("chat.completion", body, choices, self._chat_choice)
+        return {**answer, **({"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {})}
 
     def completion(self, body: CompletionBody, choices: Sequence[Choice]) -> dict[str, Any]:
         """A text completion."""
-        return {
-            **self._head("text_completion", body),
-            "choices": [self._completion_choice(body, index, choice) for index, choice in enumerate(choices)],
-            "usage": _usage(choices, num_prompts=len(choices) // body.n),
-        }
-
-    def completion_chunks(self, body: CompletionBody, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
-        """The chunks of a text completion: each choice, then the usage."""
-        head = self._head("text_completion", body)
-        for index, choice in enumerate(choices):
-            yield {**head, "choices": [self._completion_choice(body, index, choice)]}
-        if body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": _usage(choices, num_prompts=len(choices) // body.n)}
+        return self._answer("text_completion", body, choices, self._completion_choice)
 
     def models(self) -> dict[str, Any]:
         """The list of models, which has one."""
         model = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "spurline"}
         return {"object": "list", "data": [model]}
 
-    def _head(self, kind: str, body: Body) -> dict[str, Any]:
-        prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+    def _answer(
+        self, kind: str, body: BodyT, choices: Sequence[Choice], write: Callable[[BodyT, Choice], dict[str, Any]]
+    ) -> dict[str, Any]:
+        # Each prompt counts once, whatever the number of its answers.
+        prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
+        completion = sum(len(choice.result.token_ids) for choice in choices)
         return {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "id": f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
             "model": body.model or self._model,
+            "choices": [
+                {
+                    "index": index,
+                    **write(body, choice),
+                    "finish_reason": choice.finish_reason,
+                    **({"token_ids": choice.result.token_ids.tolist()} if body.return_token_ids else {}),
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
         }
 
-    def _completion_choice(self, body: CompletionBody, index: int, choice: Choice) -> dict[str, Any]:
+    def _chat_choice(self, body: ChatBody, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if body.logprobs:
+            entries = [
+                {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+                for text, logprob in self._tokens(choice)
+            ]
+            # The engine tells of no other token than the sampled one.
+            logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
+        return {"message": {"refusal": None, **choice.message()}, "logprobs": logprobs}
+
+    def _completion_choice(self, body: CompletionBody, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if body.logprobs is not None:
+            tokens = self._tokens(choice)
+            offsets = accumulate((len(text) for text, _ in tokens), initial=0)
+            logprobs = {
+                "tokens": [text for text, _ in tokens],
+                "token_logprobs": [logprob for _, logprob in tokens],
+                "top_logprobs": [{text: logprob} for text, logprob in tokens] if body.logprobs else None,
+                "text_offset": [offset for offset, _ in zip(offsets, tokens, strict=False)],
+            }
         prompt_ids = {"prompt_token_ids": list(choice.prompt_ids)} if body.return_token_ids else {}
-        return {
-            "index": index,
-            "text": choice.text,
-            "logprobs": None if body.logprobs is None else self._completion_logprobs(body, choice),
-            "finish_reason": choice.finish_reason,
-            **_token_ids(body, choice),
-            **prompt_ids,
-        }
+        return {"text": choice.text, "logprobs": logprobs, **prompt_ids}
 
     def _tokens(self, choice: Choice) -> list[tuple[str, float]]:
         """Text and logprob of each token; the distribution is the one that was sampled from."""
@@ -111,34 +241,29 @@ class ResponseWriter:
         logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
         return list(zip(texts, logprobs, strict=True))
 
-    def _chat_logprobs(self, choice: Choice) -> dict[str, Any]:
-        entries = [{"token": text, "logprob": logprob, "bytes": _bytes(text)} for text, logprob in self._tokens(choice)]
-        # The engine tells of no other token than the sampled one.
-        return {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
 
-    def _completion_logprobs(self, body: CompletionBody, choice: Choice) -> dict[str, Any]:
-        tokens = self._tokens(choice)
-        offsets = accumulate((len(text) for text, _ in tokens), initial=0)
-        return {
-            "tokens": [text for text, _ in tokens],
-            "token_logprobs": [logprob for _, logprob in tokens],
-            "top_logprobs": [{text: logprob} for text, logprob in tokens] if body.logprobs else None,
-            "text_offset": [offset for offset, _ in zip(offsets, tokens, strict=False)],
-        }
-
-
-def _token_ids(body: Body, choice: Choice) -> dict[str, Any]:
-    return {"token_ids": choice.result.token_ids.tolist()} if body.return_token_ids else {}
+def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The answer as the chunks of a stream: the parts of each choice, then the usage where it is asked for."""
+    head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
+    is_chat = isinstance(body, ChatBody)
+    if is_chat:
+        head["object"] = "chat.completion.chunk"
+    for choice in answer["choices"]:
+        for part in _deltas(choice) if is_chat else [choice]:
+            yield {**head, "choices": [part]}
+            # It stands in the first chunk only.
+            head.pop("prompt_token_ids", None)
+    if body.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": answer["usage"]}
 
 
-def _usage(choices: Sequence[Choice], *, num_prompts: int) -> dict[str, int]:
-    """Tokens of all prompts, each counted once, and of all answers."""
-    per_prompt = len(choices) // num_prompts
-    prompt = sum(len(choice.prompt_ids) for choice in choices[::per_prompt])
-    completion = sum(len(choice.result.token_ids) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _bytes(text: str) -> list[int] | None:
-    """The token's bytes, or None where it is only part of a character."""
-    return None if "\ufffd" in text else list(text.encode())
+def _deltas(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The role, the content with its tool calls, and the end."""
+    index, message = choice["index"], choice["message"]
+    yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    delta: dict[str, Any] = {"content": message["content"] or ""}
+    if "tool_calls" in message:
+        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(message["tool_calls"])]
+    whole = {name: value for name, value in choice.items() if name != "message"}
+    yield {**whole, "delta": delta, "finish_reason": None}
+    yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}

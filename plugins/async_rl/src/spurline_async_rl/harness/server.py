@@ -10,20 +10,19 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError
 from spurline.rl.chat_front import PrefixError
 from spurline.rl.concurrency import end_tasks
 from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S
 from spurline_async_rl.harness.bodies import ApiError, BodyT, ChatBody, CompletionBody, read_body
-from spurline_async_rl.harness.choices import Answering, Choice
 from spurline_async_rl.harness.configs import HarnessConfig
-from spurline_async_rl.harness.responses import ResponseWriter
+from spurline_async_rl.harness.responses import Answering, Choice, ResponseWriter, chunks
 from spurline_async_rl.harness.sessions import LiveSession
 
 T = TypeVar("T")
@@ -75,14 +74,10 @@ class HarnessServer:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                [
-                    Problem(
-                        "source.environment.port",
-                        f"cannot listen on {config.host}:{config.port}: {error.strerror or error}. Set port: 0 for a "
-                        "free one, and a host of this machine.",
-                    )
-                ]
+            raise ConfigError.at(
+                "source.environment.port",
+                f"cannot listen on {config.host}:{config.port}: {error.strerror or error}. Set port: 0 for a free one, "
+                "and a host of this machine.",
             ) from error
         host, port = self._runner.addresses[0][:2]
         shown_host = f"[{host}]" if ":" in host else host
@@ -162,18 +157,35 @@ class HarnessServer:
         return web.json_response(self._writer.models())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await self._read(request, ChatBody)
-        choices = await self._in_session(session, self._answering.chat(session, body))
-        if body.stream:
-            return await self._stream(request, session, choices, self._writer.chat_chunks(body, choices))
-        return _deliver(session, choices, self._writer.chat(body, choices))
+        return await self._answer(request, ChatBody, self._answering.chat, self._writer.chat)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await self._read(request, CompletionBody)
-        choices = await self._in_session(session, self._answering.complete(session, body))
-        if body.stream:
-            return await self._stream(request, session, choices, self._writer.completion_chunks(body, choices))
-        return _deliver(session, choices, self._writer.completion(body, choices))
+        return await self._answer(request, CompletionBody, self._answering.complete, self._writer.completion)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        kind: type[BodyT],
+        ask: Callable[[LiveSession, BodyT], Coroutine[Any, Any, list[Choice]]],
+        write: Callable[[BodyT, list[Choice]], dict[str, Any]],
+    ) -> web.StreamResponse:
+        """Send what the model answers; once it is sent, its turns count as received."""
+        session, body = self._session(request), await self._read(request, kind)
+        choices = await self._in_session(session, ask(session, body))
+        answer = write(body, choices)
+        if not body.stream:
+            response = web.json_response(answer)
+            session.policy.deliver(choice.result for choice in choices)
+            return response
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            await response.prepare(request)
+            for chunk in chunks(body, answer):
+                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await response.write(b"data: [DONE]\n\n")
+            session.policy.deliver(choice.result for choice in choices)
+            await response.write_eof()
+        return response
 
     async def _read(self, request: web.Request, kind: type[BodyT]) -> BodyT:
         try:
@@ -217,26 +229,6 @@ class HarnessServer:
             self._num_requests -= 1
             session.calls.discard(call)
             await end_tasks([call], f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
-
-    async def _stream(
-        self, request: web.Request, session: LiveSession, choices: list[Choice], chunks: Iterator[dict[str, Any]]
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        async with asyncio.timeout(_WRITE_TIMEOUT_S):
-            await response.prepare(request)
-            for chunk in chunks:
-                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-            await response.write(b"data: [DONE]\n\n")
-            session.policy.deliver(choice.result for choice in choices)
-            await response.write_eof()
-        return response
-
-
-def _deliver(session: LiveSession, choices: list[Choice], answer: dict[str, Any]) -> web.Response:
-    """The choices as one JSON object; from now on they count as received."""
-    response = web.json_response(answer)
-    session.policy.deliver(choice.result for choice in choices)
-    return response
 
 
 def _fail(session: LiveSession, error: Exception) -> ApiError:

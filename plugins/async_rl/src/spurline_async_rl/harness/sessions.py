@@ -94,37 +94,38 @@ class DeliveredPolicy:
     def __init__(self, policy: PolicyHandle) -> None:
         self._policy = policy
         self.sampling = policy.sampling
-        self._num_asked = 0
-        # By number of asking, which is the order of `policy.turns`.
-        self._written: dict[int, tuple[GenerationResult, Sequence[int]]] = {}
+        # By number of asking, which is the order of `policy.turns`; None until the answer is there.
+        self._results: list[GenerationResult | None] = []
+        # By `id` of the result, both.
+        self._prompts: dict[int, Sequence[int]] = {}
         self._delivered: set[int] = set()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        numbers = sorted(self._written)
+        written = [result for result in self._results if result is not None]
         return tuple(
-            turn for number, turn in zip(numbers, self._policy.turns, strict=True) if number in self._delivered
+            turn for result, turn in zip(written, self._policy.turns, strict=True) if id(result) in self._delivered
         )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
         """Ask the policy for its next turn. Raises ApiError when the context is full."""
-        number = self._num_asked
-        self._num_asked += 1
+        number = len(self._results)
+        self._results.append(None)
         try:
             result = await self._policy.generate(prompt_ids, sampling)
         except DataError as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
-        self._written[number] = result, prompt_ids
+        self._results[number] = result
+        self._prompts[id(result)] = prompt_ids
         return result
 
     def prompt_of(self, result: GenerationResult) -> Sequence[int]:
         """The tokens that this was the answer to."""
-        return next(prompt for written, prompt in self._written.values() if written is result)
+        return self._prompts[id(result)]
 
     def deliver(self, results: Iterable[GenerationResult]) -> None:
         """A client has received these."""
-        received = {id(result) for result in results}
-        self._delivered |= {number for number, (result, _) in self._written.items() if id(result) in received}
+        self._delivered |= {id(result) for result in results}
 
     def finish(
         self,

@@ -1,1 +1,1 @@
-"""Ways of weights from a backend to rollout engines, one file each."""
+"""Ways of weights from a backend to rollout engines: one file each, and what all share."""

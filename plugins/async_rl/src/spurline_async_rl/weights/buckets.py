@@ -1,4 +1,4 @@
-"""What all transports share: publish weights bucket by bucket, cut them, and place them in memory.
+"""Publish weights bucket by bucket: what all transports share, and the one that has nothing else to do.
 
 Place on the way: `backend.named_weights()`, on a thread -> buckets, one at a time -> every engine at once. How a bucket
 travels is the transports' business; what an engine does with it is the engine's.
@@ -95,6 +95,20 @@ class BucketSync(ABC):
         for answer in answers:
             if answer is not None:
                 raise answer
+
+
+class InProcessSync(BucketSync):
+    """A `WeightSync` that hands the tensors themselves to an engine in this process, which copies them.
+
+    Both sides see the same memory, so there is nothing that a checksum could find.
+    """
+
+    transport = "in_process"
+
+    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
+        for held in cut(weights, self.max_bucket_bytes):
+            places = tuple(place_of(name, tensor) for name, tensor in held)
+            yield WeightBucket(self.transport, places, tensors=tuple(tensor for _, tensor in held))
 
 
 def _require_gpu(transport: str) -> None:

@@ -6,6 +6,7 @@ file is removed when every engine has taken it; what a killed run left in the fo
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 _PATH, _CHECKSUM = "path", "xxh3"
 """Keys of a bucket's `where`."""
 _PREFIX = "spurline-weights-"
-_CHUNK_BYTES = 1 << 24
 
 
 class DiskSync(BucketSync):
@@ -86,12 +86,9 @@ def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
     """Readers see the whole file or none."""
     beside = path.with_suffix(".tmp")
     # Tensors may share memory (tied weights), which the format does not allow.
-    save_file({name: _own_copy(tensor) for name, tensor in weights}, beside)
+    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
+    save_file(copies, beside)
     os.replace(beside, path)
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _remove_files(folder: Path) -> None:
@@ -100,8 +97,5 @@ def _remove_files(folder: Path) -> None:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()

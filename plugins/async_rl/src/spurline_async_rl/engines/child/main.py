@@ -38,8 +38,11 @@ class Child:
         self._engine: InProcessEngine | None = None
         self._readers = {"shared_memory": SegmentReader().read, "disk": read_file}
 
-    async def run(self, lines: asyncio.StreamReader) -> None:
+    async def run(self) -> None:
         """Serve until there are no more lines."""
+        lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
         while line := await lines.readline():
             message = json.loads(line)
             number = message["id"]
@@ -61,20 +64,15 @@ class Child:
                     _request(message["request"]), lambda news: self._send(number, **_columns(news))
                 )
             else:
-                await self._do(message)
+                if message["do"] == "start":
+                    await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
+                else:
+                    await self._opened(from_plain(message["command"])).apply(self._running)
                 self._send(number, answer=None)
         except Exception as error:  # noqa: BLE001 (not swallowed: told to the parent)
             text = str(error) if isinstance(error, SpurlineError) else f"{type(error).__name__}: {error}"
-            self._send(number, error=text, kind=_kind(error))
-
-    async def _do(self, message: Mapping[str, Any]) -> None:
-        match message["do"]:
-            case "start":
-                await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
-            case "control":
-                await self._opened(from_plain(message["command"])).apply(self._running)
-            case other:
-                raise AssertionError(f"nobody sends '{other}'")
+            kind = "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
+            self._send(number, error=text, kind=kind)
 
     @property
     def _running(self) -> InProcessEngine:
@@ -120,11 +118,6 @@ class Child:
         self._unsent.clear()
 
 
-def _kind(error: Exception) -> str:
-    """The name that the parent's `_ERRORS` has for it."""
-    return "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
-
-
 def _request(values: Mapping[str, Any]) -> GenerationRequest:
     sampling = values["sampling"]
     lists = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
@@ -139,11 +132,4 @@ def _columns(news: Written) -> dict[str, Any]:
 
 def main(parent: Parent) -> None:
     """Until the parent has no more to say."""
-    asyncio.run(_serve(parent))
-
-
-async def _serve(parent: Parent) -> None:
-    lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
-    await Child(parent).run(lines)
+    asyncio.run(Child(parent).run())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from spurline.errors import DataError, ModelError, RunFailedError
@@ -17,9 +17,8 @@ from spurline.protocols.rollout_engine import Sampling, WeightBucket
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import UPDATE, Command, LoadBucket
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.vllm.launch import EngineSpec, check_complete
+from spurline_async_rl.engines.vllm.launch import EngineProcesses, EngineSpec, EngineStart, check_complete
 from spurline_async_rl.engines.vllm.member import Delta, worker_call
-from spurline_async_rl.engines.vllm.start import EngineProcesses, EngineStart
 
 _Result = TypeVar("_Result")
 
@@ -110,7 +109,7 @@ class AsyncEngine:
         finally:
             self.processes.kill()
             # Its __del__ shuts down once more, maybe when the interpreter ends and half of what that needs is gone.
-            llm.shutdown = _nothing
+            llm.shutdown = lambda: None
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
@@ -120,10 +119,10 @@ class AsyncEngine:
         await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         # vLLM's answer overtakes tokens that wait to be handed on, so a mark goes through the same queue behind them.
         # Whoever gets the last of them is woken before this is.
-        mark = _Mark(asyncio.get_running_loop().create_future())
+        mark = asyncio.Event()
         self._llm.engine_core.outputs_queue.put_nowait(mark)
         self._llm._run_output_handler()
-        await self._answer_of(mark.passed)
+        await self._answer_of(mark.wait())
 
     def _place(self, bucket: WeightBucket) -> WeightBucket:
         """The bucket that tells this engine's workers their place in a group of ranks, where it sets up one."""
@@ -161,22 +160,9 @@ class AsyncEngine:
 
     async def _output_or_mark(self) -> Any:
         """What vLLM's output handler asks for next; it has handed on everything before that."""
-        while isinstance(output := await self._next_output(), _Mark):
-            output.pass_by()
+        while isinstance(output := await self._next_output(), asyncio.Event):
+            output.set()
         return output
-
-
-@dataclass(frozen=True)
-class _Mark:
-    passed: asyncio.Future[None]
-
-    def pass_by(self) -> None:
-        if not self.passed.done():
-            self.passed.set_result(None)
-
-
-def _nothing() -> None:
-    """Stand for what has been done."""
 
 
 def _check_heads(model_config: Any) -> None:

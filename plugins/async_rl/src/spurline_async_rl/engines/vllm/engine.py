@@ -36,7 +36,9 @@ class VllmEngine(EnginePool):
             transports = ("disk",)
         else:
             require_vllm()
-            transports = _transports(self._spec.transport)
+            # The best one first; a group of ranks only if they are started for it.
+            nccl = ("nccl",) if self._spec.transport == "nccl" else ()
+            transports = (*nccl, "shared_memory", "disk", "cuda_ipc")
             if config.placement == "ray":
                 require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
                 from spurline_async_rl.engines.vllm.ray import RayCluster
@@ -58,8 +60,3 @@ class VllmEngine(EnginePool):
         spec = replace(self._spec, rank_offset=number * config.tensor_parallel_size)
         engine = AsyncEngine(spec) if self._cluster is None else self._cluster.engine(spec)
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)
-
-
-def _transports(chosen: str) -> tuple[str, ...]:
-    """Those that engines started here read, the best one first; a group of ranks only if they were started for it."""
-    return (*(("nccl",) if chosen == "nccl" else ()), "shared_memory", "disk", "cuda_ipc")

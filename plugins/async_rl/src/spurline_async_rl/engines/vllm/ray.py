@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
@@ -88,7 +87,7 @@ class RayCluster:
         return RayEngine(spec, self)
 
     def _open(self) -> None:
-        """Takes seconds, and is not for a thread of its own: Ray's processes end with the thread that started them."""
+        # Takes seconds, and is not for a thread of its own: Ray's processes end with the thread that started them.
         import ray
 
         if ray.is_initialized():
@@ -106,23 +105,9 @@ class RayCluster:
         return {"CPU": 1, **({"GPU": self._config.tensor_parallel_size} if has_gpus else {})}
 
 
-@dataclass(frozen=True)
-class _Event:
-    """Something that has happened to `key`, the id of a request or command. what: tokens of the request, why it failed,
-    or nothing for the mark behind a command."""
-
-    key: str
-    what: Delta | Exception | None
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What the controller wants to know of an engine that has started."""
-
-    max_model_len: int
-    vocabulary: int
-    where: str
-    node: str
+News = Delta | Exception | None
+"""What has happened to a request or command: tokens of the request, why it failed, or nothing for the mark behind a
+command."""
 
 
 class EngineActor:
@@ -131,18 +116,19 @@ class EngineActor:
     def __init__(self, plain_spec: tuple[dict[str, Any], dict[str, Any], str, int]):
         self._engine = AsyncEngine(EngineSpec.from_plain(plain_spec))
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._events: list[_Event] = []
+        self._events: list[tuple[str, News]] = []
         self._more = asyncio.Event()
 
-    async def start(self) -> _Facts:
+    async def start(self) -> tuple[int, int, str, str]:
+        """The longest context, the size of the vocabulary, the name for messages, and the id of the node."""
         import ray
 
         await self._engine.start()
         node = ray.get_runtime_context().get_node_id()
-        return _Facts(self._engine.max_model_len, self._engine.vocabulary, self._engine.where, node)
+        return self._engine.max_model_len, self._engine.vocabulary, self._engine.where, node
 
-    async def events(self) -> AsyncGenerator[list[_Event], None]:
-        """The stream. It has one reader, and ends with the actor."""
+    async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
+        """The stream of news by id of request or command. It has one reader, and ends with the actor."""
         while True:
             await self._more.wait()
             self._more.clear()
@@ -159,7 +145,7 @@ class EngineActor:
 
     async def control(self, command: Command, mark: str) -> None:
         await self._engine.control(command)
-        self._tell(_Event(mark, None))
+        self._tell(mark, None)
 
     async def wait_ended(self) -> str:
         return await self._engine.wait_ended()
@@ -174,14 +160,14 @@ class EngineActor:
     async def _generate(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str) -> None:
         try:
             async for delta in self._engine.generate(request_id, prompt, sampling, seed, salt):
-                self._tell(_Event(request_id, delta))
+                self._tell(request_id, delta)
         except Exception as error:  # noqa: BLE001 (not swallowed: raised at the controller)
-            self._tell(_Event(request_id, error))
+            self._tell(request_id, error)
         finally:
             del self._tasks[request_id]
 
-    def _tell(self, event: _Event) -> None:
-        self._events.append(event)
+    def _tell(self, key: str, news: News) -> None:
+        self._events.append((key, news))
         self._more.set()
 
 
@@ -198,7 +184,7 @@ class RayEngine:
         self._group: Any = None
         self._actor: Any = None
         self._node = ""
-        self._inboxes: dict[str, asyncio.Queue[Delta | Exception | None]] = {}
+        self._inboxes: dict[str, asyncio.Queue[News]] = {}
         self._marks = (f"command {number}" for number in itertools.count())
         self._reader: asyncio.Task[None] | None = None
 
@@ -208,17 +194,14 @@ class RayEngine:
         self._group = await self._cluster.reserve()
         actor_class: Any = ray.remote(EngineActor)
         self._actor = actor_class.options(**self._cluster.actor_options(self._group)).remote(self._spec.to_plain())
-        facts: _Facts = await self._ask("start")
-        self.max_model_len, self.vocabulary = facts.max_model_len, facts.vocabulary
-        self._node = facts.node
-        self.where = f"{facts.where} on Ray node {facts.node[:8]}"
+        self.max_model_len, self.vocabulary, where, self._node = await self._ask("start")
+        self.where = f"{where} on Ray node {self._node[:8]}"
         self._reader = asyncio.create_task(self._read(), name="spurline-ray-events")
 
     async def generate(
         self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
     ) -> AsyncGenerator[Delta, None]:
-        inbox: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
-        self._inboxes[request_id] = inbox
+        inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
         # Tokens may overtake the answer to this: whoever waited for it would take them for those of later weights.
         submitting = asyncio.ensure_future(self._ask("submit", request_id, list(prompt), sampling, seed, salt))
@@ -308,16 +291,15 @@ class RayEngine:
         """Hand on what comes, until the actor dies."""
         try:
             async for batch in self._actor.events.remote():
-                for event in await batch:
-                    inbox = self._inboxes.get(event.key)
-                    if inbox is not None:
-                        inbox.put_nowait(event.what)
+                for key, news in await batch:
+                    if key in self._inboxes:
+                        self._inboxes[key].put_nowait(news)
         except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
             for inbox in self._inboxes.values():
                 inbox.put_nowait(EngineDiedError(f"{self.where} has died: {type(error).__name__}: {error}"))
 
 
-def _tell_failure(inbox: asyncio.Queue[Delta | Exception | None], submitted: asyncio.Future[Any]) -> None:
+def _tell_failure(inbox: asyncio.Queue[News], submitted: asyncio.Future[Any]) -> None:
     """A request that was not even taken ends for whoever waits for its tokens."""
     error = None if submitted.cancelled() else submitted.exception()
     if isinstance(error, Exception):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,14 +32,6 @@ START_HINT = (
 )
 
 
-@dataclass(frozen=True)
-class ServerModel:
-    """What a server has loaded."""
-
-    name: str
-    max_model_len: int
-
-
 class ServerApi:
     """Errors: EngineDiedError when the server cannot be reached or fails, DataError when it refuses a request."""
 
@@ -54,8 +45,9 @@ class ServerApi:
             read_bufsize=_LONGEST_LINE,
         )
 
-    async def model(self) -> ServerModel:
-        """Raises ConfigError for a server that was not started as one of ours must be."""
+    async def model(self) -> tuple[str, int]:
+        """Name and longest context of its model. Raises ConfigError for a server that was not started as one of ours
+        must be."""
         listed = await self._call("GET", "/v1/models")
         info = await self._call("GET", "/server_info", params={"config_format": "json"})
         mode = info["vllm_config"]["model_config"]["logprobs_mode"]
@@ -67,7 +59,7 @@ class ServerApi:
             if value != wanted:
                 raise self._config_error(f"has {what} '{value}', not {wanted}. {START_HINT}")
         first = listed["data"][0]
-        return ServerModel(first["id"], int(first["max_model_len"]))
+        return first["id"], int(first["max_model_len"])
 
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """The response as it comes."""
@@ -188,7 +180,7 @@ class ServerMember:
         self.name = name
         self._make_api = make_api
         self._api: ServerApi | None = None
-        self._model = ServerModel("", 0)
+        self._model, self._max_model_len = "", 0
         self._tokenizer = tokenizer
         self._version = 0
         self._streams: set[asyncio.Task[FinishReason]] = set()
@@ -196,12 +188,12 @@ class ServerMember:
 
     async def start(self) -> None:
         self._api = self._make_api()
-        self._model = await self._api.model()
+        self._model, self._max_model_len = await self._api.model()
         # A run that ended during a pause leaves the server paused.
         await self._api.resume()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._model.max_model_len)
+        response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._max_model_len)
         while True:
             await self._gate.wait()
             if response.ended is not None:
@@ -256,7 +248,7 @@ class ServerMember:
 
     async def _stream(self, name: str, response: VllmResponse) -> FinishReason:
         try:
-            async with contextlib.aclosing(self._opened.complete(self._model.name, response.rest())) as deltas:
+            async with contextlib.aclosing(self._opened.complete(self._model, response.rest())) as deltas:
                 async for delta in deltas:
                     reason = response.add_delta(delta, self._version)
                     if reason is not None:
@@ -266,8 +258,7 @@ class ServerMember:
         raise EngineDiedError(f"{self.name} left a response without an end")
 
     async def _cut_streams(self) -> None:
-        streams = list(self._streams)
-        for stream in streams:
+        for stream in self._streams:
             stream.cancel()
         # This ends: being cancelled, they only close their connections.
-        await asyncio.gather(*streams, return_exceptions=True)
+        await asyncio.gather(*self._streams, return_exceptions=True)
