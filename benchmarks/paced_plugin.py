@@ -27,7 +27,7 @@ from spurline.protocols.rollout_engine import (
     TakesWeights,
     WeightBucket,
 )
-from spurline_async_rl.simulation.workload import Distribution, LogNormal, Stragglers
+from spurline_async_rl.simulation.workload import Times
 
 PLUGIN = Plugin("paced", api=API_VERSION)
 INSTALLED = InstalledPlugin("paced", __name__, "benchmarks", "0")
@@ -46,12 +46,10 @@ class PacedEngineConfig(RolloutEngineConfig):
     straggler_share: float = Field(default=0.0, ge=0, le=1)
     straggler_factor: float = Field(default=10.0, gt=0)
 
-    def seconds(self) -> Distribution:
+    def seconds(self) -> Times:
         """By draw."""
-        if not self.straggler_share:
-            return LogNormal(self.mean_s, self.sigma)
         share, factor = self.straggler_share, self.straggler_factor
-        return Stragglers(LogNormal(self.mean_s / (1 + share * (factor - 1)), self.sigma), share, factor)
+        return Times([self.mean_s / (1 + share * (factor - 1))], self.sigma, share, factor)
 
 
 class PacedEngine(TakesWeights):

@@ -20,9 +20,8 @@ from spurline.plugins.host import installed_plugins
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_data
 from spurline_async_rl.simulation.measured import measured_workload
-from spurline_async_rl.simulation.model import SimulatedRun, simulate_synchronous
 from spurline_async_rl.simulation.prediction import Knobs, Predictor
-from spurline_async_rl.simulation.workload import WORK_IN_SECONDS, Constant, Distribution, Workload
+from spurline_async_rl.simulation.workload import WORK_IN_SECONDS, Times, Workload
 from spurline_async_rl.timeline.records import TIMELINE_FILE, read_timeline
 
 ROOT = Path(__file__).parents[1]
@@ -134,28 +133,9 @@ def generation_per_s(case: Case) -> float:
 
 
 def predicted_per_s(case: Case) -> float:
-    """Trained groups in a second, by the model."""
-    workload = Workload(case.engine.seconds(), Constant(case.step_s), B)
-    knobs = Knobs(case.max_staleness or 0, B, case.max_running)
-    if case.max_staleness is not None:
-        return Predictor(workload, case.steps)(knobs).figures.groups_per_second
-    run = simulate_synchronous(workload.setup(knobs.limits(case.cold_steps + case.steps), 1, 1))
-    return case.steps * B / (run.seconds - end_of_step(run, case.cold_steps))
-
-
-@dataclass(frozen=True)
-class Later:
-    """As `base`, and so many seconds more."""
-
-    base: Distribution
-    by_s: float
-
-    @property
-    def mean(self) -> float:
-        return self.base.mean + self.by_s
-
-    def __call__(self, number: int) -> float:
-        return self.base(number) + self.by_s
+    """Trained groups in a second, by the model; at staleness 0 that is the synchronous source, as none is left out."""
+    workload = Workload(case.engine.seconds(), Times([case.step_s]), B)
+    return Predictor(workload, case.steps)(_knobs(case)).figures.groups_per_second
 
 
 def recorded_per_s(case: Case, folder: Path) -> float:
@@ -166,10 +146,13 @@ def recorded_per_s(case: Case, folder: Path) -> float:
     seconds = case.engine.seconds()
     groups = [group for record in read_timeline(folder / TIMELINE_FILE) for group in record.groups]
     late_s = statistics.fmean(group.ended - group.began - seconds(group.draw) for group in groups)
-    workload = replace(measured_workload(folder), group_s=Later(seconds, max(0.0, late_s)), speed=WORK_IN_SECONDS)
-    knobs = Knobs(case.max_staleness, B, case.max_running)
-    return Predictor(workload, case.steps)(knobs).figures.groups_per_second
+
+    def group_s(draw: int) -> float:
+        return seconds(draw) + max(0.0, late_s)
+
+    workload = replace(measured_workload(folder), group_s=group_s, speed=WORK_IN_SECONDS)
+    return Predictor(workload, case.steps)(_knobs(case)).figures.groups_per_second
 
 
-def end_of_step(run: SimulatedRun, step: int) -> float:
-    return run.ends[step]
+def _knobs(case: Case) -> Knobs:
+    return Knobs(case.max_staleness or 0, B, case.max_running)

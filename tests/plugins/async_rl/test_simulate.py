@@ -25,7 +25,7 @@ from spurline_async_rl.simulation.prediction import (
     search,
     steady_run,
 )
-from spurline_async_rl.simulation.workload import Constant, LogNormal, Outcomes, Workload, saturating
+from spurline_async_rl.simulation.workload import Times, Workload, saturating
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, trained_steps
 
 SOURCE: dict[str, Any] = {
@@ -166,7 +166,7 @@ def test_times_are_read_from_an_earlier_run_and_options_win(config: Path, capsys
     assert workload.train_s.mean == pytest.approx(0.85, abs=0.002)
     assert (workload.transfer_s, workload.pause_s) == pytest.approx((0.1, 0.05), abs=0.002)
     assert workload.batch_size == 8
-    assert 0.02 < workload.outcomes.filtered < 0.1
+    assert 0.02 < workload.filtered < 0.1
     found = as_json(capsys, config, "--from", run, "--steps", "4")
     # Its batches had 8 groups too.
     assert found["config"]["training_groups_per_second"] == pytest.approx(8 / 0.85, rel=0.01)
@@ -194,7 +194,7 @@ def test_a_page_is_drawn(config: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def balanced(max_running: int, *, sigma: float = 1.0, batch_size: int = 32) -> Workload:
     """Engines and trainer that can do the same: a second for a batch, however many groups share the engines."""
-    return Workload(LogNormal(max_running / batch_size, sigma), Constant(1.0), batch_size)
+    return Workload(Times([max_running / batch_size], sigma), Times([1.0]), batch_size)
 
 
 def test_many_groups_at_once_wait_for_the_slowest_of_them() -> None:
@@ -211,7 +211,7 @@ def test_without_variance_nothing_waits_but_the_first_step() -> None:
 
 
 def test_groups_that_are_left_out_cost_capacity() -> None:
-    workload = Workload(Constant(0.25), Constant(1.0), 32, outcomes=Outcomes(filtered=0.5))
+    workload = Workload(Times([0.25]), Times([1.0]), 32, filtered=0.5)
     assert workload.generation_per_s(8, 1, 100) == pytest.approx(16.0)
     prediction = Predictor(workload, 30)(Knobs(2, 32, 8))
     assert prediction.figures.groups_per_second == pytest.approx(16.0, rel=0.03)
@@ -225,7 +225,7 @@ def test_a_saturated_engine_does_not_finish_more_groups() -> None:
 
 
 def test_the_smallest_bound_that_is_about_as_fast_is_recommended() -> None:
-    workload = Workload(LogNormal(0.3, 0.2), Constant(1.0), 8)
+    workload = Workload(Times([0.3], 0.2), Times([1.0]), 8)
     found = search(Predictor(workload, 15), Knobs(3, 8, 8))
     best = recommended(found)
     assert best.knobs.max_staleness == 1
@@ -233,7 +233,7 @@ def test_the_smallest_bound_that_is_about_as_fast_is_recommended() -> None:
 
 
 def test_the_advice_names_the_slower_side_and_what_more_engines_would_bring() -> None:
-    predict = Predictor(Workload(Constant(2.0), Constant(1.0), 8, saturating(4)), 12)
+    predict = Predictor(Workload(Times([2.0]), Times([1.0]), 8, saturating(4)), 12)
     current = predict(Knobs(2, 8, 4))
     lines = advice(predict, current, [current])
     assert "Generation is the slower side: engines can make 2 groups a second, training can take 8" in lines[0]
@@ -276,7 +276,7 @@ def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
 def test_a_run_predicted_from_its_own_record_comes_out_the_same(tmp_path: Path, max_running: int, tokens: int) -> None:
     # With as many groups at once as a batch has, those that end beside few others are the slow ones.
     knobs = Knobs(2, 16, max_running)
-    workload = Workload(LogNormal(max_running / 20, 0.8), Constant(0.7), 16, transfer_s=0.05, pause_s=0.05)
+    workload = Workload(Times([max_running / 20], 0.8), Times([0.7]), 16, transfer_s=0.05, pause_s=0.05)
     run = steady_run(workload, knobs, 120)
     records = [
         replace(record, groups=tuple(replace(group, tokens=tokens) for group in record.groups))

@@ -1,4 +1,4 @@
-"""The model of the asynchronous run: promises on a virtual clock, the synchronous run as oracle, the curve over K."""
+"""The model of the asynchronous run: promises on a virtual clock, core's synchronous source, the curve over K."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from spurline.rl.group_runner import GivenUpPrompt
 from spurline.rl.prompt_source import collect_groups
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
-from spurline_async_rl.simulation.model import Engines, Model, simulate, simulate_synchronous
-from spurline_async_rl.simulation.workload import Constant, Empirical, Fate, LogNormal, Setup, Speed, Stragglers
+from spurline_async_rl.simulation.model import Engines, Model, SimulatedRun
+from spurline_async_rl.simulation.workload import Fate, Setup, Speed, Times
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
@@ -50,6 +50,14 @@ def setups(draw: st.DrawFn) -> Setup:
         transfer_s=draw(st.sampled_from([0.0, 0.5])),
         pause_s=draw(st.sampled_from([0.0, 0.5])),
     )
+
+
+def simulate(setup: Setup) -> SimulatedRun:
+    """The asynchronous run from its first draw to its last step."""
+    model = Model(setup)
+    while model.advance():
+        pass
+    return model.result()
 
 
 def run_checked(model: Model, events: int) -> bool:
@@ -150,7 +158,6 @@ def test_without_staleness_the_batches_are_those_of_the_synchronous_source(setup
     setup = replace(setup, limits=replace(setup.limits, max_staleness=0), publish_every=1)
     expected = batches_or_failure(synchronous_batches, setup)
     assert batches_or_failure(lambda it: simulate(it).batches(), setup) == expected
-    assert batches_or_failure(lambda it: simulate_synchronous(it).batches(), setup) == expected
 
 
 @settings(max_examples=2000 if SOAK else 60)
@@ -163,7 +170,7 @@ def test_fifo_trains_the_batches_of_the_synchronous_source_at_any_staleness_whil
 
 def paced(places: int, order: Any, *, seed: int = 0, steps: int = 100, share: float = 0.0) -> Setup:
     """B = 32, S = 2, lognormal latencies, and as much generation as training capacity."""
-    latency = Stragglers(LogNormal(places / 32, 1.0, seed), share, 10.0, seed)
+    latency = Times([places / 32], 1.0, share, 10.0, seed)
     given = SchedulerLimits(2, 32, places, order, "wait", 256, steps)
     return Setup(given, lambda draw: Fate(latency(draw)), lambda step: 1.0)
 
@@ -211,11 +218,12 @@ def test_engines_get_slower_with_more_groups_and_share_them():
 
 
 def test_distributions_depend_on_the_number_alone_and_have_their_mean():
-    base = LogNormal(4.0, 0.5, seed=3)
-    for distribution in (base, Stragglers(base, 0.1, 10.0, seed=3), Empirical([1.0, 2.0, 6.0], seed=3), Constant(2.5)):
-        values = [distribution(number) for number in range(4000)]
-        assert [distribution(number) for number in reversed(range(4000))] == values[::-1]
-        assert np.mean(values) == pytest.approx(distribution.mean, rel=0.1)
-    late = [Stragglers(base, 0.1, 10.0, seed=3)(number) / base(number) for number in range(4000)]
+    base = Times([4.0], 0.5, seed=3)
+    with_late = replace(base, late_share=0.1, late_factor=10.0)
+    for times in (base, with_late, Times([1.0, 2.0, 6.0], seed=3), Times([2.5])):
+        values = [times(number) for number in range(4000)]
+        assert [times(number) for number in reversed(range(4000))] == values[::-1]
+        assert np.mean(values) == pytest.approx(times.mean, rel=0.1)
+    late = [with_late(number) / base(number) for number in range(4000)]
     assert set(np.round(late, 6)) == {1.0, 10.0}
     assert np.mean(np.array(late) > 5) == pytest.approx(0.1, abs=0.02)

@@ -67,16 +67,25 @@ def simulate(
     from rich.console import Console
 
     from spurline.config.loading import load_config
-    from spurline_async_rl.simulation.measured import GivenNumbers, given_workload
+    from spurline_async_rl.simulation.measured import given_workload
     from spurline_async_rl.simulation.page import print_comparison, write_page
     from spurline_async_rl.simulation.prediction import compare
 
     loaded = load_config(config, overrides or [])
     knobs = knobs_of(loaded)
-    numbers = GivenNumbers(
-        from_run, group_seconds, sigma, stragglers, saturation, step_seconds, publish_seconds, pause_seconds, left_out
+    workload = given_workload(
+        knobs,
+        loaded.origin,
+        from_run=from_run,
+        group_seconds=group_seconds,
+        sigma=sigma,
+        stragglers=stragglers,
+        saturation=saturation,
+        step_seconds=step_seconds,
+        publish_seconds=publish_seconds,
+        pause_seconds=pause_seconds,
+        left_out=left_out,
     )
-    workload = given_workload(numbers, knobs, loaded.origin)
     num_steps = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _GROUPS_SIMULATED // knobs.batch_size))
     with Console(stderr=True).status("Simulating ..."):
         comparison = compare(workload, knobs, num_steps)
@@ -92,20 +101,13 @@ def simulate(
 class GeneratesWhileTraining(Protocol):
     """What the settings of a source say for it to be simulated; see `AsyncRolloutsConfig`."""
 
-    @property
-    def max_staleness(self) -> int: ...
-    @property
-    def prompts_per_step(self) -> int: ...
-    @property
-    def groups_at_once(self) -> int: ...
-    @property
-    def publish_every(self) -> int: ...
-    @property
-    def order(self) -> Literal["fifo", "window"]: ...
-    @property
-    def at_bound(self) -> Literal["wait", "mask"]: ...
-    @property
-    def engine(self) -> RolloutEngineConfig: ...
+    max_staleness: int
+    prompts_per_step: int
+    groups_at_once: int
+    publish_every: int
+    order: Literal["fifo", "window"]
+    at_bound: Literal["wait", "mask"]
+    engine: RolloutEngineConfig
 
 
 def knobs_of(loaded: LoadedConfig) -> Knobs:

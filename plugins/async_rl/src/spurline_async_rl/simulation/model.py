@@ -1,4 +1,4 @@
-"""Runs on a virtual clock: the real scheduler, with engines and a trainer made of times; the synchronous run beside it.
+"""Runs on a virtual clock: the real scheduler, with engines and a trainer made of times.
 
 Place on the way: Setup -> SimulatedRun -> figures, and the timeline's own records, so that one picture serves real and
 simulated runs. An event is the end of a group or of what the trainer does; after each, every group that may start does,
@@ -9,13 +9,12 @@ gives the same run, in milliseconds.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Literal, TypeVar, cast
+from typing import Literal
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, State
@@ -31,8 +30,6 @@ from spurline_async_rl.timeline.records import (
     Taken,
     staleness_of,
 )
-
-T = TypeVar("T")
 
 STATES: Mapping[Outcome, State] = {
     "kept": State.BUFFERED,
@@ -65,6 +62,13 @@ class SimulatedGroup:
         """Work by staleness in the batch it was trained in."""
         assert self.step is not None, self
         return {staleness_of(self.step, version): work for version, work in self.parts.items()}
+
+    def span(self) -> GroupSpan:
+        """This group, which has ended, as the timeline has it."""
+        assert self.ended is not None, self
+        versions = self.parts or {self.version: 0.0}
+        times = (self.began, self.ended)
+        return GroupSpan(self.draw, *times, self.version, self.state, 0, min(versions), max(versions))
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,20 @@ class SimulatedRun:
     def figures(self) -> Figures:
         trained = [group for group in self.groups if group.step is not None]
         seconds = self.seconds or 1.0
-        shares = _shares(trained)
-        work = sum(sum(group.parts.values()) for group in trained)
+        work = _work_by_age(trained)
+        # Groups that took no time count as if all took the same.
+        shown = work if any(work.values()) else Counter(age for group in trained for age in group.ages())
+        total = sum(shown.values())
+        shares = {age: amount / total for age, amount in sorted(shown.items())}
         masked = sum(group.parts[version] for group in trained for version in group.masked)
-        pauses, waits = (
-            sum(span.ended - span.began for span in self.spans if span.kind == kind) for kind in ("pause", "wait")
-        )
-        running, buffered = self._areas()
+        pauses, waits = (sum(span.seconds for span in self.spans if span.kind == kind) for kind in ("pause", "wait"))
+        # No level changes within a pause but where it begins or ends.
+        pauses_began = {span.began for span in self.spans if span.kind == "pause"}
+        running_s = buffered_s = 0.0
+        for level, following in pairwise([*self.levels, Level(self.seconds, 0, 0)]):
+            buffered_s += level.buffered * (following.at - level.at)
+            if level.at not in pauses_began:
+                running_s += level.running * (following.at - level.at)
         return Figures(
             seconds=self.seconds,
             groups_per_second=len(trained) / seconds,
@@ -142,58 +153,40 @@ class SimulatedRun:
             mean_staleness=sum(age * share for age, share in shares.items()),
             max_staleness=max(shares, default=0),
             staleness=shares,
-            masked_share=masked / work if work else 0.0,
+            masked_share=masked / sum(sum(group.parts.values()) for group in trained) if masked else 0.0,
             trainer_idle=waits / seconds,
-            generation_blocked=max(0.0, 1 - pauses / seconds - running / (self.max_running * seconds)),
+            generation_blocked=max(0.0, 1 - pauses / seconds - running_s / (self.max_running * seconds)),
             generation_paused=pauses / seconds,
-            buffered=buffered / seconds,
+            buffered=buffered_s / seconds,
         )
-
-    def _areas(self) -> tuple[float, float]:
-        """Seconds times groups running, pauses left out, and buffered."""
-        pauses = deque(span for span in self.spans if span.kind == "pause")
-        running = buffered = 0.0
-        for level, following in pairwise([*self.levels, Level(self.seconds, 0, 0)]):
-            seconds = following.at - level.at
-            buffered += level.buffered * seconds
-            while pauses and pauses[0].ended <= level.at:
-                pauses.popleft()
-            # No level changes within a pause but where it begins or ends.
-            paused = bool(pauses) and pauses[0].began <= level.at
-            running += 0.0 if paused else level.running * seconds
-        return running, buffered
 
     def records(self) -> list[StepRecord]:
         """The timeline of a real run that did the same; groups still under way at the end are not in it."""
-        steps = sorted(self.ends)
-        untils = [self.ends[step] for step in steps]
-        ended = [group for group in sorted(self.groups, key=lambda group: group.draw) if group.ended is not None]
-        groups = _in_steps(ended, untils, lambda group: cast("float", group.ended))
-        spans = _in_steps(self.spans, untils, lambda span: span.ended)
-        levels = _in_steps(self.levels, untils, lambda level: level.at)
-        batches = self.batches()
-        return [
-            StepRecord(
-                step,
-                untils[place],
-                tuple(map(_group_span, groups[place])),
-                tuple(spans[place]),
-                tuple(levels[place]),
-                (Taken(step, self.taken[step], tuple(batches.get(step, ()))),),
+        batches, records = self.batches(), list[StepRecord]()
+        groups = sorted(self.groups, key=lambda group: group.draw)
+        before = -math.inf
+        for step, until in sorted(self.ends.items()):
+            ended = (group for group in groups if group.ended is not None and before < group.ended <= until)
+            records.append(
+                StepRecord(
+                    step,
+                    until,
+                    tuple(group.span() for group in ended),
+                    tuple(span for span in self.spans if before < span.ended <= until),
+                    tuple(level for level in self.levels if before < level.at <= until),
+                    (Taken(step, self.taken[step], tuple(batches.get(step, ()))),),
+                )
             )
-            for place, step in enumerate(steps)
-        ]
+            before = until
+        return records
 
     def metrics(self) -> list[dict[str, float]]:
         """One line for each step, as in metrics.jsonl; the work of a group stands for its tokens."""
         lines: list[dict[str, float]] = []
         for record in self.records():
-            ages: dict[int, float] = {}
-            for group in self.groups:
-                for age, work in group.ages().items() if group.step == record.step else ():
-                    ages[age] = ages.get(age, 0.0) + work
+            ages = _work_by_age(group for group in self.groups if group.step == record.step)
             total = sum(ages.values()) or 1.0
-            seconds = {span.kind: span.ended - span.began for span in record.spans}
+            seconds = {span.kind: span.seconds for span in record.spans}
             line: dict[str, float] = {
                 "step": record.step,
                 "time/step": sum(length for kind, length in seconds.items() if kind != "pause"),
@@ -209,31 +202,12 @@ class SimulatedRun:
         return lines
 
 
-def _in_steps(items: Sequence[T], untils: Sequence[float], at: Callable[[T], float]) -> list[list[T]]:
-    """The items by the step in which their time lies, those after the last step left out."""
-    found: list[list[T]] = [[] for _ in untils]
-    for item in items:
-        if at(item) <= untils[-1]:
-            found[bisect_left(untils, at(item))].append(item)
-    return found
-
-
-def _group_span(group: SimulatedGroup) -> GroupSpan:
-    assert group.ended is not None, group
-    versions = group.parts or {group.version: 0.0}
-    span = (group.draw, group.began, group.ended, group.version, group.state)
-    return GroupSpan(*span, tokens=0, oldest=min(versions), newest=max(versions))
-
-
-def _shares(trained: Sequence[SimulatedGroup]) -> dict[int, float]:
-    """Share of the work by age; groups that took none count as if all took the same."""
-    weightless = not any(sum(group.parts.values()) for group in trained)
-    amounts: dict[int, float] = {}
+def _work_by_age(trained: Iterable[SimulatedGroup]) -> dict[int, float]:
+    amounts: dict[int, float] = defaultdict(float)
     for group in trained:
         for age, work in group.ages().items():
-            amounts[age] = amounts.get(age, 0.0) + (1.0 if weightless else work)
-    total = sum(amounts.values())
-    return {age: amount / total for age, amount in sorted(amounts.items())}
+            amounts[age] += work
+    return amounts
 
 
 @dataclass
@@ -281,10 +255,6 @@ class Engines:
         engine.done, draw = heappop(engine.ends)
         return draw
 
-    def forget(self, draw: int) -> None:
-        """An ended group is not asked for any more."""
-        del self._engine_of[draw]
-
     def _seconds(self, engine: _Engine) -> float:
         if self.paused or not engine.ends:
             return math.inf
@@ -300,32 +270,17 @@ class ModelState:
     groups: tuple[SimulatedGroup, ...]
 
 
-def simulate(setup: Setup) -> SimulatedRun:
-    """The asynchronous run from its first draw to its last step."""
-    model = Model(setup)
-    while model.advance():
-        pass
-    return model.result()
-
-
 class Model:
     """One asynchronous run; may be stopped after any event, and begun again from `checkpoint`, the newest step's state.
 
-    keep_checkpoints: make these. make_scheduler: for tests of what a broken one would do.
+    keep_checkpoints: make these.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        state: ModelState | None = None,
-        *,
-        keep_checkpoints: bool = False,
-        make_scheduler: Callable[..., Scheduler] = Scheduler,
-    ) -> None:
+    def __init__(self, setup: Setup, state: ModelState | None = None, *, keep_checkpoints: bool = False) -> None:
         self.setup = setup
         self.step = state.step if state else 0
         self.now = 0.0
-        self.scheduler = make_scheduler(setup.limits)
+        self.scheduler = Scheduler(setup.limits)
         self.checkpoint = state
         self._keep_checkpoints = keep_checkpoints
         self._engines = Engines(setup.engines, setup.speed)
@@ -404,7 +359,6 @@ class Model:
     def _end_attempt(self, draw: int) -> None:
         fate, group = self._fates[draw], self._open[draw]
         self._note(draw)
-        self._engines.forget(draw)
         if fate.retries:
             group.parts.clear()
             self._start(draw, replace(fate, retries=fate.retries - 1))
@@ -474,67 +428,3 @@ class Model:
 
 def _copy(group: SimulatedGroup) -> SimulatedGroup:
     return replace(group, parts=dict(group.parts))
-
-
-def simulate_synchronous(setup: Setup) -> SimulatedRun:
-    """The synchronous run from its first draw to its last step: draw, run, draw what is missing, train, repeat.
-
-    The rounds are those of core's `collect_groups`; of the limits only batch size, places for running groups, draws and
-    steps matter. Raises RunFailedError when a batch cannot be filled.
-    """
-    run, engines, limits = SimulatedRun(setup.limits.max_running), Engines(setup.engines, setup.speed), setup.limits
-    num_drawn = 0
-    for step in range(1, limits.num_batches + 1):
-        began, tried = run.seconds, 0
-        ended: list[SimulatedGroup] = []
-
-        def of_state(state: GroupState, ended: Sequence[SimulatedGroup] = ended) -> list[SimulatedGroup]:
-            return [group for group in ended if group.state == state]
-
-        while missing := min(limits.batch_size - len(of_state("buffered")), limits.draw_limit - tried):
-            draws = [draw for draw in range(num_drawn, num_drawn + missing) if setup.fate(draw).outcome != "unreadable"]
-            num_drawn += missing
-            ended += _run_round(setup, run, engines, draws, step - 1)
-            tried = len(ended) - len(of_state("skipped"))
-        batch = [*of_state("buffered"), *of_state("filtered")][: limits.batch_size]
-        if len(batch) < limits.batch_size:
-            raise RunFailedError(f"Step {step} drew {tried} prompts and cannot be filled with them.")
-        for group in batch:
-            group.step, group.state = step, "buffered"
-        run.spend("wait", began, run.seconds)
-        run.level(run.seconds, 0, 0)
-        run.taken[step] = run.seconds
-        trained = run.seconds + setup.train_s(step)
-        run.spend("train", run.taken[step], trained)
-        run.seconds = trained
-        if step % setup.publish_every == 0:
-            run.seconds += setup.transfer_s + setup.pause_s
-            run.spend("pause", run.seconds - setup.pause_s, run.seconds)
-            run.spend("publish", trained, run.seconds)
-        run.ends[step] = run.seconds
-    return run
-
-
-def _run_round(
-    setup: Setup, run: SimulatedRun, engines: Engines, draws: Sequence[int], version: int
-) -> list[SimulatedGroup]:
-    """Run all of these, as many at a time as there are places; in draw order."""
-    waiting, running = deque(draws), dict[int, SimulatedGroup]()
-    groups: list[SimulatedGroup] = []
-    while waiting or running:
-        while waiting and len(running) < run.max_running:
-            draw = waiting.popleft()
-            fate = setup.fate(draw)
-            engines.start(draw, fate.work * (1 + fate.retries))
-            running[draw] = SimulatedGroup(draw, version, run.seconds, parts={version: fate.work})
-            groups.append(running[draw])
-        run.level(run.seconds, len(running), len(groups) - len(running))
-        seconds = engines.until_end()
-        engines.advance(seconds)
-        run.seconds += seconds
-        draw = engines.end_next()
-        engines.forget(draw)
-        group = running.pop(draw)
-        group.ended, group.state = run.seconds, STATE_NAMES[STATES[setup.fate(draw).outcome]]
-    run.groups += groups
-    return groups

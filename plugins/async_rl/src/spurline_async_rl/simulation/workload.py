@@ -13,90 +13,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
 
-_VALUE, _STRAGGLER = 0, 1
-"""Streams of random numbers that must not have to do with each other."""
-
-
-class Distribution(Protocol):
-    """A value for each number."""
-
-    @property
-    def mean(self) -> float: ...
-
-    def __call__(self, number: int) -> float: ...
-
 
 @dataclass(frozen=True)
-class Constant:
-    """Always the same."""
-
-    value: float
-
-    @property
-    def mean(self) -> float:
-        return self.value
-
-    def __call__(self, number: int) -> float:
-        return self.value
-
-
-@dataclass(frozen=True)
-class LogNormal:
-    """Lognormal with this mean; sigma is that of the logarithm, 0 gives a constant."""
-
-    mean: float
-    sigma: float
-    seed: int = 0
-
-    def __call__(self, number: int) -> float:
-        normal = _generator(self.seed, number, _VALUE).standard_normal()
-        return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2)
-
-
-@dataclass(frozen=True)
-class Empirical:
-    """One of these measured values at random, each as likely as any other."""
+class Times:
+    """A time for each number: one of `values` at random, each as likely as any other, multiplied by a lognormal factor
+    of mean 1. sigma: of its logarithm; 0 is none. A `late_share` of the times is `late_factor` times as long."""
 
     values: Sequence[float]
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.values, "no value to choose from"
-
-    @property
-    def mean(self) -> float:
-        return sum(self.values) / len(self.values)
-
-    def __call__(self, number: int) -> float:
-        return self.values[int(_generator(self.seed, number, _VALUE).integers(len(self.values)))]
-
-
-@dataclass(frozen=True)
-class Stragglers:
-    """As `base`, but a `share` of the values is `factor` times as large."""
-
-    base: Distribution
-    share: float
-    factor: float
+    sigma: float = 0.0
+    late_share: float = 0.0
+    late_factor: float = 1.0
     seed: int = 0
 
     @property
     def mean(self) -> float:
-        return self.base.mean * (1 + self.share * (self.factor - 1))
+        return sum(self.values) / len(self.values) * (1 + self.late_share * (self.late_factor - 1))
 
     def __call__(self, number: int) -> float:
-        late = _generator(self.seed, number, _STRAGGLER).random() < self.share
-        return self.base(number) * (self.factor if late else 1.0)
-
-
-def _generator(seed: int, number: int, stream: int) -> np.random.Generator:
-    return np.random.default_rng((seed, number, stream))
+        generator = np.random.default_rng((self.seed, number, 0))
+        time = self.values[generator.integers(len(self.values))]
+        time *= math.exp(self.sigma * generator.standard_normal() - self.sigma**2 / 2)
+        # A stream of its own: which groups are late has nothing to do with how long they are.
+        late = self.late_share > 0 and np.random.default_rng((self.seed, number, 1)).random() < self.late_share
+        return time * (self.late_factor if late else 1.0)
 
 
 @dataclass(frozen=True)
@@ -124,6 +69,19 @@ class Speed:
 
 WORK_IN_SECONDS = Speed()
 """However many run, each takes the seconds that its work says."""
+_LARGEST = 4096
+"""Groups on one engine up to which a saturated one gets slower; more are taken to be as slow as these."""
+
+
+def saturating(groups: int) -> Speed:
+    """So many groups on an engine do not slow each other down; more of them share what these got done."""
+    points = [(float(groups), 1.0)]
+    more = groups + 1
+    while more <= max(_LARGEST, 2 * groups):
+        points.append((float(more), groups / more))
+        # Linear between two points: close enough to the curve when they are a few percent apart.
+        more = max(more + 1, round(more * 1.05))
+    return Speed(points)
 
 
 Outcome = Literal["kept", "filtered", "quarantined", "skipped", "unreadable"]
@@ -160,38 +118,22 @@ class Setup:
     pause_s: float = 0.0
 
 
-_LARGEST = 4096
-"""Groups on one engine up to which a saturated one gets slower; more are taken to be as slow as these."""
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """Share of the groups, by draw, that make way for another one; the others are kept."""
-
-    filtered: float = 0.0
-    quarantined: float = 0.0
-
-    def of(self, number: float) -> Outcome:
-        """number: uniform in 0..1."""
-        if number < self.filtered:
-            return "filtered"
-        return "quarantined" if number < self.filtered + self.quarantined else "kept"
-
-
 @dataclass(frozen=True)
 class Workload:
     """Times in seconds.
 
-    group_s: of a group, on an engine that is not saturated. speed: how fast groups get on, by how many are on their
-    engine. train_s: from one batch to the next without waiting or publishing, for batches of `batch_size` groups.
-    transfer_s, pause_s: of a publish, with engines going on and standing still. basis: where the numbers come from.
+    group_s: of a group, by draw, on an engine that is not saturated. speed: how fast groups get on, by how many are on
+    their engine. train_s: from one batch to the next without waiting or publishing, for batches of `batch_size` groups.
+    filtered, quarantined: shares of the groups that make way for another one. transfer_s, pause_s: of a publish, with
+    engines going on and standing still. basis: where the numbers come from.
     """
 
-    group_s: Distribution
-    train_s: Distribution
+    group_s: Callable[[int], float]
+    train_s: Times
     batch_size: int
     speed: Speed = WORK_IN_SECONDS
-    outcomes: Outcomes = field(default_factory=Outcomes)
+    filtered: float = 0.0
+    quarantined: float = 0.0
     transfer_s: float = 0.0
     pause_s: float = 0.0
     basis: Sequence[str] = field(default_factory=list[str])
@@ -203,18 +145,14 @@ class Workload:
         @cache
         def fate(draw: int) -> Fate:
             # The fractional parts of the multiples of the golden ratio: evenly spread, and the same for every choice.
-            return Fate(self.group_s(draw), self.outcomes.of(draw * 0.6180339887498949 % 1))
+            chance = draw * 0.6180339887498949 % 1
+            left_out: Outcome = "filtered" if chance < self.filtered else "quarantined"
+            return Fate(self.group_s(draw), left_out if chance < self.filtered + self.quarantined else "kept")
 
-        return Setup(
-            limits,
-            fate,
-            lambda step: self.train_s(step) * scale,
-            engines=engines,
-            speed=self.speed,
-            publish_every=publish_every,
-            transfer_s=self.transfer_s,
-            pause_s=self.pause_s,
-        )
+        def train_s(step: int) -> float:
+            return self.train_s(step) * scale
+
+        return Setup(limits, fate, train_s, engines, self.speed, publish_every, self.transfer_s, self.pause_s)
 
     def generation_per_s(self, max_running: int, engines: int, num_draws: int) -> float:
         """Groups to train on that engines finish in a second when so many are always under way.
@@ -222,21 +160,10 @@ class Workload:
         Of the first so many draws: the mean of a heavy-tailed sample is not that of its distribution.
         """
         mean = sum(self.group_s(draw) for draw in range(num_draws)) / num_draws
-        kept = 1 - self.outcomes.filtered - self.outcomes.quarantined
+        kept = 1 - self.filtered - self.quarantined
         return kept * max_running * self.speed.at(max(1, round(max_running / engines))) / mean
 
     @property
     def training_per_s(self) -> float:
         """Groups that are trained on in a second when batches are always there and nothing is published."""
         return self.batch_size / self.train_s.mean
-
-
-def saturating(groups: int) -> Speed:
-    """So many groups on an engine do not slow each other down; more of them share what these got done."""
-    points = [(float(groups), 1.0)]
-    more = groups + 1
-    while more <= max(_LARGEST, 2 * groups):
-        points.append((float(more), groups / more))
-        # Linear between two points: close enough to the curve when they are a few percent apart.
-        more = max(more + 1, round(more * 1.05))
-    return Speed(points)

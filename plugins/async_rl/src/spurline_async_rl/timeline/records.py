@@ -49,6 +49,10 @@ class GroupSpan:
     oldest: int
     newest: int
 
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
 
 @dataclass(frozen=True)
 class Span:
@@ -57,6 +61,10 @@ class Span:
     kind: SpanKind
     began: float
     ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
 
 
 @dataclass(frozen=True)
