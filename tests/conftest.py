@@ -25,12 +25,12 @@ import pytest  # noqa: E402 - transformers reads the environment when a test imp
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
+from spurline.registry import Registry  # noqa: E402
 
 from spurline.config import loading  # noqa: E402
 from spurline.config.assembly import assemble  # noqa: E402
 from spurline.config.run_config import RunConfig  # noqa: E402
 from spurline.config.section import Section  # noqa: E402
-from spurline.registry import Registry  # noqa: E402
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
