@@ -122,11 +122,11 @@ def test_a_window_of_many_groups_has_fewer_steps(tmp_path: Path) -> None:
 def test_no_two_groups_share_a_lane_at_the_same_time(tmp_path: Path) -> None:
     leave_timeline(tmp_path / "timeline.jsonl", max_running=5)
     records = read_timeline(tmp_path / "timeline.jsonl")
-    spans = lanes_of(records, window_ending_at(records, len(records) - 1, 100))
-    assert len(spans) == sum(len(record.groups) for record in records)
+    lanes = lanes_of(records, window_ending_at(records, len(records) - 1, 100))
+    assert len(lanes) == sum(len(record.groups) for record in records)
     by_lane: dict[int, list[GroupSpan]] = {}
-    for span in spans:
-        by_lane.setdefault(span.lane, []).append(span.group)
+    for lane, group in lanes:
+        by_lane.setdefault(lane, []).append(group)
     assert by_lane.keys() == set(range(5))
     for groups in by_lane.values():
         for before, after in pairwise(groups):

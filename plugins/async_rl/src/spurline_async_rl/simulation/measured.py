@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from spurline.errors import UserError
 from spurline.report.record import read_record
@@ -149,7 +150,8 @@ def measured_workload(run_dir: Path) -> Workload:
         return max(1e-3, group.seconds - paused_share * sum(overlap for overlap in overlaps if overlap > 0))
 
     group_s = [generating_s(group) for group in groups]
-    engines = (run.config.get("source") or {}).get("engine", {}).get("engines", 1)
+    source: dict[str, Any] = run.config.get("source") or {}
+    engines: int = source.get("engine", {}).get("engines", 1)
     beside = [count / engines for count in _groups_beside(groups)]
     speed, speed_basis = _speed(groups, group_s, beside)
     work = [seconds * speed.at(max(1, round(count))) for seconds, count in zip(group_s, beside, strict=True)]

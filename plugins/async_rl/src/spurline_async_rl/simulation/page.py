@@ -6,6 +6,7 @@ Place on the way: Comparison -> standard output, or one HTML file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from spurline.protocols.report_panel import ReportPanel, RunRecord
 from spurline.report.figure import Trace, figure, series_color
 from spurline.report.markup import block, caption, columns
 from spurline.report.page import write_report
-from spurline_async_rl.simulation.model import SimulatedRun
-from spurline_async_rl.simulation.prediction import Comparison, Prediction, steady_run
+from spurline_async_rl.simulation.prediction import Comparison, Prediction, fastest, steady_run
 from spurline_async_rl.timeline.configs import StalenessPanelConfig
 from spurline_async_rl.timeline.figure import timeline_figure, window_ending_at
 from spurline_async_rl.timeline.panels import StalenessPanel
@@ -31,80 +31,48 @@ def write_page(out: Path, comparison: Comparison, config: Mapping[str, Any]) -> 
     run = steady_run(comparison.workload, current.knobs, comparison.num_steps)
     record = RunRecord(out.absolute().with_suffix(""), run.metrics(), config, {"status": "simulated"})
     lines = [*comparison.lines, *(f"Rests on: {line}." for line in comparison.workload.basis)]
+    curves = columns(_curve_over_groups(comparison.found, current), _curve_over_bounds(comparison.found))
+    records = run.records()
+    window = window_ending_at(records, len(records) - 1, _STEPS_DRAWN)
+    head = caption(f"Steps {window.first:,} to {window.last:,} of the simulated run")
     panels: list[ReportPanel] = [
-        _AdvicePanel(lines),
-        _CurvesPanel(current, comparison.found),
-        _SimulatedTimeline(run),
+        _Drawn("Prediction", block(*map(caption, lines), wide=True)),
+        _Drawn("Throughput by bound and groups at once", block(curves, wide=True)),
+        _Drawn("Timeline", block(head, timeline_figure(records, window), wide=True)),
         StalenessPanel(StalenessPanelConfig()),
     ]
     return write_report(record, panels, out)
 
 
-class _AdvicePanel:
-    title = "Prediction"
+@dataclass
+class _Drawn:
+    """A panel that is there already, whatever the record."""
 
-    def __init__(self, lines: Sequence[str]) -> None:
-        self._lines = lines
-
-    def render(self, record: RunRecord) -> str | None:
-        return block(*(caption(line) for line in self._lines), wide=True)
-
-
-class _CurvesPanel:
-    title = "Throughput by bound and groups at once"
-
-    def __init__(self, current: Prediction, found: Sequence[Prediction]) -> None:
-        self._current = current
-        self._found = found
+    title: str
+    content: str
 
     def render(self, record: RunRecord) -> str | None:
-        return block(columns(curve_over_groups(self._found, self._current), curve_over_bounds(self._found)), wide=True)
+        return self.content
 
 
-class _SimulatedTimeline:
-    title = "Timeline"
-
-    def __init__(self, run: SimulatedRun) -> None:
-        self._run = run
-
-    def render(self, record: RunRecord) -> str | None:
-        records = self._run.records()
-        window = window_ending_at(records, len(records) - 1, _STEPS_DRAWN)
-        head = caption(f"Steps {window.first:,} to {window.last:,} of the simulated run")
-        return block(head, timeline_figure(records, window), wide=True)
-
-
-def curve_over_groups(found: Sequence[Prediction], current: Prediction | None = None) -> str:
+def _curve_over_groups(found: Sequence[Prediction], current: Prediction) -> str:
     """Trained groups a second over the number of groups at once, a line for each bound."""
-    bounds = sorted({item.knobs.max_staleness for item in found})
     traces: list[Trace] = []
-    for index, bound in enumerate(bounds):
-        points = sorted(
-            (item.knobs.max_running, item.figures.groups_per_second)
-            for item in found
-            if item.knobs.max_staleness == bound
-        )
+    for index, (bound, items) in enumerate(_by_bound(found)):
+        points = sorted((item.knobs.max_running, item.figures.groups_per_second) for item in items)
         traces.append(_line(f"max_staleness {bound}", points, series_color(index)))
-    if current is not None:
-        point = [(current.knobs.max_running, current.figures.groups_per_second)]
-        here = _line("the config", point, "--text")
-        traces.append(here | {"mode": "markers", "marker": {"color": "--text", "size": 11, "symbol": "circle-open"}})
+    here = _line("the config", [(current.knobs.max_running, current.figures.groups_per_second)], "--text")
+    traces.append(here | {"mode": "markers", "marker": {"color": "--text", "size": 11, "symbol": "circle-open"}})
     groups = sorted({item.knobs.max_running for item in found})
     axis = {"type": "log", "title": {"text": "Groups at once (max_concurrent_groups)"}, "tickvals": groups}
     return _plot(traces, axis, "Trained groups per second over the number of groups at once")
 
 
-def curve_over_bounds(found: Sequence[Prediction]) -> str:
+def _curve_over_bounds(found: Sequence[Prediction]) -> str:
     """The best throughput of each bound, and the mean staleness it comes with."""
-    best: dict[int, Prediction] = {}
-    for item in found:
-        bound = item.knobs.max_staleness
-        if bound not in best or item.figures.groups_per_second > best[bound].figures.groups_per_second:
-            best[bound] = item
-    ordered = sorted(best.items())
-    rates = [(bound, item.figures.groups_per_second) for bound, item in ordered]
-    rate = _line("groups per second", rates, "--series-1")
-    age = _line("mean staleness", [(bound, item.figures.mean_staleness) for bound, item in ordered], "--series-6")
+    best = [(bound, fastest(items).figures) for bound, items in _by_bound(found)]
+    rate = _line("groups per second", [(bound, figures.groups_per_second) for bound, figures in best], "--series-1")
+    age = _line("mean staleness", [(bound, figures.mean_staleness) for bound, figures in best], "--series-6")
     axis = {"title": {"text": "Bound (max_staleness), each with its best number of groups at once"}, "dtick": 1}
     muted = {"size": 12, "color": "--muted"}
     second = {
@@ -118,6 +86,11 @@ def curve_over_bounds(found: Sequence[Prediction]) -> str:
         "automargin": True,
     }
     return _plot([rate, age | {"yaxis": "y2"}], axis, "Throughput and staleness over the bound", yaxis2=second)
+
+
+def _by_bound(found: Sequence[Prediction]) -> list[tuple[int, list[Prediction]]]:
+    bounds = sorted({item.knobs.max_staleness for item in found})
+    return [(bound, [item for item in found if item.knobs.max_staleness == bound]) for bound in bounds]
 
 
 def _line(name: str, points: Sequence[tuple[float, float]], color: str) -> Trace:
@@ -141,7 +114,6 @@ def _plot(traces: Sequence[Trace], x_axis: dict[str, Any], label: str, **layout:
 _WIDTH = 120
 _HEADINGS = ("", "S", "B", "K", "E", "steps/s", "of possible", "staleness", "by age", "training", "generation")
 _BELOW = ("", "", "", "", "", "", "", "mean/max", "0, 1, ...", "waits", "waits")
-_TEXT = ("", "by age")
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -153,7 +125,7 @@ def print_comparison(comparison: Comparison) -> None:
         console.print(f"  {line}")
     table = Table(box=None, header_style="")
     for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading in _TEXT else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in ("", "by age") else "right", no_wrap=True)
     table.add_row(*_BELOW)
     table.add_row("config", *_cells(comparison.current))
     before = ""

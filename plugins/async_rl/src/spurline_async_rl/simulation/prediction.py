@@ -169,17 +169,20 @@ def search(predict: Predictor, knobs: Knobs) -> list[Prediction]:
     return [predict(other) for other in (chosen if knobs in chosen else [knobs, *chosen])]
 
 
+def fastest(found: Sequence[Prediction]) -> Prediction:
+    """The one with the best throughput."""
+    return max(found, key=lambda item: item.figures.groups_per_second)
+
+
 def recommended(found: Sequence[Prediction]) -> Prediction:
     """The smallest bound that comes close to the best throughput, and with it the freshest tokens among equals."""
 
-    def speed(prediction: Prediction) -> float:
-        return prediction.figures.groups_per_second
+    def close_to_best(found: Sequence[Prediction], share: float) -> list[Prediction]:
+        least = share * fastest(found).figures.groups_per_second
+        return [item for item in found if item.figures.groups_per_second >= least]
 
-    best = max(map(speed, found))
-    bound = min(item.knobs.max_staleness for item in found if speed(item) >= _GOOD_ENOUGH * best)
-    of_bound = [item for item in found if item.knobs.max_staleness == bound]
-    fastest = max(map(speed, of_bound))
-    alike = [item for item in of_bound if speed(item) >= _ALIKE * fastest]
+    bound = min(item.knobs.max_staleness for item in close_to_best(found, _GOOD_ENOUGH))
+    alike = close_to_best([item for item in found if item.knobs.max_staleness == bound], _ALIKE)
     return min(alike, key=lambda item: (item.figures.mean_staleness, item.knobs.max_running))
 
 
@@ -260,10 +263,7 @@ def _settings(current: Prediction, best: Prediction, found: Sequence[Prediction]
     fresher = [item for item in found if item.knobs.max_staleness < then.max_staleness]
     if fresher:
         bound = max(item.knobs.max_staleness for item in fresher)
-        other = max(
-            (item for item in fresher if item.knobs.max_staleness == bound),
-            key=lambda item: item.figures.groups_per_second,
-        )
+        other = fastest([item for item in fresher if item.knobs.max_staleness == bound])
         share = other.figures.groups_per_second / best.figures.groups_per_second
         groups = other.knobs.max_running
         lines.append(

@@ -37,7 +37,7 @@ class Times:
 
     def __call__(self, number: int) -> float:
         generator = np.random.default_rng((self.seed, number, 0))
-        time = self.values[generator.integers(len(self.values))]
+        time = self.values[int(generator.integers(len(self.values)))]
         time *= math.exp(self.sigma * generator.standard_normal() - self.sigma**2 / 2)
         # A stream of its own: which groups are late has nothing to do with how long they are.
         late = self.late_share > 0 and np.random.default_rng((self.seed, number, 1)).random() < self.late_share

@@ -25,7 +25,7 @@ from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
 from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
-from spurline.run.checkpoint import read_state, write_state
+from spurline.run.checkpoint import read_state
 from spurline_async_rl.source.configs import RecordedRolloutsConfig
 from spurline_async_rl.source.staleness import staleness_metrics
 
@@ -106,11 +106,6 @@ def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
 def recorded_step(run_dir: Path, step: int) -> Path:
     """Path of a step's groups, without the suffixes of component state."""
     return run_dir / "groups" / f"step-{step:06d}"
-
-
-def record_groups(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
-    """Keep the groups of a step; those of a step that is trained again after a crash replace the earlier ones."""
-    write_state(recorded_step(run_dir, step), groups_state(groups))
 
 
 class RecordedRolloutSource(PromptSource):

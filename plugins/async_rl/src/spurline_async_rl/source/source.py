@@ -22,12 +22,13 @@ from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
+from spurline.run.checkpoint import write_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher
-from spurline_async_rl.source.recordings import groups_state, record_groups
+from spurline_async_rl.source.recordings import groups_state, recorded_step
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
 from spurline_async_rl.timeline.recorder import Timeline
@@ -51,10 +52,19 @@ class AsyncRolloutSource(PromptSource):
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
         self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
+        limits = SchedulerLimits(
+            config.max_staleness,
+            config.prompts_per_step,
+            config.groups_at_once,
+            config.order,
+            config.at_bound,
+            config.draw_limit,
+            num_batches=self.total_steps,
+        )
         self._producer = Producer(
             self._prompts,
             self._attempts.training,
-            Scheduler(_limits(config, self.total_steps)),
+            Scheduler(limits),
             self._timeline,
             filters=config.zero_variance == "refill",
             notify=self._changed.set,
@@ -101,7 +111,8 @@ class AsyncRolloutSource(PromptSource):
             groups, masked = mask_over_age(collected.groups, self._updates, self._config.max_staleness)
             collected = replace(collected, groups=tuple(groups))
         if self._config.record_groups:
-            record_groups(self._context.config.run_dir, step, collected.groups)
+            # Those of a step that is trained again after a crash replace the earlier ones.
+            write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         scheduler = self._producer.scheduler
         measured = {
@@ -220,15 +231,3 @@ class AsyncRolloutSource(PromptSource):
         report = self._publisher.publish(self._updates, self._backend)
         self._loop.call(self._producer.publish, self._updates)
         return report
-
-
-def _limits(config: AsyncRolloutsConfig, num_batches: int) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_staleness=config.max_staleness,
-        batch_size=config.prompts_per_step,
-        max_running=config.groups_at_once,
-        order=config.order,
-        at_bound=config.at_bound,
-        draw_limit=config.draw_limit,
-        num_batches=num_batches,
-    )

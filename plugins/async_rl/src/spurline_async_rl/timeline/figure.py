@@ -46,29 +46,21 @@ def window_ending_at(records: Sequence[StepRecord], last_index: int, num_steps: 
 
 def slowest_window(records: Sequence[StepRecord], num_steps: int) -> Window:
     """Around the step that waited longest for its batch; the first step, which has nothing to take yet, aside."""
-    waited = [sum(span.ended - span.began for span in record.spans if span.kind == "wait") for record in records]
+    waited = [sum(span.seconds for span in record.spans if span.kind == "wait") for record in records]
     slowest = max(range(1, len(records)), key=waited.__getitem__) if len(records) > 1 else 0
     return window_ending_at(records, min(len(records) - 1, slowest + num_steps // 3), num_steps)
 
 
-@dataclass(frozen=True)
-class LaneSpan:
-    """A group and the lane it is drawn in, from 0 at the bottom."""
-
-    lane: int
-    group: GroupSpan
-
-
-def lanes_of(records: Sequence[StepRecord], window: Window) -> list[LaneSpan]:
-    """The groups within the window, each in the lowest lane that is free when it begins."""
+def lanes_of(records: Sequence[StepRecord], window: Window) -> list[tuple[int, GroupSpan]]:
+    """The groups within the window, each with the lowest lane that is free when it begins, from 0 at the bottom."""
     shown = _within((group for record in records for group in record.groups), window)
     free_from: list[float] = []
-    spans: list[LaneSpan] = []
+    lanes: list[tuple[int, GroupSpan]] = []
     for group in sorted(shown, key=lambda group: (group.began, group.draw)):
         lane = next((lane for lane, free in enumerate(free_from) if free <= group.began), len(free_from))
         free_from[lane : lane + 1] = [group.ended]
-        spans.append(LaneSpan(lane, group))
-    return spans
+        lanes.append((lane, group))
+    return lanes
 
 
 _STALENESS_COLORS = ("#f4b942", "#ee7b30", "#d1495b", "#9b3a8c", "#5b4bb5", "#39548f")
@@ -93,10 +85,13 @@ _STYLE = "<style>.rollout-timeline > .plot { height: 620px; }</style>"
 
 def timeline_figure(records: Sequence[StepRecord], window: Window) -> str:
     """The window of the timeline, as HTML."""
-    spans = lanes_of(records, window)
-    trained = trained_steps(records)
-    traces = [*_group_traces(spans, trained, window), *_loop_traces(records, window), *_levels(records, window)]
-    num_lanes = min(MAX_LANES, 1 + max((span.lane for span in spans), default=0))
+    lanes = lanes_of(records, window)
+    traces = [
+        *_group_traces(lanes, trained_steps(records), window),
+        *_loop_traces(records, window),
+        *_levels(records, window),
+    ]
+    num_lanes = min(MAX_LANES, 1 + max((lane for lane, _ in lanes), default=0))
     label = f"Generation, training and weight updates of steps {window.first} to {window.last} over time"
     plot = figure(traces, _layout(window, num_lanes, _standstills(records, window)), label=label)
     return f'{_STYLE}<div class="rollout-timeline">{plot}</div>'
@@ -107,14 +102,14 @@ def staleness_color(staleness: int) -> str:
     return _STALENESS_COLORS[min(max(staleness, 0), len(_STALENESS_COLORS) - 1)]
 
 
-def _group_traces(spans: Sequence[LaneSpan], trained: Mapping[int, int], window: Window) -> list[Trace]:
+def _group_traces(lanes: Sequence[tuple[int, GroupSpan]], trained: Mapping[int, int], window: Window) -> list[Trace]:
     """One set of bars for each staleness, then one for each way of not being trained."""
-    by_look: dict[tuple[bool, int, str, str, str], list[LaneSpan]] = {}
-    for span in spans:
-        if span.lane < MAX_LANES:
-            by_look.setdefault(_look(span.group, trained.get(span.group.draw)), []).append(span)
+    by_look: dict[tuple[bool, int, str, str, str], list[tuple[int, GroupSpan]]] = {}
+    for lane, group in lanes:
+        if lane < MAX_LANES:
+            by_look.setdefault(_look(group, trained.get(group.draw)), []).append((lane, group))
     return [
-        _bars(name, [span.group for span in found], [span.lane + 1 for span in found], window)
+        _bars(name, [group for _, group in found], [lane + 1 for lane, _ in found], window)
         | {
             "width": 0.86,
             "marker": {
@@ -122,7 +117,7 @@ def _group_traces(spans: Sequence[LaneSpan], trained: Mapping[int, int], window:
                 "pattern": {"shape": pattern, "size": 5},
                 "line": {"color": "--surface", "width": 1},
             },
-            "hovertext": [_describe(span.group, trained.get(span.group.draw)) for span in found],
+            "hovertext": [_describe(group, trained.get(group.draw)) for _, group in found],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
         for (*_, name, color, pattern), found in sorted(by_look.items())
@@ -145,7 +140,7 @@ def _bars(name: str, spans: Sequence[GroupSpan | Span], rows: Sequence[int], win
         "name": name,
         "y": list(rows),
         "base": [span.began - window.began for span in spans],
-        "x": [span.ended - span.began for span in spans],
+        "x": [span.seconds for span in spans],
     }
 
 
@@ -155,7 +150,7 @@ def _describe(group: GroupSpan, step: int | None) -> str:
     # A simulated group has none.
     tokens = f", {group.tokens:,} tokens" if group.tokens else ""
     return (
-        f"draw {group.draw}: {group.ended - group.began:.3g} s{tokens}<br>"
+        f"draw {group.draw}: {group.seconds:.3g} s{tokens}<br>"
         f"admitted at version {group.version}, tokens of {versions}; {fate}"
     )
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
-from spurline.report.markup import block, caption, columns
-from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePanelConfig
+from spurline.report.markup import Panel, block, caption, columns
+from spurline_async_rl.timeline.configs import TimelinePanelConfig
 from spurline_async_rl.timeline.figure import (
     MAX_LANES,
     Window,
@@ -57,32 +56,36 @@ class TimelinePanel:
         return [("At the end: ", last), ("Around the longest wait: ", slowest)]
 
 
-class StalenessPanel:
+class StalenessPanel(Panel):
     """Trained tokens by age, and what the loop and the buffer did over the steps."""
 
     title = "Staleness"
-
-    def __init__(self, config: StalenessPanelConfig) -> None:
-        self._config = config
 
     def render(self, record: RunRecord) -> str | None:
         """None for a run that recorded no staleness."""
         tokens = _tokens_by_staleness(record)
         if not tokens:
             return None
-        plots = [_histogram(tokens), _staleness_plot(record), _waiting_plot(record), _level_plot(record)]
-        return block(caption(_head(record, tokens)), columns(*(plot for plot in plots if plot)), wide=True)
+        plots = [_histogram(tokens)]
+        for y_title, label, traces, y_axis in (
+            ("Updates", "Staleness of trained tokens over steps", _staleness_traces(record), {}),
+            ("Share of the step", "Waiting over steps", _waiting_traces(record), {"tickformat": ".0%"}),
+            ("Groups", "Groups under way and buffered over steps", _level_traces(record), {}),
+        ):
+            if traces:
+                plots.append(step_figure(traces, y_title, label=label, **y_axis, rangemode="tozero"))
+        return block(caption(_head(record, tokens)), columns(*plots), wide=True)
 
 
 def _caption(heading: str, records: Sequence[StepRecord], window: Window) -> str:
     spans = [span for record in records if window.first <= record.step <= window.last for span in record.spans]
-    seconds = {kind: sum(span.ended - span.began for span in spans if span.kind == kind) for kind in SPAN_KINDS}
+    seconds = {kind: sum(span.seconds for span in spans if span.kind == kind) for kind in SPAN_KINDS}
     length = window.ended - window.began
     text = f"{heading}Steps {window.first:,} to {window.last:,}"
     if length > 0:
         text += f". The loop waited for batches in {seconds['wait'] / length:.1%} of the time"
         text += f" and published weights in {seconds['publish'] / length:.1%}"
-    lanes = 1 + max((span.lane for span in lanes_of(records, window)), default=0)
+    lanes = 1 + max((lane for lane, _ in lanes_of(records, window)), default=0)
     return text + (f". {MAX_LANES} of {lanes:,} lanes are drawn." if lanes > MAX_LANES else ".")
 
 
@@ -134,7 +137,7 @@ def _histogram(tokens: dict[int, float]) -> str:
     return figure([bars], layout, label="Trained tokens by staleness")
 
 
-def _staleness_plot(record: RunRecord) -> str:
+def _staleness_traces(record: RunRecord) -> list[Trace]:
     traces: list[Trace] = []
     steps, means = record.series("staleness/mean")
     if steps:
@@ -142,10 +145,10 @@ def _staleness_plot(record: RunRecord) -> str:
     steps, oldest = record.series("staleness/max")
     if steps:
         traces.append(line("oldest token", steps, oldest, "--series-6", width=1.2, mode="lines"))
-    return _over_steps(traces, "Updates", "Staleness of trained tokens over steps")
+    return traces
 
 
-def _waiting_plot(record: RunRecord) -> str:
+def _waiting_traces(record: RunRecord) -> list[Trace]:
     """Shares of the step: those times are within `time/step`."""
     seconds = dict(zip(*record.series("time/step"), strict=True))
     traces: list[Trace] = []
@@ -158,10 +161,10 @@ def _waiting_plot(record: RunRecord) -> str:
         shares = {step: spent / seconds[step] for step, spent in points if seconds.get(step, 0) > 0}
         if shares:
             traces += one_of_several(name, [*shares], [*shares.values()], color, hovertemplate="%{y:.1%}")
-    return _over_steps(traces, "Share of the step", "Waiting over steps", tickformat=".0%")
+    return traces
 
 
-def _level_plot(record: RunRecord) -> str:
+def _level_traces(record: RunRecord) -> list[Trace]:
     traces: list[Trace] = []
     for metric, name, color in (
         ("async/running", "under way", "--series-2"),
@@ -170,8 +173,4 @@ def _level_plot(record: RunRecord) -> str:
         steps, counts = record.series(metric)
         if steps:
             traces += one_of_several(name, steps, counts, color)
-    return _over_steps(traces, "Groups", "Groups under way and buffered over steps")
-
-
-def _over_steps(traces: Sequence[Trace], y_title: str, label: str, **y_axis: Any) -> str:
-    return step_figure(traces, y_title, label=label, **y_axis, rangemode="tozero") if traces else ""
+    return traces
