@@ -119,8 +119,18 @@ def test_counts_follow_every_move_and_sum_up_to_what_was_drawn():
 
 def test_a_checkpoint_that_holds_other_groups_than_its_states_say_is_found_out():
     saved = in_state(State.BUFFERED).state_dict()
-    with pytest.raises(AssertionError, match=r"has buffered draws \[\], but by their states they are \[0\]"):
+    with pytest.raises(AssertionError, match=r"buffered are draws \[\], but by their states \[0\]"):
         make().load_state_dict({**saved, "buffered": []})
+
+
+@pytest.mark.parametrize("state", [State.PENDING, State.RUNNING, State.BUFFERED])
+def test_a_state_that_changed_behind_the_scheduler_is_found_out_when_a_batch_is_taken(state: State):
+    scheduler = make(batch_size=2, draw_limit=8)
+    for _ in range(2):
+        scheduler.end(start(scheduler), State.BUFFERED)
+    scheduler._states[0] = state if state is not State.BUFFERED else State.GIVEN_UP
+    with pytest.raises(AssertionError, match="but by their states"):
+        scheduler.take()
 
 
 def test_after_a_restart_groups_that_were_under_way_are_pending_and_the_rest_is_as_before():

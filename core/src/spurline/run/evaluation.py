@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -117,17 +118,22 @@ class GeneratedAnswers:
         """Mean of each reward as `eval/NAME`, and every answer with its scores. Raises RunFailedError."""
         assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, whatever its config says"
         answers: list[Answer] = []
+        scores: list[dict[str, float]] = []
         for start in range(0, len(self._examples), self._config.batch_size):
             chunk = self._examples[start : start + self._config.batch_size]
             prompts = [example.prompt_ids for _, example in chunk]
             responses = backend.generate(prompts, max_new_tokens=self._config.max_new_tokens)
-            for (row, example), tokens in zip(chunk, responses, strict=True):
-                response = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-                answers.append(Answer(example.prompt_text, response, example.reference_text, row))
-        try:
-            scores = asyncio.run(self._scores(answers))
-        except AttemptFailedError as error:
-            raise RunFailedError(str(error)) from error
+            answered = [
+                Answer(
+                    example.prompt_text,
+                    str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)),
+                    example.reference_text,
+                    row,
+                )
+                for (row, example), tokens in zip(chunk, responses, strict=True)
+            ]
+            answers += answered
+            scores += self._scored(answered)
         means = {f"eval/{name}": sum(each[name] for each in scores) / len(scores) for name in self._rewards}
         samples = [
             {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": terms}
@@ -135,5 +141,13 @@ class GeneratedAnswers:
         ]
         return means, samples
 
-    async def _scores(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        return [await reward_terms(self._rewards, answer) for answer in answers]
+    def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
+        async def score() -> list[dict[str, float]]:
+            return [await reward_terms(self._rewards, answer) for answer in answers]
+
+        # On a thread of its own: whoever trains in a notebook has an event loop on this one.
+        with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
+            try:
+                return scoring.submit(asyncio.run, score()).result()
+            except AttemptFailedError as error:
+                raise RunFailedError(str(error)) from error

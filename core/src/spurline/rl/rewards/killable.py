@@ -30,6 +30,8 @@ from spurline.ranks.child import EXIT_TIMEOUT_S, ChildProcess, Parent, end_with
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
+_CLOSE_PATIENCE_S = 2.0
+"""Seconds the workers have to end by themselves when the pool is closed; they may be importing something large."""
 MEMORY_LIMIT_BYTES = 8 << 30
 """Address space of a worker: a result with billions of digits must not take the machine down."""
 
@@ -104,7 +106,7 @@ class KillablePool:
         with self._lock:
             self._closed, child = True, self._child
         if child is not None:
-            child.end(EXIT_TIMEOUT_S)
+            child.end(_CLOSE_PATIENCE_S)
 
     def _take(self, answers: list[dict[str, Any]]) -> None:
         for answer in answers:

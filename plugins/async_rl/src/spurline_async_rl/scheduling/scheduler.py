@@ -208,6 +208,7 @@ class Scheduler:
 
     def take(self) -> list[int]:
         """Take the next batch, which must be there. Its draws are trained in step `taken`, as counted afterwards."""
+        self.check()
         chosen = self.next_batch()
         assert chosen is not None, f"no batch: {self}"
         self.taken += 1
@@ -251,8 +252,17 @@ class Scheduler:
         self._buffered = {int(draw): int(version) for draw, version in state["buffered"]}
         self._filtered = [int(draw) for draw in state["fillers"]]
         self._num_given_up = int(state["left_out"]) - len(self._filtered)
-        known, kept = self.in_state(State.BUFFERED), sorted(self._buffered)
-        assert known == kept, f"the checkpoint has buffered draws {kept}, but by their states they are {known}"
+        self.check()
+
+    def check(self) -> None:
+        """Assert that no prompt is lost or counted twice: those on their way are the ones whose states say so."""
+        for state, held in (
+            (State.PENDING, self._pending),
+            (State.RUNNING, self._running),
+            (State.BUFFERED, self._buffered),
+        ):
+            known, kept = self.in_state(state), sorted(held)
+            assert known == kept, f"{state.name.lower()} are draws {kept}, but by their states {known}: {self}"
 
     def _kinds(self) -> NDArray[np.int32]:
         return np.minimum(self._states[: self.num_drawn], State.TRAINED)

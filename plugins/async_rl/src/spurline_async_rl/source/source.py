@@ -115,9 +115,10 @@ class AsyncRolloutSource(PromptSource):
             write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         scheduler = self._producer.scheduler
+        running, buffered = self._loop.call(lambda: (scheduler.num_running, scheduler.num_buffered))
         measured = {
-            "async/running": float(scheduler.num_running),
-            "async/buffered": float(scheduler.num_buffered),
+            "async/running": float(running),
+            "async/buffered": float(buffered),
             "time/wait_rollouts": waited,
             "time/generating": generating,
         }
