@@ -67,13 +67,13 @@ class StalenessPanel(Panel):
         if not tokens:
             return None
         plots = [_histogram(tokens)]
-        for y_title, label, traces, y_axis in (
-            ("Updates", "Staleness of trained tokens over steps", _staleness_traces(record), {}),
-            ("Share of the step", "Waiting over steps", _waiting_traces(record), {"tickformat": ".0%"}),
-            ("Groups", "Groups under way and buffered over steps", _level_traces(record), {}),
+        for y_title, label, traces, tickformat in (
+            ("Updates", "Staleness of trained tokens over steps", _staleness_traces(record), None),
+            ("Share of the step", "Waiting over steps", _waiting_traces(record), ".0%"),
+            ("Groups", "Groups under way and buffered over steps", _level_traces(record), None),
         ):
             if traces:
-                plots.append(step_figure(traces, y_title, label=label, **y_axis, rangemode="tozero"))
+                plots.append(step_figure(traces, y_title, label=label, tickformat=tickformat, rangemode="tozero"))
         return block(caption(_head(record, tokens)), columns(*plots), wide=True)
 
 
