@@ -102,7 +102,7 @@ def test_the_slower_of_two_writers_opens_the_entry_of_the_faster(tmp_path: Path)
     chunks = make_chunks()
     with TokenCache(tmp_path).writer(KEY) as slower:
         for chunk in chunks:
-            slower.extend(*chunk)
+            slower.extend(chunk)
         write(TokenCache(tmp_path), KEY, chunks)
         before = (tmp_path / KEY.digest).stat().st_ino
         assert_same_store(slower.commit(FINDINGS).store, in_memory(chunks))
@@ -115,7 +115,7 @@ def test_replacing_gives_way_to_an_entry_that_is_newer_than_the_writers_start(tm
     with TokenCache(tmp_path).writer(KEY, replace=True) as slower:
         write(TokenCache(tmp_path), KEY, make_chunks(seed=2), replace=True)
         for chunk in make_chunks(seed=3):
-            slower.extend(*chunk)
+            slower.extend(chunk)
         assert_same_store(slower.commit(FINDINGS).store, in_memory(make_chunks(seed=2)))
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_winner_is_replaced_by_the_loser_of_the_race(tmp_path: Path) -
     cache = TokenCache(tmp_path)
     with cache.writer(KEY) as slower:
         for chunk in chunks:
-            slower.extend(*chunk)
+            slower.extend(chunk)
         write(TokenCache(tmp_path), KEY, chunks)
         (tmp_path / KEY.digest / "tokens.bin").write_bytes(b"")
         tokenized = slower.commit(FINDINGS)
