@@ -64,7 +64,14 @@ class WarmRuns:
     def ask(self, order: dict[str, Any]) -> int:
         if self._parent is None:
             command = [sys.executable, __file__]
-            self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            # More threads would be those of a library that computes, started with its import.
+            self._parent = subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         print(json.dumps(order), file=self._parent.stdin, flush=True)
