@@ -53,22 +53,36 @@ class WarmRuns:
 
     def __init__(self) -> None:
         self._parent: subprocess.Popen[str] | None = None
+        self._started: list[WarmProcess] = []
 
     def start(self, *words: object, output: Path | str = os.devnull) -> WarmProcess:
         """Run `spurline WORDS` with this process's environment. output: the file that it writes to."""
         order = {"words": [str(word) for word in words], "environment": dict(os.environ), "output": str(output)}
-        return WarmProcess(self.ask(order), self)
+        self._started.append(WarmProcess(self.ask(order), self))
+        return self._started[-1]
 
     def ask(self, order: dict[str, Any]) -> int:
         if self._parent is None:
             command = [sys.executable, __file__]
-            self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            # More threads would be those of a library that computes, started with its import.
+            self._parent = subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         assert self._parent.stdin is not None
         assert self._parent.stdout is not None
         print(json.dumps(order), file=self._parent.stdin, flush=True)
         return int(self._parent.stdout.readline())
 
     def close(self) -> None:
+        for process in self._started:
+            # A test that failed has left it.
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
         if self._parent is not None:
             self._parent.communicate(timeout=60)
 
