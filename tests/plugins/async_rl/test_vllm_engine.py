@@ -69,7 +69,7 @@ class TestUpdates(EngineUpdateContract):
     def make_sync(self) -> WeightSync:
         return shared_memory(checksum=True)
 
-    def run(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
+    def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
         return self.one.use(models.old, use)
 
     @pytest.mark.skip(reason="ends the engine, once per problem: see below")
@@ -155,7 +155,7 @@ class TestTiedHead(EngineUpdateContract):
     def make_sync(self) -> WeightSync:
         return shared_memory()
 
-    def run(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
+    def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
         return self.one.use(models.old, use)
 
     @pytest.mark.skip(reason="ends the engine, once per problem: see below")
