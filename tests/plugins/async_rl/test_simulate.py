@@ -15,17 +15,18 @@ from timelines import leave_timeline
 
 from spurline.cli import main
 from spurline.errors import UserError
-from spurline_async_rl.simulation.measured import measured_workload, parse_stragglers
+from spurline_async_rl.simulation.measured import measured_workload
+from spurline_async_rl.simulation.page import metrics_of
 from spurline_async_rl.simulation.prediction import (
-    Knobs,
     Predictor,
     advice,
     alternatives,
+    figures_of,
     recommended,
     search,
     steady_run,
 )
-from spurline_async_rl.simulation.workload import Times, Workload, saturating
+from spurline_async_rl.simulation.workload import Knobs, Times, Workload, parse_stragglers, saturating
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, trained_steps
 
 SOURCE: dict[str, Any] = {
@@ -212,7 +213,7 @@ def test_without_variance_nothing_waits_but_the_first_step() -> None:
 
 def test_groups_that_are_left_out_cost_capacity() -> None:
     workload = Workload(Times([0.25]), Times([1.0]), 32, filtered=0.5)
-    assert workload.generation_per_s(8, 1, 100) == pytest.approx(16.0)
+    assert workload.generation_per_s(Knobs(2, 32, 8), 100) == pytest.approx(16.0)
     prediction = Predictor(workload, 30)(Knobs(2, 32, 8))
     assert prediction.figures.groups_per_second == pytest.approx(16.0, rel=0.03)
 
@@ -256,7 +257,7 @@ def test_alternatives_change_one_thing_and_keep_to_the_bound() -> None:
 
 def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
     run = steady_run(balanced(8), Knobs(2, 32, 8), 10)
-    records = run.records()
+    records = run.records
     assert [record.step for record in records] == list(range(7, 17))
     trained = trained_steps(records)
     assert len(trained) == 320
@@ -266,8 +267,8 @@ def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
     times = [record.until for record in records]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(run.seconds)
-    shares = run.figures().staleness
-    lines = run.metrics()
+    shares = figures_of(run).staleness
+    lines = metrics_of(run)
     work = {age: sum(line.get(f"staleness/tokens_{age}", 0.0) for line in lines) for age in shares}
     assert {age: amount / sum(work.values()) for age, amount in work.items()} == pytest.approx(shares)
 
@@ -280,13 +281,13 @@ def test_a_run_predicted_from_its_own_record_comes_out_the_same(tmp_path: Path, 
     run = steady_run(workload, knobs, 120)
     records = [
         replace(record, groups=tuple(replace(group, tokens=tokens) for group in record.groups))
-        for record in run.records()
+        for record in run.records
     ]
     (tmp_path / "timeline.jsonl").write_bytes(b"".join(map(encode_record, records)))
-    lines = [json.dumps({"step": line["step"], "time/sync_pause": line["time/sync_pause"]}) for line in run.metrics()]
+    lines = [json.dumps({"step": line["step"], "time/sync_pause": line["time/sync_pause"]}) for line in metrics_of(run)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     again = Predictor(measured_workload(tmp_path), 120)(knobs).figures
-    once = run.figures()
+    once = figures_of(run)
     assert again.groups_per_second == pytest.approx(once.groups_per_second, rel=0.05)
     assert again.mean_staleness == pytest.approx(once.mean_staleness, rel=0.15)
 

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
     from spurline.protocols.rollout_engine import RolloutEngineConfig
-    from spurline_async_rl.simulation.prediction import Knobs
+    from spurline_async_rl.simulation.workload import Knobs
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -67,25 +67,23 @@ def simulate(
     from rich.console import Console
 
     from spurline.config.loading import load_config
-    from spurline_async_rl.simulation.measured import given_workload
+    from spurline_async_rl.simulation.measured import measured_workload
     from spurline_async_rl.simulation.page import print_comparison, write_page
     from spurline_async_rl.simulation.prediction import compare
+    from spurline_async_rl.simulation.workload import given_workload
 
     loaded = load_config(config, overrides or [])
     knobs = knobs_of(loaded)
-    workload = given_workload(
-        knobs,
-        loaded.origin,
-        from_run=from_run,
-        group_seconds=group_seconds,
-        sigma=sigma,
-        stragglers=stragglers,
-        saturation=saturation,
-        step_seconds=step_seconds,
-        publish_seconds=publish_seconds,
-        pause_seconds=pause_seconds,
-        left_out=left_out,
-    )
+    if from_run is not None:
+        workload = measured_workload(from_run)
+    else:
+        workload = given_workload(knobs, group_seconds, step_seconds, loaded.origin)
+    workload = workload.with_groups(knobs, group_seconds, sigma, stragglers, saturation)
+    workload = workload.with_steps(knobs, step_seconds).with_left_out(left_out)
+    if publish_seconds is not None or pause_seconds is not None:
+        workload = workload.with_publishes(publish_seconds, pause_seconds)
+    elif from_run is None:
+        workload = workload.but("publishing weights takes no time")
     num_steps = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _GROUPS_SIMULATED // knobs.batch_size))
     with Console(stderr=True).status("Simulating ..."):
         comparison = compare(workload, knobs, num_steps)
@@ -113,7 +111,7 @@ class GeneratesWhileTraining(Protocol):
 def knobs_of(loaded: LoadedConfig) -> Knobs:
     """What the config chooses. Raises UserError for a run of another source."""
     from spurline.errors import UserError
-    from spurline_async_rl.simulation.prediction import Knobs
+    from spurline_async_rl.simulation.workload import Knobs
 
     source = loaded.config.source
     if not isinstance(source, GeneratesWhileTraining):

@@ -1,15 +1,12 @@
-"""Where a Workload comes from: what an earlier run measured, and what the options of `spurline simulate` say.
+"""Read how long things took in an earlier run: its timeline and metrics -> Workload.
 
-In: the timeline and metrics of a run, and the options, which win. Out: a Workload that says what it rests on. What a
-run tells of its engines is how fast groups got on with as many beside them as there were; see `_speed`.
+What the run tells of its engines is how fast groups got on with as many beside them as there were; see `_speed`.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -17,104 +14,8 @@ from typing import Any
 
 from spurline.errors import UserError
 from spurline.report.record import read_record
-from spurline_async_rl.simulation.prediction import Knobs
 from spurline_async_rl.simulation.workload import Speed, Times, Workload, saturating
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, read_timeline
-
-
-def given_workload(
-    knobs: Knobs,
-    origin: str,
-    *,
-    from_run: Path | None,
-    group_seconds: float | None,
-    sigma: float,
-    stragglers: str | None,
-    saturation: int | None,
-    step_seconds: float | None,
-    publish_seconds: float | None,
-    pause_seconds: float | None,
-    left_out: float | None,
-) -> Workload:
-    """The options are those of the command. Raises UserError when they do not suffice, or cannot be."""
-    if from_run is not None:
-        workload = measured_workload(from_run)
-    elif group_seconds is None or step_seconds is None:
-        needed = {"--group-seconds": group_seconds, "--step-seconds": step_seconds}
-        missing = " and ".join(option for option, value in needed.items() if value is None)
-        raise UserError(
-            f"{origin}: how long things take is not known: {missing} missing. Give --from RUN_DIR, an "
-            "earlier run of source async_rollouts that measured it, or --group-seconds, the time of one group with "
-            "all its attempts, and --step-seconds, the time of one update."
-        )
-    else:
-        workload = Workload(Times([group_seconds]), Times([step_seconds]), knobs.batch_size)
-    basis = list(workload.basis)
-    workload = _with_groups(workload, knobs, group_seconds, sigma, stragglers, saturation, basis)
-    if step_seconds is not None:
-        basis.append(f"{step_seconds:g} s for a step of {knobs.batch_size} groups, as given")
-        workload = replace(workload, train_s=Times([step_seconds]), batch_size=knobs.batch_size)
-    if left_out is not None:
-        if not 0 <= left_out < 1:
-            raise UserError(f"--left-out {left_out:g}: a share is needed, at least 0 and less than 1.")
-        basis.append(f"{left_out:.1%} of the groups are left out for equal rewards, as given")
-        workload = replace(workload, filtered=left_out)
-    if publish_seconds is not None or pause_seconds is not None:
-        whole = publish_seconds if publish_seconds is not None else workload.transfer_s + workload.pause_s
-        still = pause_seconds if pause_seconds is not None else whole
-        if still > whole:
-            raise UserError(
-                f"--pause-seconds {still:g}: engines cannot stand still longer than the {whole:g} s that a publish "
-                "takes. Raise --publish-seconds."
-            )
-        basis.append(f"{whole:g} s for a publish, engines standing still for {still:g} s of it, as given")
-        workload = replace(workload, transfer_s=whole - still, pause_s=still)
-    elif from_run is None:
-        basis.append("publishing weights takes no time")
-    return replace(workload, basis=basis)
-
-
-def _with_groups(
-    workload: Workload,
-    knobs: Knobs,
-    group_seconds: float | None,
-    sigma: float,
-    stragglers: str | None,
-    saturation: int | None,
-    basis: list[str],
-) -> Workload:
-    """The groups and engines that these options say; `basis` gets a line for each."""
-    if group_seconds is not None:
-        basis.append(f"{group_seconds:g} s for a group, lognormal with sigma {sigma:g}, as given")
-        workload = replace(workload, group_s=Times([group_seconds], sigma))
-    elif sigma:
-        raise UserError("--sigma says how far --group-seconds spread, which is not given. Give both, or neither.")
-    if stragglers is not None:
-        share, factor = parse_stragglers(stragglers)
-        basis.append(f"{share:.2%} of the groups take {factor:g} times as long, as given")
-        assert isinstance(workload.group_s, Times), workload
-        workload = replace(workload, group_s=replace(workload.group_s, late_share=share, late_factor=factor))
-    if saturation is None and group_seconds is None:
-        return workload
-    why = "as given" if saturation is not None else "as many as the config runs"
-    groups = saturation or max(1, -(-knobs.max_running // knobs.engines))
-    basis.append(
-        f"engines are saturated by {groups} groups each ({why}): fewer are no faster, more share what these do"
-    )
-    return replace(workload, speed=saturating(groups))
-
-
-def parse_stragglers(text: str) -> tuple[float, float]:
-    """Share and factor of `0.01x10`. Raises UserError."""
-    number = r"(\d+\.?\d*|\.\d+)"
-    if match := re.fullmatch(rf"\s*{number}\s*(%?)\s*x\s*{number}\s*", text):
-        share, factor = float(match[1]) / (100 if match[2] else 1), float(match[3])
-        if share <= 1 and factor > 0:
-            return share, factor
-    raise UserError(
-        f"--stragglers {text}: expected SHARExFACTOR, such as 0.01x10: one group in a hundred takes ten times as long."
-    )
-
 
 _FEWEST_GROUPS = 8
 _BINS = 4

@@ -1,78 +1,76 @@
-"""Compare what the scheduler's knobs would give, and say in plain words what it comes down to.
+"""Compare what the scheduler's knobs would give: Workload and Knobs -> Prediction, alternatives, the best, and advice.
 
-Place on the way: Workload and Knobs -> Prediction, alternatives, the best of them, advice. Each prediction is one run
-of the model, of which the first steps are left out, as nothing is buffered then; the run goes on beyond the last step
-that counts, so that no batch is the last one.
+Each prediction is one run of the model, of which the first steps are left out, as nothing is buffered then; the run
+goes on beyond the last step that counts, so that no batch is the last one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
-from spurline_async_rl.simulation.model import Figures, Model, SimulatedRun
-from spurline_async_rl.simulation.workload import Workload
+from spurline_async_rl.simulation.model import Model, SimulatedRun
+from spurline_async_rl.simulation.workload import Knobs, Workload
+from spurline_async_rl.timeline.records import Level, staleness_of, trained_steps
 
 _GOOD_ENOUGH = 0.97
 """Share of the best throughput for which a smaller bound is recommended."""
 _ALIKE = 0.99
-_DRAWS_PER_GROUP = 8
+_BALANCED = 1.15
+"""Sides whose capacities differ by less are called balanced."""
+_WORTH_SAYING = 1.02
 
 
 @dataclass(frozen=True)
-class Knobs:
-    """What one may choose: S, B, K, engines, publish_every, and the rules of the scheduler."""
+class Figures:
+    """A run in numbers.
 
+    groups_per_second, steps_per_second: trained. staleness: share of the trained work by age, its mean and maximum in
+    updates; masked_share of it lost its loss to its age. trainer_idle: share of the time spent waiting for a batch.
+    generation_blocked: share of the places for running groups that stood empty as admission was blocked, pauses not
+    counted; generation_paused: share of the time engines stood still. buffered: mean number of finished groups.
+    """
+
+    seconds: float
+    groups_per_second: float
+    steps_per_second: float
+    mean_staleness: float
     max_staleness: int
-    batch_size: int
-    max_running: int
-    engines: int = 1
-    publish_every: int = 1
-    order: Order = "window"
-    at_bound: AtBound = "wait"
-
-    @property
-    def is_allowed(self) -> bool:
-        most = self.batch_size * (self.max_staleness + 1)
-        return (
-            0 < self.engines <= self.max_running <= most
-            and self.max_staleness >= self.publish_every - 1
-            and self.batch_size > 0
-        )
-
-    def limits(self, num_batches: int) -> SchedulerLimits:
-        draws = _DRAWS_PER_GROUP * self.batch_size
-        return SchedulerLimits(
-            self.max_staleness, self.batch_size, self.max_running, self.order, self.at_bound, draws, num_batches
-        )
+    staleness: dict[int, float]
+    masked_share: float
+    trainer_idle: float
+    generation_blocked: float
+    generation_paused: float
+    buffered: float
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """knobs: chosen. figures: of the steady part of the run. generation_per_s, training_per_s: groups in a second that
-    either could do if it never waited for the other and nothing was published."""
+    """knobs: chosen. figures: of the steady part of the run. generation_groups_per_second, training_groups_per_second:
+    what either could do if it never waited for the other and nothing was published."""
 
     knobs: Knobs
     figures: Figures
-    generation_per_s: float
-    training_per_s: float
+    generation_groups_per_second: float
+    training_groups_per_second: float
+
+    @property
+    def per_s(self) -> float:
+        """Groups that are trained on in a second."""
+        return self.figures.groups_per_second
 
     @property
     def efficiency(self) -> float:
         """Trained groups in a second, relative to what the slower of the two could do."""
-        return self.figures.groups_per_second / min(self.generation_per_s, self.training_per_s)
+        return self.per_s / min(self.generation_groups_per_second, self.training_groups_per_second)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "knobs": asdict(self.knobs),
-            "figures": asdict(self.figures),
-            "generation_groups_per_second": self.generation_per_s,
-            "training_groups_per_second": self.training_per_s,
-            "efficiency": self.efficiency,
-        }
+        return asdict(self) | {"efficiency": self.efficiency}
 
 
 class Predictor:
@@ -87,109 +85,15 @@ class Predictor:
         if knobs not in self._made:
             workload = self._workload
             run = steady_run(workload, knobs, self._num_steps)
-            num_draws = 1 + max(group.draw for group in run.groups)
-            generation = workload.generation_per_s(knobs.max_running, knobs.engines, num_draws)
-            self._made[knobs] = Prediction(knobs, run.figures(), generation, workload.training_per_s)
+            generation = workload.generation_per_s(knobs, 1 + max(run.work))
+            self._made[knobs] = Prediction(knobs, figures_of(run), generation, workload.training_per_s)
         return self._made[knobs]
-
-
-def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> SimulatedRun:
-    """So many steps out of the middle of a long run, which begin at time 0."""
-    cold = 2 * (knobs.max_staleness + 1)
-    last = cold + num_steps
-    limits = knobs.limits(last + knobs.max_staleness + 2)
-    model = Model(workload.setup(limits, knobs.engines, knobs.publish_every))
-    while model.step < cold:
-        model.advance()
-    began = model.now
-    while model.step < last:
-        model.advance()
-    return _cut_out(model.result(), cold, last, began)
-
-
-def _cut_out(run: SimulatedRun, after_step: int, last_step: int, began: float) -> SimulatedRun:
-    """The steps after one that ended at `began`, from when on times count."""
-
-    def moved(at: float) -> float:
-        return max(0.0, at - began)
-
-    cut = SimulatedRun(run.max_running, seconds=run.seconds - began)
-    for group in run.groups:
-        if group.step is not None and group.step <= after_step:
-            continue
-        ended = None if group.ended is None else group.ended - began
-        # The batch after the last step may have been taken already.
-        step = group.step if group.step is not None and group.step <= last_step else None
-        cut.groups.append(replace(group, began=group.began - began, ended=ended, step=step))
-    cut.spans += [
-        replace(span, began=moved(span.began), ended=moved(span.ended)) for span in run.spans if span.ended > began
-    ]
-    for level in run.levels:
-        cut.level(moved(level.at), level.running, level.buffered)
-    cut.taken = {step: moved(at) for step, at in run.taken.items() if after_step < step <= last_step}
-    cut.ends = {step: moved(at) for step, at in run.ends.items() if after_step < step <= last_step}
-    return cut
-
-
-def alternatives(knobs: Knobs) -> list[tuple[str, Knobs]]:
-    """The knobs with one of them changed at a time, with the name of that one."""
-    changed = [("S", replace(knobs, max_staleness=bound)) for bound in _ladder_of_bounds(knobs)]
-    changed += [("K", replace(knobs, max_running=groups)) for groups in ladder_of_groups(knobs)]
-    changed += [("B", replace(knobs, batch_size=max(1, round(knobs.batch_size * factor)))) for factor in (0.5, 2.0)]
-    changed += [("E", _with_engines(knobs, max(1, round(knobs.engines * factor)))) for factor in (0.5, 2.0)]
-    return [(name, other) for name, other in changed if other.is_allowed and other != knobs]
-
-
-def ladder_of_groups(knobs: Knobs) -> list[int]:
-    """Numbers of groups at once to try: from an eighth of a batch to as many as the bound allows."""
-    batch, most = knobs.batch_size, knobs.batch_size * (knobs.max_staleness + 1)
-    wanted = {math.ceil(batch * part) for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)} | {knobs.max_running, most}
-    return sorted(groups for groups in wanted if knobs.engines <= groups <= most)
-
-
-def _ladder_of_bounds(knobs: Knobs) -> list[int]:
-    return sorted({0, 1, 2, 4, knobs.max_staleness, 2 * knobs.max_staleness})
-
-
-def _with_engines(knobs: Knobs, engines: int) -> Knobs:
-    """As many groups on each engine as before, as far as the bound allows."""
-    most = knobs.batch_size * (knobs.max_staleness + 1)
-    return replace(knobs, engines=engines, max_running=min(most, max(1, knobs.max_running * engines // knobs.engines)))
-
-
-def search(predict: Predictor, knobs: Knobs) -> list[Prediction]:
-    """Every bound with every number of groups at once, on the engines there are."""
-    bounds = [bound for bound in _ladder_of_bounds(knobs) if bound >= knobs.publish_every - 1]
-    tried = [
-        replace(knobs, max_staleness=bound, max_running=groups)
-        for bound in bounds
-        for groups in ladder_of_groups(replace(knobs, max_staleness=bound))
-    ]
-    chosen = [other for other in tried if other.is_allowed]
-    return [predict(other) for other in (chosen if knobs in chosen else [knobs, *chosen])]
-
-
-def fastest(found: Sequence[Prediction]) -> Prediction:
-    """The one with the best throughput."""
-    return max(found, key=lambda item: item.figures.groups_per_second)
-
-
-def recommended(found: Sequence[Prediction]) -> Prediction:
-    """The smallest bound that comes close to the best throughput, and with it the freshest tokens among equals."""
-
-    def close_to_best(found: Sequence[Prediction], share: float) -> list[Prediction]:
-        least = share * fastest(found).figures.groups_per_second
-        return [item for item in found if item.figures.groups_per_second >= least]
-
-    bound = min(item.knobs.max_staleness for item in close_to_best(found, _GOOD_ENOUGH))
-    alike = close_to_best([item for item in found if item.knobs.max_staleness == bound], _ALIKE)
-    return min(alike, key=lambda item: (item.figures.mean_staleness, item.knobs.max_running))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """current: of the config. others: with one knob changed, named by it. found: every bound with every number of
-    groups at once. lines: advice in sentences."""
+    """Everything `spurline simulate` tells. current: of the config. others: with one knob changed, named by it. found:
+    every bound with every number of groups at once. lines: advice in sentences."""
 
     workload: Workload
     num_steps: int
@@ -218,71 +122,159 @@ def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
     return Comparison(workload, num_steps, current, others, found, advice(predict, current, found))
 
 
-_BALANCED = 1.15
-"""Sides whose capacities differ by less are called balanced."""
-_WORTH_SAYING = 1.02
+def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> SimulatedRun:
+    """So many steps out of the middle of a long run, which begin at time 0."""
+    cold = 2 * (knobs.max_staleness + 1)
+    limits = knobs.limits(cold + num_steps + knobs.max_staleness + 2)
+    model = Model(workload, limits, knobs.engines, knobs.publish_every)
+    while model.step < cold + num_steps:
+        model.advance()
+    return model.result(after=cold)
+
+
+def figures_of(run: SimulatedRun) -> Figures:
+    seconds, limits = run.seconds or 1.0, run.limits
+    amounts: dict[int, float] = {}
+    for _, age, work in trained_work(run):
+        amounts[age] = amounts.get(age, 0.0) + work
+    if not any(amounts.values()):
+        # Groups that took no time count as if all took the same.
+        amounts = dict[int, float](Counter(age for _, age, _ in trained_work(run)))
+    total = sum(amounts.values())
+    shares = {age: amounts[age] / total for age in sorted(amounts)}
+    spans = [span for record in run.records for span in record.spans]
+    pauses = sum(span.seconds for span in spans if span.kind == "pause")
+    waits = sum(span.seconds for span in spans if span.kind == "wait")
+    running, buffered = _areas(run)
+    return Figures(
+        seconds=run.seconds,
+        groups_per_second=len(trained_steps(run.records)) / seconds,
+        steps_per_second=len(run.records) / seconds,
+        mean_staleness=sum(age * share for age, share in shares.items()),
+        max_staleness=max(shares, default=0),
+        staleness=shares,
+        masked_share=sum((share for age, share in shares.items() if age > limits.max_staleness), 0.0),
+        trainer_idle=waits / seconds,
+        generation_blocked=max(0.0, 1 - pauses / seconds - running / (limits.max_running * seconds)),
+        generation_paused=pauses / seconds,
+        buffered=buffered / seconds,
+    )
+
+
+def trained_work(run: SimulatedRun) -> Iterator[tuple[int, int, float]]:
+    """Step, age and amount of everything that was trained on."""
+    steps = trained_steps(run.records)
+    for draw, parts in run.work.items():
+        if draw in steps:
+            for version, work in parts.items():
+                yield steps[draw], staleness_of(steps[draw], version), work
+
+
+def _areas(run: SimulatedRun) -> tuple[float, float]:
+    """Seconds times groups running, pauses left out, and buffered."""
+    pauses = [span for record in run.records for span in record.spans if span.kind == "pause"]
+    levels = [level for record in run.records for level in record.levels]
+    running = buffered = 0.0
+    for level, following in pairwise([*levels, Level(run.seconds, 0, 0)]):
+        seconds = following.at - level.at
+        buffered += level.buffered * seconds
+        # No level changes within a pause but where it begins or ends.
+        place = bisect_right(pauses, level.at, key=lambda pause: pause.began) - 1
+        if place < 0 or level.at >= pauses[place].ended:
+            running += level.running * seconds
+    return running, buffered
+
+
+def alternatives(knobs: Knobs) -> list[tuple[str, Knobs]]:
+    """The knobs with one of them changed at a time, with the name of that one."""
+    batch, engines = knobs.batch_size, knobs.engines
+    changed = [("S", replace(knobs, max_staleness=bound)) for bound in _ladder_of_bounds(knobs)]
+    changed += [("K", replace(knobs, max_running=groups)) for groups in _ladder_of_groups(knobs)]
+    changed += [("B", replace(knobs, batch_size=max(1, round(batch * factor)))) for factor in (0.5, 2.0)]
+    changed += [("E", knobs.with_engines(max(1, round(engines * factor)))) for factor in (0.5, 2.0)]
+    return [(name, other) for name, other in changed if other.is_allowed and other != knobs]
+
+
+def search(predict: Predictor, knobs: Knobs) -> list[Prediction]:
+    """Every bound with every number of groups at once, on the engines there are."""
+    bounds = [replace(knobs, max_staleness=bound) for bound in _ladder_of_bounds(knobs)]
+    tried = [replace(bound, max_running=groups) for bound in bounds for groups in _ladder_of_groups(bound)]
+    chosen = [other for other in tried if other.is_allowed]
+    return [predict(other) for other in (chosen if knobs in chosen else [knobs, *chosen])]
+
+
+def _ladder_of_groups(knobs: Knobs) -> list[int]:
+    """Numbers of groups at once to try: from an eighth of a batch to as many as the bound allows."""
+    wanted = {math.ceil(knobs.batch_size * part) for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)}
+    wanted |= {knobs.max_running, knobs.most_running}
+    return sorted(groups for groups in wanted if knobs.engines <= groups <= knobs.most_running)
+
+
+def _ladder_of_bounds(knobs: Knobs) -> list[int]:
+    return sorted({0, 1, 2, 4, knobs.max_staleness, 2 * knobs.max_staleness})
+
+
+def recommended(found: Sequence[Prediction]) -> Prediction:
+    """The smallest bound that comes close to the best throughput, and with it the freshest tokens among equals."""
+    best = max(item.per_s for item in found)
+    bound = min(item.knobs.max_staleness for item in found if item.per_s >= _GOOD_ENOUGH * best)
+    of_bound = [item for item in found if item.knobs.max_staleness == bound]
+    fastest = max(item.per_s for item in of_bound)
+    alike = [item for item in of_bound if item.per_s >= _ALIKE * fastest]
+    return min(alike, key=lambda item: (item.figures.mean_staleness, item.knobs.max_running))
 
 
 def advice(predict: Predictor, current: Prediction, found: Sequence[Prediction]) -> list[str]:
-    """Sentences, the most useful ones first. found: what `search` tried."""
-    return [
-        _sides(current),
-        *_settings(current, recommended([current, *found]), found),
-        *_engines(predict, current),
-    ]
+    """Sentences, the most useful ones first: which side is slower, which knobs to set, what other engines would bring.
+
+    found: what `search` tried.
+    """
+    best = recommended([current, *found])
+    return [_on_sides(current), *_on_settings(current, best, found), *_on_engines(predict, current)]
 
 
-def _sides(current: Prediction) -> str:
-    generation, training = current.generation_per_s, current.training_per_s
+def _on_sides(current: Prediction) -> str:
+    generation, training = current.generation_groups_per_second, current.training_groups_per_second
     numbers = f"engines can make {generation:.3g} groups a second, training can take {training:.3g}"
-    share = min(1.0, current.efficiency)
-    reached = f"The config reaches {current.figures.groups_per_second:.3g}, {share:.0%} of the possible."
+    reached = f"The config reaches {current.per_s:.3g}, {min(1.0, current.efficiency):.0%} of the possible."
     if max(generation, training) < _BALANCED * min(generation, training):
         return f"Generation and training are balanced: {numbers}. {reached}"
     slower = "Generation" if generation < training else "Training"
     return f"{slower} is the slower side: {numbers}. {reached}"
 
 
-def _settings(current: Prediction, best: Prediction, found: Sequence[Prediction]) -> list[str]:
-    gain = best.figures.groups_per_second / current.figures.groups_per_second
-    now, then = current.knobs, best.knobs
+def _on_settings(current: Prediction, best: Prediction, found: Sequence[Prediction]) -> list[str]:
+    gain, now, then = best.per_s / current.per_s, current.knobs, best.knobs
     if now == then or (gain < _WORTH_SAYING and then.max_staleness == now.max_staleness):
         return ["Its settings are good: no other bound or number of groups at once gains 2% without older tokens."]
-    changes = [
-        f"{name}: {new}"
-        for name, old, new in (
-            ("max_staleness", now.max_staleness, then.max_staleness),
-            ("max_concurrent_groups", now.max_running, then.max_running),
-        )
-        if new != old
-    ]
+    settings = {
+        "max_staleness": (now.max_staleness, then.max_staleness),
+        "max_concurrent_groups": (now.max_running, then.max_running),
+    }
+    changes = " and ".join(f"source.{name}: {new}" for name, (old, new) in settings.items() if new != old)
     before, after = current.figures.mean_staleness, best.figures.mean_staleness
-    age = f"tokens {after:.2f} updates old on average instead of {before:.2f}"
     effect = f"{gain:.2f} times the throughput" if abs(gain - 1) >= 0.005 else "the same throughput"
-    lines = [f"Set source.{' and source.'.join(changes)}: {effect}, {age}."]
+    lines = [f"Set {changes}: {effect}, tokens {after:.2f} updates old on average instead of {before:.2f}."]
     fresher = [item for item in found if item.knobs.max_staleness < then.max_staleness]
     if fresher:
-        bound = max(item.knobs.max_staleness for item in fresher)
-        other = fastest([item for item in fresher if item.knobs.max_staleness == bound])
-        share = other.figures.groups_per_second / best.figures.groups_per_second
-        groups = other.knobs.max_running
+        other = max(fresher, key=lambda item: (item.knobs.max_staleness, item.per_s))
         lines.append(
-            f"With max_staleness: {bound} and max_concurrent_groups: {groups} it would be {share:.0%} of that."
+            f"With max_staleness: {other.knobs.max_staleness} and max_concurrent_groups: {other.knobs.max_running} it "
+            f"would be {other.per_s / best.per_s:.0%} of that."
         )
     return lines
 
 
-def _engines(predict: Predictor, current: Prediction) -> list[str]:
-    knobs, ratio = current.knobs, current.training_per_s / current.generation_per_s
-    if ratio >= _BALANCED:
-        more = math.ceil(knobs.engines * ratio)
-        fed = _with_engines(knobs, more)
-        if fed.is_allowed:
-            gain = predict(fed).figures.groups_per_second / current.figures.groups_per_second
-            return [f"{more} engines and {fed.max_running} groups at once would bring {gain:.2f} times the throughput."]
-    fewer = max(1, math.ceil(knobs.engines * ratio * 1.1))
-    if fewer < knobs.engines:
-        left = _with_engines(knobs, fewer)
-        share = predict(left).figures.groups_per_second / current.figures.groups_per_second
-        return [f"{fewer} engines and {left.max_running} groups at once would do {share:.0%} of the work."]
+def _on_engines(predict: Predictor, current: Prediction) -> list[str]:
+    knobs, ratio = current.knobs, current.training_groups_per_second / current.generation_groups_per_second
+    more = knobs.with_engines(math.ceil(knobs.engines * ratio))
+    if ratio >= _BALANCED and more.is_allowed:
+        gain = predict(more).per_s / current.per_s
+        return [
+            f"{more.engines} engines and {more.max_running} groups at once would bring {gain:.2f} times the throughput."
+        ]
+    fewer = knobs.with_engines(max(1, math.ceil(knobs.engines * ratio * 1.1)))
+    if fewer.engines < knobs.engines:
+        share = predict(fewer).per_s / current.per_s
+        return [f"{fewer.engines} engines and {fewer.max_running} groups at once would do {share:.0%} of the work."]
     return []

@@ -1,47 +1,66 @@
 """What a run is made of: how long groups, steps and publishes take, and what becomes of groups.
 
-Place on the way: options of `spurline simulate`, on top of what an earlier run measured -> Workload, which knows what
-its numbers rest on -> one Setup of the model for each choice of knobs. Times are functions of the number of a draw or
-a step: the same number always gives the same value, whatever came before.
+Place on the way: options of `spurline simulate`, what an earlier run measured, or both -> Workload -> the model, once
+for each choice of knobs. Knows what the numbers rest on, so that a prediction can say so.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from spurline_async_rl.scheduling.scheduler import SchedulerLimits
+from spurline.errors import UserError
+from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
+from spurline_async_rl.timeline.records import GroupState
+
+_LARGEST = 4096
+"""Groups on one engine up to which a saturated one gets slower; more are taken to be as slow as these."""
+_DRAWS_PER_GROUP = 8
 
 
 @dataclass(frozen=True)
-class Times:
-    """A time for each number: one of `values` at random, each as likely as any other, multiplied by a lognormal factor
-    of mean 1. sigma: of its logarithm; 0 is none. A `late_share` of the times is `late_factor` times as long."""
+class Knobs:
+    """What one may choose: S, B, K, engines, publish_every, and the rules of the scheduler."""
 
-    values: Sequence[float]
-    sigma: float = 0.0
-    late_share: float = 0.0
-    late_factor: float = 1.0
-    seed: int = 0
+    max_staleness: int
+    batch_size: int
+    max_running: int
+    engines: int = 1
+    publish_every: int = 1
+    order: Order = "window"
+    at_bound: AtBound = "wait"
 
     @property
-    def mean(self) -> float:
-        return sum(self.values) / len(self.values) * (1 + self.late_share * (self.late_factor - 1))
+    def most_running(self) -> int:
+        """More groups at once would not keep the bound."""
+        return self.batch_size * (self.max_staleness + 1)
 
-    def __call__(self, number: int) -> float:
-        generator = np.random.default_rng((self.seed, number, 0))
-        time = self.values[int(generator.integers(len(self.values)))]
-        time *= math.exp(self.sigma * generator.standard_normal() - self.sigma**2 / 2)
-        # A stream of its own: which groups are late has nothing to do with how long they are.
-        late = self.late_share > 0 and np.random.default_rng((self.seed, number, 1)).random() < self.late_share
-        return time * (self.late_factor if late else 1.0)
+    @property
+    def is_allowed(self) -> bool:
+        return (
+            0 < self.engines <= self.max_running <= self.most_running
+            and self.max_staleness >= self.publish_every - 1
+            and self.batch_size > 0
+        )
+
+    def limits(self, num_batches: int) -> SchedulerLimits:
+        """What the scheduler may do in a run of so many batches."""
+        draws = _DRAWS_PER_GROUP * self.batch_size
+        return SchedulerLimits(
+            self.max_staleness, self.batch_size, self.max_running, self.order, self.at_bound, draws, num_batches
+        )
+
+    def with_engines(self, engines: int) -> Knobs:
+        """As many groups on each engine as now, as far as the bound allows."""
+        groups = max(1, self.max_running * engines // self.engines)
+        return replace(self, engines=engines, max_running=min(self.most_running, groups))
 
 
 @dataclass(frozen=True)
@@ -69,8 +88,6 @@ class Speed:
 
 WORK_IN_SECONDS = Speed()
 """However many run, each takes the seconds that its work says."""
-_LARGEST = 4096
-"""Groups on one engine up to which a saturated one gets slower; more are taken to be as slow as these."""
 
 
 def saturating(groups: int) -> Speed:
@@ -84,48 +101,48 @@ def saturating(groups: int) -> Speed:
     return Speed(points)
 
 
-Outcome = Literal["kept", "filtered", "quarantined", "skipped", "unreadable"]
-"""filtered: its rewards are equal and it makes way for another. skipped: its row is found unusable by an attempt;
-unreadable: when it is drawn."""
+@dataclass(frozen=True)
+class Times:
+    """A time for each number: one of `values` at random, each as likely as any other, multiplied by a lognormal factor
+    of mean 1. sigma: of its logarithm; 0 is none. A `late_share` of the times is `late_factor` times as long."""
+
+    values: Sequence[float]
+    sigma: float = 0.0
+    late_share: float = 0.0
+    late_factor: float = 1.0
+    seed: int = 0
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values) * (1 + self.late_share * (self.late_factor - 1))
+
+    def __call__(self, number: int) -> float:
+        generator = np.random.default_rng((self.seed, number, 0))
+        time = self.values[int(generator.integers(len(self.values)))]
+        time *= math.exp(self.sigma * generator.standard_normal() - self.sigma**2 / 2)
+        # A stream of its own: which groups are late has nothing to do with how long they are.
+        late = self.late_share > 0 and np.random.default_rng((self.seed, number, 1)).random() < self.late_share
+        return time * (self.late_factor if late else 1.0)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a drawn prompt. work: of one attempt, in the unit of the engines' speed. retries: attempts of as
-    much work that fail before."""
+    """What becomes of a drawn prompt. work: of one attempt, in the unit of the engines' speed. outcome: shows when its
+    attempts are over, `unreadable` when it is drawn. retries: attempts of as much work that fail before."""
 
     work: float
-    outcome: Outcome = "kept"
+    outcome: GroupState | Literal["unreadable"] = "buffered"
     retries: int = 0
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is simulated.
-
-    fate: by draw. train_s: by 1-based step. engines, speed: what generates. After every `publish_every` steps weights
-    are published: `transfer_s` while engines go on, then `pause_s` during which they stand still; the trainer waits for
-    both.
-    """
-
-    limits: SchedulerLimits
-    fate: Callable[[int], Fate]
-    train_s: Callable[[int], float]
-    engines: int = 1
-    speed: Speed = WORK_IN_SECONDS
-    publish_every: int = 1
-    transfer_s: float = 0.0
-    pause_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Workload:
     """Times in seconds.
 
-    group_s: of a group, by draw, on an engine that is not saturated. speed: how fast groups get on, by how many are on
-    their engine. train_s: from one batch to the next without waiting or publishing, for batches of `batch_size` groups.
-    filtered, quarantined: shares of the groups that make way for another one. transfer_s, pause_s: of a publish, with
-    engines going on and standing still. basis: where the numbers come from.
+    group_s: of a group, on an engine that is not saturated. train_s: from one batch to the next without waiting or
+    publishing, for batches of `batch_size` groups. speed: how fast groups get on, by how many are on their engine.
+    filtered, quarantined: shares of the groups. transfer_s, pause_s: of a publish, with engines going on and standing
+    still; the trainer waits for both. basis: where the numbers come from.
     """
 
     group_s: Callable[[int], float]
@@ -136,34 +153,111 @@ class Workload:
     quarantined: float = 0.0
     transfer_s: float = 0.0
     pause_s: float = 0.0
-    basis: Sequence[str] = field(default_factory=list[str])
+    basis: Sequence[str] = ()
 
-    def setup(self, limits: SchedulerLimits, engines: int, publish_every: int) -> Setup:
-        """This work under other knobs. A step is taken to last in proportion to its batch."""
-        scale = limits.batch_size / self.batch_size
+    def but(self, told: str, **changes: Any) -> Self:
+        """With these fields changed, which rests on what is told."""
+        return replace(self, basis=[*self.basis, told], **changes)
 
-        @cache
-        def fate(draw: int) -> Fate:
-            # The fractional parts of the multiples of the golden ratio: evenly spread, and the same for every choice.
-            chance = draw * 0.6180339887498949 % 1
-            left_out: Outcome = "filtered" if chance < self.filtered else "quarantined"
-            return Fate(self.group_s(draw), left_out if chance < self.filtered + self.quarantined else "kept")
+    def with_groups(
+        self, knobs: Knobs, group_s: float | None, sigma: float, stragglers: str | None, saturation: int | None
+    ) -> Workload:
+        """With what is given of groups. Raises UserError when that cannot be."""
+        workload, why = self, "as given"
+        if group_s is not None:
+            told = f"{group_s:g} s for a group, lognormal with sigma {sigma:g}, as given"
+            workload = workload.but(told, group_s=Times([group_s], sigma))
+        elif sigma:
+            raise UserError("--sigma says how far --group-seconds spread, which is not given. Give both, or neither.")
+        if stragglers is not None:
+            share, factor = parse_stragglers(stragglers)
+            told = f"{share:.2%} of the groups take {factor:g} times as long, as given"
+            assert isinstance(workload.group_s, Times), workload
+            late = replace(workload.group_s, late_share=share, late_factor=factor)
+            workload = workload.but(told, group_s=late)
+        if saturation is None and group_s is not None:
+            saturation, why = max(1, -(-knobs.max_running // knobs.engines)), "as many as the config runs"
+        if saturation is None:
+            return workload
+        told = f"engines are saturated by {saturation} groups each ({why})"
+        return workload.but(f"{told}: fewer are no faster, more share what these do", speed=saturating(saturation))
 
-        def train_s(step: int) -> float:
-            return self.train_s(step) * scale
+    def with_steps(self, knobs: Knobs, step_s: float | None) -> Workload:
+        """With what is given of steps, if anything is."""
+        if step_s is None:
+            return self
+        told = f"{step_s:g} s for a step of {knobs.batch_size} groups, as given"
+        return self.but(told, train_s=Times([step_s]), batch_size=knobs.batch_size)
 
-        return Setup(limits, fate, train_s, engines, self.speed, publish_every, self.transfer_s, self.pause_s)
+    def with_left_out(self, share: float | None) -> Workload:
+        """With what is given of groups that make way for others, if anything is. Raises UserError for no share."""
+        if share is None:
+            return self
+        if not 0 <= share < 1:
+            raise UserError(f"--left-out {share:g}: a share is needed, at least 0 and less than 1.")
+        return self.but(f"{share:.1%} of the groups are left out for equal rewards, as given", filtered=share)
 
-    def generation_per_s(self, max_running: int, engines: int, num_draws: int) -> float:
-        """Groups to train on that engines finish in a second when so many are always under way.
+    def with_publishes(self, publish_s: float | None, pause_s: float | None) -> Workload:
+        """With what is given of publishing. Raises UserError when that cannot be."""
+        whole = self.transfer_s + self.pause_s if publish_s is None else publish_s
+        still = whole if pause_s is None else pause_s
+        if still > whole:
+            raise UserError(
+                f"--pause-seconds {still:g}: engines cannot stand still longer than the {whole:g} s that a publish "
+                "takes. Raise --publish-seconds."
+            )
+        told = f"{whole:g} s for a publish, engines standing still for {still:g} s of it, as given"
+        return self.but(told, transfer_s=whole - still, pause_s=still)
+
+    def fate(self, draw: int) -> Fate:
+        """What becomes of the prompt of this draw."""
+        # The fractional parts of the multiples of the golden ratio: evenly spread, and the same for every choice.
+        number = draw * 0.6180339887498949 % 1
+        left = "filtered" if number < self.filtered else "quarantined"
+        return Fate(self.group_s(draw), left if number < self.filtered + self.quarantined else "buffered")
+
+    def step_s(self, step: int, batch_size: int) -> float:
+        """Of a batch with so many groups: a step is taken to last in proportion to them."""
+        return self.train_s(step) * (batch_size / self.batch_size)
+
+    def generation_per_s(self, knobs: Knobs, num_draws: int) -> float:
+        """Groups to train on that engines finish in a second when as many as may be are always under way.
 
         Of the first so many draws: the mean of a heavy-tailed sample is not that of its distribution.
         """
         mean = sum(self.group_s(draw) for draw in range(num_draws)) / num_draws
         kept = 1 - self.filtered - self.quarantined
-        return kept * max_running * self.speed.at(max(1, round(max_running / engines))) / mean
+        beside = max(1, round(knobs.max_running / knobs.engines))
+        return kept * knobs.max_running * self.speed.at(beside) / mean
 
     @property
     def training_per_s(self) -> float:
         """Groups that are trained on in a second when batches are always there and nothing is published."""
         return self.batch_size / self.train_s.mean
+
+
+def given_workload(knobs: Knobs, group_s: float | None, step_s: float | None, origin: str) -> Workload:
+    """What there is to begin with where no run was measured. Raises UserError naming `origin`, the config, without both
+    times."""
+    if group_s is not None and step_s is not None:
+        return Workload(Times([group_s]), Times([step_s]), knobs.batch_size)
+    options = {"--group-seconds": group_s, "--step-seconds": step_s}
+    missing = " and ".join(option for option, value in options.items() if value is None)
+    raise UserError(
+        f"{origin}: how long things take is not known: {missing} missing. Give --from RUN_DIR, an earlier run of "
+        "source async_rollouts that measured it, or --group-seconds, the time of one group with all its attempts, and "
+        "--step-seconds, the time of one update."
+    )
+
+
+def parse_stragglers(text: str) -> tuple[float, float]:
+    """Share and factor of `0.01x10`. Raises UserError."""
+    number = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
+    match = re.fullmatch(rf"\s*{number}\s*(%?)\s*x\s*{number}\s*", text)
+    share, factor = (float(match[1]) / (100 if match[2] else 1), float(match[3])) if match else (2.0, 0.0)
+    if share > 1 or factor == 0:
+        raise UserError(
+            f"--stragglers {text}: expected SHARExFACTOR, such as 0.01x10: one group in a hundred takes ten times as "
+            "long."
+        )
+    return share, factor
