@@ -80,7 +80,7 @@ class TestUpdates(EngineUpdateContract):
     def make_sync(self) -> WeightSync:
         return shared_memory(checksum=True)
 
-    def run(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
+    def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
         return self.shared.use(models.old, 1, use)
 
     # Each costs a process, as a failed update does.

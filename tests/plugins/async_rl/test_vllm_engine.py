@@ -180,7 +180,7 @@ class TestTiedHead(EngineUpdateContract):
             finally:
                 live._member._engine.keeps_kv_cache = False
 
-        results, later = self.run(models, use)
+        results, later = self.run_updated(models, use)
         after = [
             distance(models.new, wanted.prompt_ids, result, result.versions == 2)
             for wanted, result in zip(asked, results, strict=True)
