@@ -93,8 +93,12 @@ class OneEngine:
             self._runner.run(self._close())
             raise
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Close the engine, if a test has not; the next test gets another one."""
         self._runner.run(self._close())
+
+    def close(self) -> None:
+        self.end()
         self._runner.close()
 
     async def _close(self) -> None:

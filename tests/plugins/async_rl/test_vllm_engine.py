@@ -214,6 +214,7 @@ def test_incomplete_weights_end_the_engine_and_closing_while_another_starts_leav
 
     one_engine.use(models.old, use)
     assert engine_processes() == []
+    one_engine.end()
 
 
 def distance(model: Path, prompt: Any, result: GenerationResult, which: Any = None) -> float:
