@@ -195,7 +195,7 @@ def test_any_layout_split_and_number_of_ranks_gives_the_gradients_of_one_padded_
     assert packed_normalizer == pytest.approx(normalizer, rel=1e-12)
     objective = Objective(LOSSES[loss], packed_normalizer, temperature)
     got = rank_gradients(precision, batch, objective, role, ranks, split)
-    assert_gradients_close(got, expected, TOLERANCES[precision])
+    assert_gradients_close(got, expected, TOLERANCES[precision], cancels_below=1e-3)
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
