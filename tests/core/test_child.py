@@ -21,6 +21,8 @@ from spurline.errors import RunFailedError
 from spurline.ranks import child as child_module
 from spurline.ranks.child import ChildProcess
 
+pytestmark = pytest.mark.processes
+
 
 class Heard:
     """A child process, and what came from it: messages, and at last None."""
