@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from spurline.errors import ConfigError
-from spurline.protocols.environment import Environment
+from spurline.protocols.environment import Environment, PolicyHandle, Task
 from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import OVERLONG, PromptSourceConfig
@@ -67,9 +67,21 @@ class Attempts:
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0)
         any_distribution = not trains or self._config.sampling.allow_truncated
+
+        def make_policy(task: Task, attempt: int) -> PolicyHandle:
+            # The engine of this moment: a source may put one that observes it in its place.
+            return EnginePolicy(
+                self.engine,
+                sampling,
+                run_seed=self._run_seed,
+                any_distribution=any_distribution,
+                task=task,
+                attempt=attempt,
+            )
+
         return GroupRunner(
             self._environment,
-            partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=any_distribution),
+            make_policy,
             partial(self._score, punishes_length=trains),
             given_up,
             samples_per_prompt=samples_per_prompt,
