@@ -66,17 +66,12 @@ class Attempts:
         sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0)
-        any_distribution = not trains or self._config.sampling.allow_truncated
+        is_free = not trains or self._config.sampling.allow_truncated
 
         def make_policy(task: Task, attempt: int) -> PolicyHandle:
             # The engine of this moment: a source may put one that observes it in its place.
             return EnginePolicy(
-                self.engine,
-                sampling,
-                run_seed=self._run_seed,
-                any_distribution=any_distribution,
-                task=task,
-                attempt=attempt,
+                self.engine, sampling, run_seed=self._run_seed, task=task, attempt=attempt, any_distribution=is_free
             )
 
         return GroupRunner(
