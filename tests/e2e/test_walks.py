@@ -72,7 +72,7 @@ def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
     [("sft", 30, None), ("rl", 42, dict), ("async", 55, asynchronous)],
     ids=["sft", "rl", "async"],
 )
-def test_one_sample_goes_through_the_files_of_the_tour_and_no_others(
+def test_one_sample_goes_through_files_of_the_tour_alone(
     walk: str,
     most: int,
     change: Callable[[dict[str, Any]], dict[str, Any]] | None,
@@ -83,6 +83,9 @@ def test_one_sample_goes_through_the_files_of_the_tour_and_no_others(
     found = files_that_run(config | {"steps": 2, "report": {"enabled": False}})
     if change is not None:
         found = {path for path in found if not READING.match(path)}
-    # Whether a watchdog or a commands' check runs is a matter of time, so a listed file may be missing there.
-    assert found <= listed(walk) if walk == "async" else found == listed(walk)
+    # What an earlier test of this process has done once, or time decides, may not run: then a listed file is missing.
+    assert found - listed(walk) == set()
+    assert len(found) > 0.8 * len(listed(walk))
     assert len(listed(walk)) <= most
+    folders = [ROOT / "core" / "src", ROOT / "plugins" / "async_rl" / "src"]
+    assert [path for path in listed(walk) if not any((folder / path).is_file() for folder in folders)] == []

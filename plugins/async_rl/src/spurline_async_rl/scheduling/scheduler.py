@@ -256,11 +256,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that no prompt is lost or counted twice: those on their way are the ones whose states say so."""
-        for state, held in (
-            (State.PENDING, self._pending),
-            (State.RUNNING, self._running),
-            (State.BUFFERED, self._buffered),
-        ):
+        on_their_way = {State.PENDING: self._pending, State.RUNNING: self._running, State.BUFFERED: self._buffered}
+        for state, held in on_their_way.items():
             known, kept = self.in_state(state), sorted(held)
             assert known == kept, f"{state.name.lower()} are draws {kept}, but by their states {known}: {self}"
 
