@@ -33,10 +33,10 @@ def test_values_are_read_as_yaml(text: str, value: float) -> None:
 
 
 def test_lists_mappings_null_and_booleans_are_values_too() -> None:
-    got = resolved("optimizer.betas=[0.8, 0.9]", "optimizer.max_grad_norm=null", "data.shuffle=false")
+    got = resolved("optimizer.betas=[0.8, 0.9]", "optimizer.max_grad_norm=null", "data.order=sequential")
     assert got["optimizer"]["betas"] == [0.8, 0.9]
     assert got["optimizer"]["max_grad_norm"] is None
-    assert got["data"]["shuffle"] is False
+    assert got["data"]["order"] == {"name": "sequential"}
     assert resolved("collator={name: padded, pad_side: left}")["collator"]["pad_side"] == "left"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.data import configs as data
+from spurline.data.orders import configs as orders
 from spurline.losses import configs as losses
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline.plugins.registry import CORE
@@ -30,6 +31,11 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(data.PaddedCollatorConfig, "spurline.data.collators.padded:PaddedCollator")
     add(data.PackedCollatorConfig, "spurline.data.collators.packed:PackedCollator", default=True)
     add(data.RolloutsCollatorConfig, "spurline.data.collators.padded:RolloutsCollator")
+    add(orders.UniformOrderConfig, "spurline.data.orders.epochs:UniformOrder", default=True)
+    add(orders.SequentialOrderConfig, "spurline.data.orders.epochs:SequentialOrder")
+    add(orders.LengthGroupedOrderConfig, "spurline.data.orders.length_grouped:LengthGroupedOrder")
+    add(orders.CurriculumOrderConfig, "spurline.data.orders.curriculum:CurriculumOrder")
+    add(orders.RewardAdaptiveOrderConfig, "spurline.data.orders.reward_adaptive:RewardAdaptiveOrder")
     add(data.SerialPrefetchConfig, "spurline.data.serial_prefetch:SerialPrefetch", default=True)
     add(data.SftSourceConfig, "spurline.data.sft:SftSource", default=True)
     add(data.PreferenceSourceConfig, "spurline.data.preference:PreferenceSource")

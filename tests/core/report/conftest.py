@@ -56,8 +56,9 @@ SUMMARY: dict[str, Any] = {
 CONFIG: dict[str, Any] = {
     "seed": 7,
     "model": {"path": "models/tiny", "revision": None},
-    "data": {"train": [{"name": "hf", "path": "data/arith.jsonl"}], "max_length": 300, "shuffle": True},
+    "data": {"train": [{"name": "hf", "path": "data/arith.jsonl"}], "max_length": 300, "order": {"name": "uniform"}},
     "optimizer": {"betas": [0.9, 0.95], "max_grad_norm": 1.0},
+    "checkpoint": {"export_hf": True},
     "trackers": [],
 }
 

@@ -203,7 +203,7 @@ def test_settings_read_as_they_are_written_in_yaml(make_run_dir: RunDirMaker) ->
     fragment = shown("ConfigPanel", read_record(make_run_dir()))
     assert '<dt>revision:</dt><dd class="unset">null</dd>' in fragment
     assert "<dt>betas:</dt><dd>[0.9, 0.95]</dd>" in fragment
-    assert "<dt>shuffle:</dt><dd>true</dd>" in fragment
+    assert "<dt>export_hf:</dt><dd>true</dd>" in fragment
     assert "<dt>torch:</dt><dd>2.13.0</dd>" in fragment
 
 

@@ -9,7 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from spurline.config.run_config import DatasetConfig
+from spurline.data.orders.configs import SequentialOrderConfig, UniformOrderConfig
+from spurline.data.orders.epochs import SequentialOrder, UniformOrder
 from spurline.errors import DataError
+from spurline.protocols.order import Order, SampleFacts
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 
@@ -37,13 +40,21 @@ class Rows:
         return f"{self.label} {self._size}"
 
 
+def uniform(facts: SampleFacts) -> Order:
+    return UniformOrder(UniformOrderConfig(), samples=facts, seed=7)
+
+
+def sequential(facts: SampleFacts) -> Order:
+    return SequentialOrder(SequentialOrderConfig(), samples=facts, seed=7)
+
+
 def draws_over(*sizes: int, weights: list[float] | None = None, **settings: Any) -> PromptDraws:
     weights = weights or [1.0] * len(sizes)
     datasets = [
         DatasetToTokenize(Rows("abc"[number], size), DatasetConfig(name="rows", weight=weight))
         for number, (size, weight) in enumerate(zip(sizes, weights, strict=True))
     ]
-    return PromptDraws(datasets, 7, **{"shuffle": True, **settings})
+    return PromptDraws(datasets, uniform, per_step=2, **settings)
 
 
 def test_each_epoch_draws_every_row_once_and_every_draw_has_its_own_uid() -> None:
@@ -91,7 +102,7 @@ def test_an_empty_dataset_is_refused() -> None:
 
 def draws_with_bad_rows(rows: Rows, on_bad_row: Literal["error", "skip"]) -> PromptDraws:
     config = DatasetConfig(name="rows", on_bad_row=on_bad_row)
-    return PromptDraws([DatasetToTokenize(rows, config)], 7, shuffle=False)
+    return PromptDraws([DatasetToTokenize(rows, config)], sequential, per_step=2)
 
 
 def test_a_row_that_cannot_be_read_is_an_error_or_skipped_as_its_dataset_says() -> None:

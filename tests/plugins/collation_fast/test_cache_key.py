@@ -52,7 +52,10 @@ def test_weight_and_label_keep_the_key(spurline_chat_file: Path, dataset: dict[s
 
 def test_shuffling_and_evaluation_data_keep_the_key(spurline_chat_file: Path) -> None:
     evaluation = (HfDatasetConfig(path="held_out.jsonl"),)
-    assert key_of(spurline_chat_file, shuffle=False, eval=evaluation).digest == key_of(spurline_chat_file).digest
+    assert (
+        key_of(spurline_chat_file, order={"name": "sequential"}, eval=evaluation).digest
+        == key_of(spurline_chat_file).digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ def test_every_data_setting_counts_unless_it_is_known_not_to(spurline_chat_file:
     [dataset] = key_of(spurline_chat_file).parts["datasets"]
     assert dataset.keys() - {"fingerprint"} == HfDatasetConfig.model_fields.keys() - {"path", "weight", "label"}
     data = key_of(spurline_chat_file).parts["data"]
-    assert data.keys() == DataConfig.model_fields.keys() - {"train", "eval", "shuffle"}
+    assert data.keys() == DataConfig.model_fields.keys() - {"train", "eval", "order"}
 
 
 def test_the_order_of_datasets_counts(spurline_chat_file: Path, tmp_path: Path) -> None:

@@ -58,10 +58,13 @@ class _Builder:
         return _subclass(model, {**replaced, **(extra or {})})
 
     def _with_default(self, field: FieldInfo, mark: Component | None) -> FieldInfo:
-        """The same field, with the kind's default component where the field itself has none."""
+        """The same field, with the kind's default component where the field itself chooses none.
+
+        A component config as default is what code that builds sections by itself gets: the kind has the say here.
+        """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
-        if mark is not None and field.is_required():
+        if mark is not None and (field.is_required() or isinstance(field.default, ComponentConfig)):
             default = self._registry.default(mark.kind)
             if default is not None:
                 copy.default = {"name": default}

@@ -103,9 +103,18 @@ _OTHER_NAMES = {
 """What other trainers call a setting -> its name here."""
 
 
+_REPLACED = {
+    "shuffle": "The order of samples is data.order: `order: sequential` for file order, `order: uniform` (the default) "
+    "for a new shuffle in each epoch.",
+}
+"""Settings of which another one of the same section does the work -> how to say it there."""
+
+
 def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]) -> str:
     key = path[-1]
     names = list(owner.model_fields)
+    if key in _REPLACED and "order" in names:
+        return f"is not a setting. {_REPLACED[key]}"
     wanted = _OTHER_NAMES.get(key, key)
     hint = f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names)
     if not hint:

@@ -27,6 +27,7 @@ from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
+from spurline.protocols.order import OrderConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.report_panel import ReportPanelConfig
 from spurline.protocols.reward import RewardConfig
@@ -150,8 +151,8 @@ class DataConfig(Section):
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """A sample over `max_length` keeps its first tokens, is left out and counted, or stops the run. Prompts to
     generate from are no samples: they are used whole, except that with `error` one over `max_length` stops the run."""
-    shuffle: bool = True
-    """Permute the samples anew in each epoch; off keeps file order."""
+    order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
+    """Which sample comes when: anew shuffled in each epoch (`uniform`), in file order (`sequential`), ..."""
 
 
 class ModelConfig(Section):

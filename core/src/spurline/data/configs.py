@@ -91,7 +91,7 @@ class SerialPrefetchConfig(PrefetchConfig):
 
 
 class SftSourceConfig(SourceConfig):
-    """Tokenized samples in an order that depends only on seed and epoch."""
+    """Tokenized samples, `batch_size` of them a step, in the order that `data.order` says."""
 
     name: str = "sft"
 

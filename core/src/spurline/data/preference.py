@@ -1,4 +1,4 @@
-"""Source `preference`: pairs of a chosen and a rejected answer, in an order that depends only on seed and epoch.
+"""Source `preference`: pairs of a chosen and a rejected answer, in an order that is known beforehand.
 
 Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization, of any component,
 once for each side -> pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator
@@ -258,6 +258,13 @@ class PairSet(SampleSet):
         dropped = {**facts["dropped"], **({OTHER_ANSWER_LEFT_OUT: alone} if alone else {})}
         notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
+
+    def _rows(self) -> Sequence[NDArray[np.int64]]:
+        rows = self._tokenized.store.row[self._pairs[:, 0]]
+        return np.split(rows, np.cumsum(self._sizes)[:-1])
+
+    def _lengths(self) -> NDArray[np.int64]:
+        return self._tokenized.store.lengths()[self._pairs].sum(axis=1)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
         """Prompts with their chosen answers."""

@@ -67,6 +67,15 @@ EXPECTED_COLUMNS = (
 """Every column name that some format reads."""
 
 
+def value_at(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or None. Dots lead into objects, unless a column has the very name."""
+    if name in row:
+        return row[name]
+    outer, dot, inner = name.partition(".")
+    value = row.get(outer) if dot else None
+    return value_at(value, inner) if isinstance(value, Mapping) else None
+
+
 class RowView:
     """Read access to one row. names: expected name -> name in the file (the `columns` setting)."""
 

@@ -1,7 +1,7 @@
-"""Source `sft`: tokenized samples, in an order that depends only on seed and epoch.
+"""Source `sft`: tokenized samples, in an order that is known beforehand.
 
-Place on the way: dataset configs -> tokenization -> SampleSet -> collator -> TrainingBatch. Held-out evaluation draws
-its own batches from a SampleSet.
+Place on the way: dataset configs -> tokenization -> SampleSet -> order -> collator -> TrainingBatch. Held-out
+evaluation draws its own batches from a SampleSet.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.order import DataOrder
+from spurline.data.orders.columns import ColumnsOfRows
 from spurline.data.token_store import summarize
 from spurline.data.tokenization import open_datasets, share_read, tokenize
 from spurline.data.tokenizer import pad_token_id
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.order import Order, SampleFacts, epoch_shares
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -35,6 +36,7 @@ class SampleSet:
         run, registry = context.config, context.host.registry
         opened = open_datasets(configs, registry, context.row_limit)
         self.shares = share_read(opened)
+        self._opened = opened
         self._sources = self._to_tokenize(opened)
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
         self._collator: Collator = registry.create(
@@ -60,6 +62,19 @@ class SampleSet:
     def answered(self) -> Sequence[DatasetToTokenize]:
         return self._sources
 
+    def facts(self, weights: Sequence[float], per_step: int) -> SampleFacts:
+        """What an order may know of the samples."""
+        columns = ColumnsOfRows(self._opened, self._rows())
+        return SampleFacts(self.sizes(), tuple(weights), per_step, columns, self._lengths)
+
+    def _rows(self) -> Sequence[NDArray[np.int64]]:
+        """For each dataset the row of each of its samples."""
+        store = self._tokenized.store
+        return np.split(store.row, np.cumsum(store.sizes())[:-1])
+
+    def _lengths(self) -> NDArray[np.int64]:
+        return self._tokenized.store.lengths()
+
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
         """What is handed to the tokenization; rows that hold several texts become several datasets."""
         return opened
@@ -76,15 +91,16 @@ class SftSource(BatchSource):
         self._batch_size = run.batch_size
         self._samples = SampleSet(run.data.train, context) if samples is None else samples
         weights = [dataset.weight for dataset in run.data.train]
-        self._order = DataOrder(self._samples.sizes(), weights, run.seed, shuffle=run.data.shuffle)
+        facts = self._samples.facts(weights, self._batch_size)
+        self._order: Order = context.host.registry.create("order", run.data.order, samples=facts, seed=run.seed)
         shares = self._samples.shares
         # Of data that was read in part, the rest is taken to be as usable as what was read.
         sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
-        whole_order = DataOrder(sizes, weights, run.seed)
-        self._samples_per_epoch = whole_order.samples_per_epoch
+        per_epoch = epoch_shares(sizes, weights)
+        self._samples_per_epoch = sum(per_epoch)
         self._rounded = [
             f"{label}: weight {weight:g} of {size} samples is rounded to {share} per epoch"
-            for label, weight, size, share in zip(self._samples.labels, weights, sizes, whole_order.shares, strict=True)
+            for label, weight, size, share in zip(self._samples.labels, weights, sizes, per_epoch, strict=True)
             if abs(share - weight * size) > 0.05 * weight * size
         ]
         self._read_in_part = min(shares) < 1
@@ -99,7 +115,8 @@ class SftSource(BatchSource):
         return {**self._samples.summary(), **facts}
 
     def build(self, step: int) -> TrainingBatch:
-        return self._samples.batch(self._order.batch(step, self._batch_size), training=True)
+        numbers = self._order.positions((step - 1) * self._batch_size, step * self._batch_size)
+        return self._samples.batch(numbers, training=True)
 
     def epoch(self, step: int) -> float:
         return step * self._batch_size / self._samples_per_epoch

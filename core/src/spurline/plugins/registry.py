@@ -19,6 +19,7 @@ KINDS: dict[str, str] = {
     "dataset": "spurline.protocols.dataset:Dataset",
     "tokenization": "spurline.protocols.tokenization:Tokenization",
     "collator": "spurline.protocols.collator:Collator",
+    "order": "spurline.protocols.order:Order",
     "prefetch": "spurline.protocols.prefetch:Prefetch",
     "minibatches": "spurline.protocols.minibatches:MiniBatches",
     "loss": "spurline.protocols.loss:Loss",

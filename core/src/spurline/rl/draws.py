@@ -1,4 +1,4 @@
-"""Draw prompts: an endless order over the rows of the datasets, a pure function of the seed.
+"""Draw prompts: an endless order over the rows of the datasets, as `data.order` says.
 
 Place on the way: rows -> draws (each with a uid of its own) -> attempts. Rows are read one at a time, when drawn. Rows
 that turned out to be unusable are remembered, so that none of them costs anything when its turn comes again.
@@ -6,19 +6,23 @@ that turned out to be unusable are remembered, so that none of them costs anythi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import xxhash
 
-from spurline.data.order import DataOrder
+from spurline.data.orders.columns import ColumnsOfRows
 from spurline.data.tokenization import check_rows, open_datasets, share_read, store_labels
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.trajectory import Group, group_returns
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,18 @@ def row_of(uid: str) -> str:
 class PromptDraws:
     """The endless order of prompts over several datasets, mixed by their weights.
 
+    make_order: builds the order from what is known of the rows. per_step: prompts that one step trains on.
     namespace: begins every uid, and keeps the seeds of one use apart from those of another.
     """
 
-    def __init__(self, datasets: Sequence[DatasetToTokenize], seed: int, *, shuffle: bool, namespace: str = "") -> None:
+    def __init__(
+        self,
+        datasets: Sequence[DatasetToTokenize],
+        make_order: Callable[[SampleFacts], Order],
+        *,
+        per_step: int,
+        namespace: str = "",
+    ) -> None:
         for item in datasets:
             check_rows(item.dataset)
             if len(item.dataset) == 0:
@@ -66,11 +78,14 @@ class PromptDraws:
         self._labels = store_labels(datasets)
         self._sizes = [len(dataset) for dataset in self._datasets]
         self._starts = np.cumsum([0, *self._sizes])
-        weights = [config.weight for config in self._configs]
-        self._order = DataOrder(self._sizes, weights, seed, shuffle=shuffle)
+        weights = tuple(config.weight for config in self._configs)
+        columns = ColumnsOfRows(datasets, [np.arange(size, dtype=np.int64) for size in self._sizes])
+        self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
+        # Groups are drawn on one thread and observed on another where they are generated during training.
+        self._order_lock = threading.Lock()
         # Data that was read in part is taken to go on at the same size.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
-        self.prompts_per_epoch = DataOrder(whole, weights, seed).samples_per_epoch
+        self.prompts_per_epoch = sum(epoch_shares(whole, weights))
         """Prompts in one pass over the weighted mixture."""
         self._read_in_part = whole != self._sizes
         self._namespace = namespace
@@ -78,11 +93,22 @@ class PromptDraws:
 
     @classmethod
     def open(
-        cls, configs: Sequence[DatasetConfig], context: SourceContext, *, shuffle: bool, namespace: str = ""
+        cls,
+        configs: Sequence[DatasetConfig],
+        context: SourceContext,
+        *,
+        order: OrderConfig,
+        per_step: int,
+        namespace: str = "",
     ) -> PromptDraws:
         """Draws from these dataset entries of the config. Raises DataError for data that cannot be found or read."""
-        datasets = open_datasets(configs, context.host.registry, context.row_limit)
-        return cls(datasets, context.config.seed, shuffle=shuffle, namespace=namespace)
+        registry, seed = context.host.registry, context.config.seed
+
+        def make_order(facts: SampleFacts) -> Order:
+            return registry.create("order", order, samples=facts, seed=seed)
+
+        datasets = open_datasets(configs, registry, context.row_limit)
+        return cls(datasets, make_order, per_step=per_step, namespace=namespace)
 
     def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
         """The draws number `start` to `start + count - 1`.
@@ -95,18 +121,33 @@ class PromptDraws:
                 f"All {len(self._skipped)} rows were left out as unusable (on_bad_row: skip). The first: "
                 f"{next(iter(self._skipped.values()))}"
             )
-        indices = self._order.positions(start, start + count)
-        return [self._draw(start + offset, int(index)) for offset, index in enumerate(indices)]
+        with self._order_lock:
+            indices = self._order.positions(start, start + count).tolist()
+        return [self._draw(start + offset, index) for offset, index in enumerate(indices)]
+
+    def observe(self, step: int, groups: Sequence[Group]) -> None:
+        """Tell an order that learns from rewards what came out of draws; groups in draw order."""
+        if not isinstance(self._order, AdaptiveOrder):
+            return
+        with self._order_lock:
+            draws = [_scored(group, int(self._order.positions(group.draw, group.draw + 1)[0])) for group in groups]
+            self._order.observe(step, draws)
 
     def skip(self, row: SkippedRow) -> None:
         """Leave this row out from now on."""
         self._skipped.setdefault(row_of(row.uid), row.reason)
 
     def state_dict(self) -> dict[str, object]:
-        return {"skipped": dict(self._skipped)}
+        state: dict[str, object] = {"skipped": dict(self._skipped)}
+        if isinstance(self._order, AdaptiveOrder):
+            with self._order_lock:
+                state["order"] = self._order.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._skipped = dict(cast("dict[str, str]", state["skipped"]))
+        if isinstance(self._order, AdaptiveOrder):
+            self._order.load_state_dict(cast("dict[str, object]", state["order"]))
 
     def summary(self) -> dict[str, Any]:
         """JSON-able facts for `spurline plan` and the report."""
@@ -138,3 +179,12 @@ class PromptDraws:
             self.skip(skipped)
             return skipped
         return Draw(number, uid, self._configs[source], dataset.location(place), row)
+
+
+def _scored(group: Group, sample: int) -> ScoredDraw:
+    terms: dict[str, list[float]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        for name, value in trajectory.rewards.items():
+            terms[name].append(float(value))
+    returns = tuple(group_returns(group).tolist())
+    return ScoredDraw(group.draw, sample, returns, {name: tuple(values) for name, values in terms.items()})

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spurline.data.batch import TrainingBatch
+from spurline.data.orders.configs import SequentialOrderConfig
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
@@ -96,10 +97,17 @@ class PromptSource(BatchSource):
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run = context.config
         self._hooks = context.host.hooks
-        self._prompts = PromptDraws.open(run.data.train, context, shuffle=run.data.shuffle)
+        per_step = config.prompts_per_step
+        self._prompts = PromptDraws.open(run.data.train, context, order=run.data.order, per_step=per_step)
         self._held_out: PromptDraws | None = None
         if run.data.eval:
-            self._held_out = PromptDraws.open(run.data.eval, context, shuffle=False, namespace="held-out ")
+            self._held_out = PromptDraws.open(
+                run.data.eval,
+                context,
+                order=SequentialOrderConfig(name="core/sequential"),
+                per_step=per_step,
+                namespace="held-out ",
+            )
         self._preparation = Preparation(config, context)
         self._attempts = Attempts(config, context)
         self._settings = config
@@ -133,6 +141,7 @@ class PromptSource(BatchSource):
         """The batch of a step from its groups. retries: attempts made again for them. seconds: spent on generating."""
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend).batch
+        self._prompts.observe(step, collected.every)
         metrics = {
             **_collection_metrics(collected, retries, seconds),
             **reward_metrics(collected.every),

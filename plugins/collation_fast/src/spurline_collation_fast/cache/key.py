@@ -58,8 +58,8 @@ _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
 _NO_MATTER_IN_DATASET = {"weight", "label"}
 """They act after tokenization. Paths do not matter either: they are marked free, and the fingerprint is of content."""
 
-_NO_MATTER_IN_DATA = {"train", "eval", "shuffle"}
-"""The datasets themselves are identified by content; shuffling comes later."""
+_NO_MATTER_IN_DATA = {"train", "eval", "order"}
+"""The datasets themselves are identified by content; the order comes later."""
 
 
 def cache_key(

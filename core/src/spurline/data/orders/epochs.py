@@ -1,0 +1,113 @@
+"""Orders made of epochs: pure functions of the seed, forever.
+
+Place on the way: facts about the samples -> order -> indices of a step -> TokenView. The order is one endless
+concatenation of epochs, each an arrangement of its own share of the weighted mixture. Nothing is drawn from a stateful
+generator, so any step can be asked for at any time, on any thread, before or after a resume.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.protocols.order import OrderConfig, SampleFacts
+
+Indices = NDArray[np.int64]
+
+
+def random_words(count: int, seed: int, number: int, stream: int = 0) -> NDArray[np.uint64]:
+    """Random bits that depend on (seed, number, stream) only; uint64 [count].
+
+    Counter-based (Philox4x64, Salmon et al. 2011). Unlike what `Generator` makes of it, whose algorithms numpy may
+    change, the raw stream is fixed, so that orders survive library upgrades.
+    """
+    generator = np.random.Philox(
+        key=np.array([seed, stream], dtype=np.uint64), counter=np.array([0, 0, number, 0], np.uint64)
+    )
+    return generator.random_raw(count)
+
+
+def permutation(count: int, seed: int, epoch: int, stream: int = 0) -> Indices:
+    """A permutation of range(count) that depends on (seed, epoch, stream) only; int64 [count]."""
+    return np.argsort(random_words(count, seed, epoch, stream), kind="stable").astype(np.int64)
+
+
+class EpochOrder(ABC):
+    """Base of static orders: a subclass arranges the samples of one epoch.
+
+    Each epoch has `samples.shares` of each dataset. The part of a pass over a dataset that an epoch leaves over is
+    where the next epoch goes on, so that over several epochs every sample is seen equally often.
+    """
+
+    shuffles_passes: ClassVar[bool] = True
+    """Whether chance decides which samples an epoch has of a dataset that it does not show whole; else file order."""
+
+    def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
+        assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)
+        assert samples.samples_per_epoch > 0, "an order needs at least one sample"
+        self.samples = samples
+        self.seed = seed
+        self._starts = tuple(np.cumsum([0, *samples.sizes])[:-1].tolist())
+        self._shares, self._per_epoch = samples.shares, samples.samples_per_epoch
+        # Two epochs meet in the batch that wraps around; evaluation and prefetch may look one further ahead.
+        self._epoch = functools.lru_cache(maxsize=3)(self._build_epoch)
+
+    @abstractmethod
+    def arrange(self, mixture: Indices, epoch: int) -> Indices:
+        """The samples of an epoch, counted from 0, in their order. Pure.
+
+        mixture: the same samples in file order, int64 [samples_per_epoch], with repeats where weights are above 1.
+        """
+
+    def positions(self, start: int, stop: int) -> Indices:
+        """Samples at positions [start, stop) of the endless order; wraps into following epochs."""
+        parts: list[Indices] = []
+        while start < stop:
+            epoch, offset = divmod(start, self._per_epoch)
+            take = min(stop - start, self._per_epoch - offset)
+            parts.append(self._epoch(epoch)[offset : offset + take])
+            start += take
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _build_epoch(self, epoch: int) -> Indices:
+        parts = [self._dataset_part(dataset, epoch) for dataset in range(len(self._shares))]
+        arranged = self.arrange(np.concatenate(parts), epoch)
+        arranged.setflags(write=False)
+        return arranged
+
+    def _dataset_part(self, dataset: int, epoch: int) -> Indices:
+        """This epoch's share of one dataset, from the dataset's own endless sequence of passes."""
+        size, share = self.samples.sizes[dataset], self._shares[dataset]
+        if size == 0:
+            return np.zeros(0, np.int64)
+        position, stop = epoch * share, (epoch + 1) * share
+        parts: list[Indices] = []
+        while position < stop:
+            one_pass, offset = divmod(position, size)
+            take = min(stop - position, size - offset)
+            order = np.arange(size, dtype=np.int64)
+            if self.shuffles_passes and share != size:
+                order = permutation(size, self.seed, one_pass, stream=dataset + 1)
+            parts.append(order[offset : offset + take])
+            position += take
+        return np.concatenate(parts) + self._starts[dataset]
+
+
+class UniformOrder(EpochOrder):
+    """Every epoch is a permutation of its own."""
+
+    def arrange(self, mixture: Indices, epoch: int) -> Indices:
+        return mixture[permutation(len(mixture), self.seed, epoch)]
+
+
+class SequentialOrder(EpochOrder):
+    """File order, dataset after dataset."""
+
+    shuffles_passes = False
+
+    def arrange(self, mixture: Indices, epoch: int) -> Indices:
+        return mixture

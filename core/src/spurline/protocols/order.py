@@ -1,0 +1,156 @@
+"""Kind `order`: which sample comes when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from spurline.config.section import ComponentConfig
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.stateful import Stateful
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from spurline.config.run_config import RunConfig
+
+
+class OrderConfig(ComponentConfig):
+    """Settings of an order."""
+
+    kind: ClassVar[str] = "order"
+    adaptive: ClassVar[bool] = False
+    """Whether it learns from the rewards of what was drawn: its component is an `AdaptiveOrder`."""
+    reads_lengths: ClassVar[bool] = False
+    """Whether it asks for the tokens of samples, which nobody knows of prompts before they are generated from."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        """An order that learns from rewards where there are none, or asks for lengths that are not known."""
+        generates = run.source.supplies == "rollouts"
+        if self.adaptive and not generates:
+            yield Problem(
+                "name",
+                f"is {self.name}, which learns from rewards, but source: {run.source.name} has none. Set "
+                "data.order: uniform, or choose a source of rollouts.",
+            )
+        if self.reads_lengths and generates:
+            yield Problem(
+                "name",
+                f"is {self.name}, which needs the tokens of each sample, but source: {run.source.name} draws prompts, "
+                "whose samples are still to be generated. Set data.order: uniform, or curriculum with a column that "
+                "holds a length.",
+            )
+
+
+def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+    """Samples of each dataset in one epoch: size x weight, rounded, at least one."""
+    return tuple(max(1, round(n * w)) if n else 0 for n, w in zip(sizes, weights, strict=True))
+
+
+class SampleColumns(Protocol):
+    """What the rows behind the samples say. Rows are read when asked for, and not kept."""
+
+    def values(self, name: str) -> Sequence[Any]:
+        """The value of a column for each sample; dots in `name` lead into objects (`meta.difficulty`).
+
+        None for a row that cannot be read and that `on_bad_row: skip` leaves out. Raises DataError naming the first
+        other row without such a value, and the columns that it has.
+        """
+        ...
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        """The same as numbers, float64 [N]; NaN for None. Numbers in text count as such, since CSV knows nothing else.
+
+        Raises DataError naming the first row whose value is no finite number.
+        """
+        ...
+
+    def location(self, sample: int) -> str:
+        """Where a sample's row is, for messages: `train.jsonl:12`."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleFacts:
+    """What an order may know of the samples, which lie dataset after dataset and are counted from 0.
+
+    sizes: samples of each dataset. weights: passes over each dataset in one epoch. per_step: samples that one step
+    takes. columns: what the rows say. count_tokens: tokens of each sample, int64 [N]; None where that is not known.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    per_step: int
+    columns: SampleColumns
+    count_tokens: Callable[[], NDArray[np.int64]] | None = None
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each dataset in one epoch."""
+        return epoch_shares(self.sizes, self.weights)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in one pass over the weighted mixture."""
+        return sum(self.shares)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, int64 [N]. Raises ConfigError where they are not known."""
+        if self.count_tokens is None:
+            raise ConfigError.at(
+                "data.order",
+                "asks for the tokens of each sample, which this source does not know. Choose another order, such as "
+                "uniform.",
+            )
+        return self.count_tokens()
+
+
+class Order(Protocol):
+    """One endless order of the samples; a step takes the next `per_step` positions of it.
+
+    Factory: `Class(config, samples=SampleFacts, seed=int)`. Raises DataError or ConfigError there for facts that it
+    cannot work with, so that `spurline plan` finds them.
+
+    A static order is a pure function of the config, the facts and the seed: any position may be asked for at any time,
+    on any thread, before or after a resume. Epoch e is the positions [e * samples_per_epoch, (e + 1) *
+    samples_per_epoch), and holds `shares` samples of each dataset; over several epochs each sample of a dataset comes
+    equally often, up to one. `spurline.data.orders.epochs.EpochOrder` sees to all that. No global random state.
+    """
+
+    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Samples at the positions [start, stop), from 0; int64 [stop - start]. Do not write to it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoredDraw:
+    """What came out of one drawn sample.
+
+    position: in the order. sample: which one it is. returns: weighted sum of the rewards of each attempt. terms: the
+    rewards by name, one value for each attempt that has it.
+    """
+
+    position: int
+    sample: int
+    returns: tuple[float, ...]
+    terms: Mapping[str, tuple[float, ...]]
+
+
+@runtime_checkable
+class AdaptiveOrder(Stateful, Protocol):
+    """An order that learns from what was drawn; its config says `adaptive = True`.
+
+    What it decides may depend on what it has observed, but a position that was asked for once keeps its sample, also
+    after a resume: drawn prompts whose attempts were interrupted are drawn again by their position. Nothing else is
+    asked for at the same time. Its state is part of the source's.
+    """
+
+    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
+        """As of `Order`."""
+        ...
+
+    def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
+        """Called once a step with all draws scored for it, ascending: those trained on, and those filtered."""
+        ...

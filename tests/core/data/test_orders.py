@@ -1,0 +1,264 @@
+"""Orders made of epochs: pure functions of the config, the samples and the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from spurline.data.orders.columns import ColumnsOfRows
+from spurline.data.orders.configs import (
+    CurriculumOrderConfig,
+    LengthGroupedOrderConfig,
+    SequentialOrderConfig,
+    UniformOrderConfig,
+)
+from spurline.data.orders.curriculum import CurriculumOrder
+from spurline.data.orders.epochs import SequentialOrder, UniformOrder, permutation
+from spurline.data.orders.length_grouped import LengthGroupedOrder
+from spurline.errors import ConfigError, DataError
+from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.order import OrderConfig, SampleFacts
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.testing.tokenization_contract import ListDataset
+
+sizes_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=3)
+
+LEVELS = 7
+
+
+def facts(
+    sizes: Sequence[int], weights: Sequence[float] | None = None, per_step: int = 4, lengths: Any = None
+) -> SampleFacts:
+    """Samples with a column `meta.level`; their lengths are random unless given."""
+    datasets = [
+        DatasetToTokenize(
+            ListDataset([{"meta": {"level": 5 * row % LEVELS}} for row in range(size)], f"set{number}"),
+            DatasetConfig(name="rows"),
+        )
+        for number, size in enumerate(sizes)
+    ]
+    columns = ColumnsOfRows(datasets, [np.arange(size) for size in sizes])
+    known = np.random.default_rng(0).integers(1, 500, sum(sizes)) if lengths is None else np.array(lengths)
+    return SampleFacts(tuple(sizes), tuple(weights or [1.0] * len(sizes)), per_step, columns, lambda: known)
+
+
+def level(sample: int, sizes: Sequence[int]) -> int:
+    starts = np.cumsum([0, *sizes])
+    return 5 * (sample - int(starts[np.searchsorted(starts, sample, side="right") - 1])) % LEVELS
+
+
+def uniform(samples: SampleFacts, seed: int = 0) -> UniformOrder:
+    return UniformOrder(UniformOrderConfig(), samples=samples, seed=seed)
+
+
+def curriculum(samples: SampleFacts, seed: int = 0, **settings: Any) -> CurriculumOrder:
+    return CurriculumOrder(CurriculumOrderConfig(column="meta.level", **settings), samples=samples, seed=seed)
+
+
+def length_grouped(samples: SampleFacts, seed: int = 0, **settings: Any) -> LengthGroupedOrder:
+    return LengthGroupedOrder(LengthGroupedOrderConfig(**settings), samples=samples, seed=seed)
+
+
+def epoch(order: Any, samples: SampleFacts, number: int = 0) -> NDArray[np.int64]:
+    size = samples.samples_per_epoch
+    return order.positions(number * size, (number + 1) * size)
+
+
+@given(count=st.integers(0, 200), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+def test_permutation_is_a_permutation_and_repeats_itself(count: int, seed: int, epoch: int) -> None:
+    first = permutation(count, seed, epoch)
+    assert sorted(first.tolist()) == list(range(count))
+    assert np.array_equal(first, permutation(count, seed, epoch))
+
+
+def test_permutation_is_pinned_forever() -> None:
+    # A change here silently reorders every run that is resumed after an upgrade.
+    assert permutation(8, seed=0, epoch=0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
+    assert permutation(8, seed=1, epoch=2).tolist() == [7, 5, 4, 0, 3, 6, 1, 2]
+
+
+def test_epochs_and_seeds_give_different_orders() -> None:
+    orders = {tuple(permutation(50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16
+
+
+def test_the_orders_are_pinned_forever() -> None:
+    # The uniform order is what Spurline had before there was a choice.
+    samples = facts([6, 4], [0.5, 1.5], per_step=3)
+    assert uniform(samples, 3).positions(0, 18).tolist() == UNIFORM
+    assert SequentialOrder(SequentialOrderConfig(), samples=samples, seed=3).positions(0, 18).tolist() == SEQUENTIAL
+    assert curriculum(samples, 3).positions(0, 18).tolist() == CURRICULUM
+    assert curriculum(samples, 3, stages=2).positions(0, 18).tolist() == STAGES
+    assert length_grouped(samples, 3, pool_batches=2).positions(0, 18).tolist() == LENGTH_GROUPED
+
+
+UNIFORM = [6, 5, 9, 9, 4, 8, 7, 8, 3, 7, 2, 0, 9, 6, 1, 6, 8, 7]
+SEQUENTIAL = [0, 1, 2, 6, 7, 8, 9, 6, 7, 3, 4, 5, 8, 9, 6, 7, 8, 9]
+CURRICULUM = [6, 9, 9, 3, 8, 8, 5, 7, 4, 0, 6, 6, 9, 2, 8, 7, 1, 7]
+STAGES = [6, 9, 3, 8, 9, 8, 5, 4, 7, 9, 6, 0, 2, 6, 7, 1, 8, 7]
+LENGTH_GROUPED = [5, 6, 8, 4, 9, 9, 7, 8, 3, 7, 6, 2, 7, 6, 8, 1, 9, 0]
+
+
+@given(sizes=sizes_strategy, seed=st.integers(0, 99), epochs=st.integers(1, 3), batch=st.integers(1, 17))
+def test_batches_are_slices_of_the_endless_concatenation(sizes: list[int], seed: int, epochs: int, batch: int) -> None:
+    samples = facts(sizes)
+    order = uniform(samples, seed)
+    total = sum(sizes)
+    whole = np.concatenate([epoch(order, samples, number) for number in range(epochs + 1)])
+    for start in range(0, epochs * total, batch):
+        stop = min(start + batch, len(whole))
+        assert np.array_equal(order.positions(start, stop), whole[start:stop])
+
+
+@given(sizes=sizes_strategy, seed=st.integers(0, 99), number=st.integers(0, 5))
+def test_each_epoch_has_every_sample_once(sizes: list[int], seed: int, number: int) -> None:
+    samples = facts(sizes)
+    for order in (uniform(samples, seed), curriculum(samples, seed, stages=3), length_grouped(samples, seed)):
+        assert sorted(epoch(order, samples, number).tolist()) == list(range(sum(sizes)))
+
+
+def test_weight_two_shows_each_row_twice_per_epoch() -> None:
+    samples = facts([5, 3], [2.0, 1.0])
+    counts = np.bincount(epoch(uniform(samples), samples), minlength=8)
+    assert counts.tolist() == [2, 2, 2, 2, 2, 1, 1, 1]
+
+
+def test_weight_one_half_shows_every_row_once_in_two_epochs() -> None:
+    samples = facts([6, 4], [0.5, 1.0])
+    assert samples.samples_per_epoch == 7
+    counts = np.bincount(uniform(samples, 3).positions(0, 14), minlength=10)
+    assert counts.tolist() == [1] * 6 + [2] * 4
+
+
+def test_the_sequential_order_is_the_file_order() -> None:
+    order = SequentialOrder(SequentialOrderConfig(), samples=facts([3, 2]), seed=0)
+    assert order.positions(0, 8).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+@given(sizes=sizes_strategy, seed=st.integers(0, 99), number=st.integers(0, 3))
+def test_a_curriculum_rises_in_each_epoch_and_shuffles_what_is_as_hard(
+    sizes: list[int], seed: int, number: int
+) -> None:
+    samples = facts(sizes)
+    rising = [level(int(sample), sizes) for sample in epoch(curriculum(samples, seed), samples, number)]
+    assert rising == sorted(rising)
+    falling = curriculum(samples, seed, direction="descending")
+    levels = [level(int(sample), sizes) for sample in epoch(falling, samples, number)]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_what_is_as_hard_comes_in_another_order_with_another_epoch_or_seed() -> None:
+    samples = facts([70])
+    orders = {tuple(epoch(curriculum(samples, seed), samples, number)) for seed in range(2) for number in range(2)}
+    assert len(orders) == 4
+
+
+def test_stages_rise_and_are_shuffled_within() -> None:
+    samples = facts([70])
+    levels = [level(int(sample), [70]) for sample in epoch(curriculum(samples, stages=2), samples)]
+    easy, hard = levels[:35], levels[35:]
+    assert max(easy) <= min(hard)
+    assert easy != sorted(easy)
+    assert hard != sorted(hard)
+
+
+def test_samples_of_similar_length_share_a_batch_and_batches_are_shuffled() -> None:
+    lengths = np.random.default_rng(1).permutation(1000)
+    samples = facts([1000], per_step=8, lengths=lengths)
+    order = length_grouped(samples, pool_batches=1000)
+    for step in range(1, 250):
+        batch = lengths[order.positions(8 * step - 8, 8 * step)]
+        where_epochs_meet = 8 * step - 8 < 1000 * (8 * step // 1000) < 8 * step
+        assert where_epochs_meet or np.ptp(batch) == 7, step
+    means = lengths[epoch(order, samples)].reshape(-1, 8).mean(axis=1)
+    assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.3
+
+
+def test_batches_are_grouped_by_length_also_after_an_epoch_that_ends_within_one() -> None:
+    samples = facts([1003], per_step=8, lengths=np.arange(1003))
+    order = length_grouped(samples, pool_batches=1000)
+    spreads = [np.ptp(order.positions(8 * step, 8 * step + 8)) for step in range(500)]
+    # 1003 = 125 * 8 + 3: each epoch leaves a few random samples over, which belong to the batches at its ends.
+    assert sum(spread > 20 for spread in spreads) <= 4
+    assert np.median(spreads) == 7
+
+
+def test_smaller_pools_mix_more() -> None:
+    samples = facts([1000], per_step=8)
+    known = samples.lengths()
+
+    def spread(pool: int) -> float:
+        return float(np.ptp(known[epoch(length_grouped(samples, pool_batches=pool), samples)].reshape(-1, 8), 1).mean())
+
+    assert spread(1000) < spread(10) < spread(1)
+
+
+def test_lengths_that_nobody_knows_are_refused() -> None:
+    samples = SampleFacts((3,), (1.0,), 1, facts([3]).columns)
+    with pytest.raises(ConfigError, match=r"data\.order asks for the tokens of each sample"):
+        length_grouped(samples)
+
+
+class BadRows(ListDataset):
+    """Rows of which some cannot be read."""
+
+    def __getitem__(self, row: int) -> Any:
+        if self._rows[row] is None:
+            raise DataError(f"{self.location(row)}: is no JSON.")
+        return super().__getitem__(row)
+
+
+def columns_of(rows: Sequence[Any], on_bad_row: Any = "error") -> ColumnsOfRows:
+    config = DatasetConfig(name="rows", on_bad_row=on_bad_row)
+    return ColumnsOfRows([DatasetToTokenize(BadRows(rows), config)], [np.arange(len(rows))])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"meta": {"levle": 1}}, r"rows\.jsonl:2: meta\.level is missing or null.*mean 'meta\.levle'\?.*has: meta, "),
+        ({"meta": {"level": None}}, r"rows\.jsonl:2: meta\.level is missing or null, and data\.order needs it"),
+        ({"meta": {"level": "hard"}}, r"rows\.jsonl:2: meta\.level is text \('hard'\), but data\.order needs a finite"),
+        ({"meta": {"level": float("nan")}}, r"rows\.jsonl:2: meta\.level is a number \(nan\)"),
+        (None, r"rows\.jsonl:2: is no JSON"),
+    ],
+)
+def test_a_row_without_a_number_is_an_error_that_names_row_and_column(row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        columns_of([{"meta": {"level": 1}}, row]).numbers("meta.level")
+
+
+def test_numbers_in_text_count_since_csv_knows_nothing_else() -> None:
+    assert columns_of([{"level": "2"}, {"level": "1e1"}, {"level": True}]).numbers("level").tolist() == [2, 10, 1]
+
+
+def test_a_column_that_has_dots_in_its_name_is_found() -> None:
+    assert columns_of([{"meta.level": 3, "meta": {"level": 4}}]).numbers("meta.level").tolist() == [3]
+
+
+def test_a_row_that_will_be_skipped_comes_last() -> None:
+    columns = columns_of([{"level": 2}, None, {"level": 1}], "skip")
+    samples = SampleFacts((3,), (1.0,), 1, columns)
+    for direction, expected in (("ascending", [2, 0, 1]), ("descending", [0, 2, 1])):
+        config = CurriculumOrderConfig(column="level", direction=direction)
+        assert CurriculumOrder(config, samples=samples, seed=0).positions(0, 3).tolist() == expected
+
+
+def test_columns_belong_to_the_samples_where_rows_were_left_out() -> None:
+    datasets = [
+        DatasetToTokenize(ListDataset([{"level": 10 * number + row} for row in range(6)]), DatasetConfig(name="rows"))
+        for number in range(2)
+    ]
+    columns = ColumnsOfRows(datasets, [np.array([1, 4]), np.array([0, 5])])
+    assert columns.values("level") == [1, 4, 10, 15]
+    assert columns.location(3) == "rows.jsonl:6"
+
+
+def test_a_base_config_says_what_most_orders_are() -> None:
+    assert (OrderConfig.adaptive, OrderConfig.reads_lengths) == (False, False)
