@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spurline.testing.loss_contract import CorrectionContract as CorrectionContract
     from spurline.testing.loss_contract import LossContract as LossContract
     from spurline.testing.loss_contract import MiniBatchesContract as MiniBatchesContract
+    from spurline.testing.order_contract import OrderContract as OrderContract
     from spurline.testing.plugin_contract import PluginContract as PluginContract
     from spurline.testing.plugin_contract import ReportPanelContract as ReportPanelContract
     from spurline.testing.plugin_contract import TrackerContract as TrackerContract
@@ -42,6 +43,7 @@ _NAMES = {
     "environment_contract": ("EnvironmentContract",),
     "inputs": ("make_store", "make_trajectories", "write_tiny_model"),
     "loss_contract": ("CorrectionContract", "LossContract", "MiniBatchesContract"),
+    "order_contract": ("OrderContract",),
     "plugin_contract": ("PluginContract", "ReportPanelContract", "TrackerContract"),
     "prefetch_contract": ("PrefetchContract",),
     "rollout_engine_contract": ("RolloutEngineContract",),
