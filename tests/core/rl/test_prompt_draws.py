@@ -9,12 +9,14 @@ from typing import Any, Literal
 import pytest
 
 from spurline.config.run_config import DatasetConfig
-from spurline.data.orders.configs import SequentialOrderConfig, UniformOrderConfig
+from spurline.data.orders.configs import RewardAdaptiveOrderConfig, SequentialOrderConfig, UniformOrderConfig
 from spurline.data.orders.epochs import SequentialOrder, UniformOrder
+from spurline.data.orders.reward_adaptive import RewardAdaptiveOrder
 from spurline.errors import DataError
 from spurline.protocols.order import Order, SampleFacts
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
+from spurline.rl.trajectory import Group, Trajectory, Turn
 
 
 class Rows:
@@ -134,3 +136,37 @@ def test_when_every_row_is_skipped_drawing_ends_with_the_first_reason() -> None:
     draws.take(0, 3)
     with pytest.raises(DataError, match=r"All 2 rows were left out .*The first: a\.jsonl:1: is no JSON"):
         draws.take(3, 1)
+
+
+def adaptive(facts: SampleFacts) -> Order:
+    return RewardAdaptiveOrder(RewardAdaptiveOrderConfig(reward="right"), samples=facts, seed=7)
+
+
+def adaptive_draws() -> PromptDraws:
+    config = DatasetConfig(name="rows")
+    return PromptDraws([DatasetToTokenize(Rows("a", 12), config)], adaptive, per_step=4)
+
+
+def scored(draw: Draw | SkippedRow) -> Group:
+    """A group of which some attempts are right, and whose weighted rewards say nothing of it."""
+    assert isinstance(draw, Draw)
+    right = [float(sample < draw.row["row"][1] % 3) for sample in range(2)]
+    turn = Turn([1], [2], [1], rewards=[-5.0])  # type: ignore[arg-type]
+    attempts = tuple(Trajectory(draw.uid, sample, (turn,), {"right": value}) for sample, value in enumerate(right))
+    return Group(draw.uid, draw.number, attempts)
+
+
+def test_draws_of_an_adaptive_order_are_the_same_rows_after_a_resume_and_depend_on_rewards() -> None:
+    draws, unlearned = adaptive_draws(), adaptive_draws()
+    for step in range(4):
+        # The prompts of the next step are under way already.
+        draws.take(4 * step + 4, 4)
+        draws.observe(step + 1, [scored(draw) for draw in draws.take(4 * step, 4)])
+    later = adaptive_draws()
+    later.load_state_dict(draws.state_dict())
+    assert later.take(0, 60) == draws.take(0, 60)
+    assert unlearned.take(0, 60) != draws.take(0, 60)
+
+
+def test_a_static_order_keeps_nothing_in_the_checkpoint() -> None:
+    assert draws_over(3).state_dict() == {"skipped": {}}

@@ -1,0 +1,281 @@
+"""Whole runs with each order of samples: what comes when, exact resume, and the same run asynchronously."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from run_helpers import assert_same_weights, deterministic, read_metrics
+
+from spurline import Run, load_config
+from spurline.errors import ConfigError
+from spurline.plugins.hookspecs import hookimpl
+from spurline.run.build import build_data
+from spurline.run.checkpoint import CheckpointStore, read_state
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+CURRICULUM = {"name": "curriculum", "column": "meta.difficulty"}
+STATIC = ["uniform", "sequential", CURRICULUM, {**CURRICULUM, "direction": "descending", "stages": 4}]
+ADAPTIVE = {"name": "reward_adaptive", "reward": "early", "floor": 0.01}
+
+
+def difficulty(number: int) -> int:
+    return 5 * number % 7
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def chat_rows(count: int = 40) -> list[dict[str, Any]]:
+    """Chat rows with a difficulty in `meta`; every fifth is too long."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {number} " + "again " * (60 if number % 5 == 3 else number % 4)},
+                {"role": "assistant", "content": str(number) * 2},
+            ],
+            "meta": {"difficulty": difficulty(number)},
+        }
+        for number in range(count)
+    ]
+
+
+def pair_rows() -> list[dict[str, Any]]:
+    """Pairs of which some have an answer that cannot be used."""
+    return [
+        {
+            "prompt": row["messages"][0]["content"][:8],
+            "chosen": "yes",
+            "rejected": "no " * (200 if number % 5 == 3 else 1),
+            "meta": row["meta"],
+        }
+        for number, row in enumerate(chat_rows())
+    ]
+
+
+@pytest.fixture
+def sft_config(base_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Nine samples a step of 32 usable ones, so that epochs end within batches."""
+    base_config["data"] |= {"train": write_rows(tmp_path / "graded.jsonl", chat_rows()), "too_long": "drop"}
+    return base_config | {"batch_size": 9, "collator": "padded"}
+
+
+@pytest.fixture
+def graded_rl_config(rl_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    rows = [row for number, row in enumerate(chat_rows()) if number % 5 != 3][:10]
+    rl_config["data"]["train"] = write_rows(tmp_path / "graded.jsonl", rows)
+    rl_config["source"]["sampling"] = {"max_new_tokens": 3}
+    return rl_config
+
+
+def rows_by_step(config: dict[str, Any], steps: int) -> list[list[int]]:
+    """The rows of each batch, in order, as the run's source builds them."""
+    with ExitStack() as stack:
+        source = build_data(load_config(config), stack).source
+        found = []
+        for step in range(1, steps + 1):
+            batch = source.build(step)
+            uids = [str(uid) for uid in batch.segments["uid"].values]
+            # Both answers of a pair are there.
+            found.append([int(uid.rpartition(":")[2]) for uid in dict.fromkeys(uids)])
+            batch.release()
+        return found
+
+
+def joined(steps: list[list[int]]) -> list[int]:
+    return [row for rows in steps for row in rows]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_curriculum_rises_through_each_epoch_although_rows_were_dropped_and_tokens_cached(
+    sft_config: dict[str, Any], tmp_path: Path, suffix: str
+) -> None:
+    sft_config["data"] |= {"train": write_rows(tmp_path / f"rows.{suffix}", chat_rows()), "order": CURRICULUM}
+    usable = [number for number in range(40) if number % 5 != 3]
+    plain = rows_by_step(sft_config, 8)
+    for epoch in range(2):
+        rows = joined(plain)[32 * epoch : 32 * epoch + 32]
+        assert sorted(rows) == usable
+        assert [difficulty(row) for row in rows] == sorted(map(difficulty, usable))
+    fast = sft_config | {"plugins": ["collation_fast"], "tokenization": {"name": "parallel", "workers": 0}}
+    # The second one reads its tokens from the cache that the first one wrote.
+    assert [rows_by_step(fast, 8) for _ in range(2)] == [plain, plain]
+
+
+def test_a_curriculum_of_pairs_rises_and_leaves_out_what_is_no_pair(sft_config: dict[str, Any], tmp_path: Path) -> None:
+    sft_config["data"] |= {"train": write_rows(tmp_path / "pairs.jsonl", pair_rows()), "order": CURRICULUM}
+    config = sft_config | {"source": "preference", "batch_size": 8}
+    rows = joined(rows_by_step(config, 4))
+    assert sorted(rows) == [number for number in range(40) if number % 5 != 3]
+    assert [difficulty(row) for row in rows] == sorted(map(difficulty, rows))
+    assert rows_by_step(config | {"plugins": ["collation_fast"], "collator": "core/padded"}, 4) == [
+        rows[start : start + 8] for start in range(0, 32, 8)
+    ]
+
+
+def test_length_grouping_pads_less(sft_config: dict[str, Any], tmp_path: Path) -> None:
+    rows = chat_rows(90)
+    for number, row in enumerate(rows):
+        row["messages"][1]["content"] = "x" * (1 + 37 * number % 60)
+    sft_config["data"]["train"] = write_rows(tmp_path / "long.jsonl", rows)
+
+    def fill(order: str) -> float:
+        sft_config["data"]["order"] = order
+        with ExitStack() as stack:
+            source = build_data(load_config(sft_config), stack).source
+            batches = [source.build(step) for step in range(1, 8)]
+            return sum(b.num_tokens for b in batches) / sum(b.num_rows * b.length for b in batches)
+
+    assert fill("length_grouped") > 0.9 > 0.8 > fill("uniform")
+
+
+class StopAfter:
+    """Ask the run to stop once it finished this step, as SIGTERM would."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def assert_pieces_equal_the_whole(config: dict[str, Any], tmp_path: Path, stops: list[int]) -> None:
+    whole = config | {"run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    pieces = config | {"run_dir": str(tmp_path / "pieces")}
+    for stop in (*stops, 99):
+        loaded = load_config(pieces)
+        loaded.host.attach(StopAfter(stop), "stop-after")
+        result = Run(loaded).train()
+    assert result.status == "finished"
+    assert deterministic(read_metrics(pieces["run_dir"])) == deterministic(read_metrics(whole["run_dir"]))
+    assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
+
+
+def name_of(order: str | Mapping[str, Any]) -> str:
+    return order if isinstance(order, str) else "-".join(map(str, order.values()))
+
+
+@pytest.mark.parametrize("order", [*STATIC[1:], {"name": "length_grouped", "pool_batches": 2}], ids=name_of)
+def test_fine_tuning_cut_in_pieces_equals_the_uninterrupted_run(
+    sft_config: dict[str, Any], tmp_path: Path, order: Any
+) -> None:
+    sft_config["data"]["order"] = order
+    assert_pieces_equal_the_whole(sft_config, tmp_path, [2, 4])
+
+
+@pytest.mark.parametrize("order", [*STATIC[1:], ADAPTIVE], ids=name_of)
+def test_reinforcement_learning_cut_in_pieces_equals_the_uninterrupted_run(
+    graded_rl_config: dict[str, Any], tmp_path: Path, order: Any
+) -> None:
+    graded_rl_config["data"]["order"] = order
+    assert_pieces_equal_the_whole(graded_rl_config, tmp_path, [2, 4])
+
+
+# The adaptive one too: without staleness, what it decides for a step depends on the steps before it alone.
+@pytest.mark.parametrize("order", [*STATIC[1:], ADAPTIVE], ids=name_of)
+def test_zero_staleness_equals_the_synchronous_run_with_every_order(
+    graded_rl_config: dict[str, Any], tmp_path: Path, order: Any
+) -> None:
+    graded_rl_config["data"]["order"] = order
+    synchronous = graded_rl_config | {"run_dir": str(tmp_path / "synchronous")}
+    source = {**graded_rl_config["source"], "name": "async_rollouts", "max_staleness": 0}
+    ahead = graded_rl_config | {"run_dir": str(tmp_path / "ahead"), "plugins": ["async_rl"], "source": source}
+    for config in (synchronous, ahead):
+        Run(load_config(config)).train()
+    lines = [deterministic(read_metrics(config["run_dir"])) for config in (synchronous, ahead)]
+    assert [[line[name] for name in ("loss", "reward/mean", "epoch")] for line in lines[0]] == [
+        [line[name] for name in ("loss", "reward/mean", "epoch")] for line in lines[1]
+    ]
+    assert_same_weights(tmp_path / "synchronous", tmp_path / "ahead")
+
+
+def test_an_adaptive_order_hears_of_every_group_also_while_groups_run_ahead(
+    graded_rl_config: dict[str, Any],
+) -> None:
+    graded_rl_config["data"]["order"] = ADAPTIVE
+    source = {"name": "async_rollouts", "max_staleness": 2, "correction": "tis"}
+    graded_rl_config |= {"plugins": ["async_rl"], "steps": 3}
+    graded_rl_config["source"] |= source
+    Run(load_config(graded_rl_config)).train()
+    graded_rl_config["steps"] = 8
+    Run(load_config(graded_rl_config)).train()
+    checkpoint = CheckpointStore(Path(graded_rl_config["run_dir"]) / "checkpoints").latest()
+    assert checkpoint is not None
+    state: Any = read_state(checkpoint.path / "components" / "source" / "async_rollouts")
+    order = state["prompts"]["order"]
+    trained = np.flatnonzero(state["ledger"]["states"] > 0)
+    assert len(trained) == 32
+    assert set(np.flatnonzero(~np.isnan(order["success"]))) == set(order["drawn"][trained].tolist())
+
+
+@pytest.mark.parametrize("source", ["sft", "rollouts"])
+def test_a_plan_names_row_and_column_where_the_difficulty_is_missing(
+    spurline: Spurline, write_config: WriteConfig, request: pytest.FixtureRequest, tmp_path: Path, source: str
+) -> None:
+    config = request.getfixturevalue("sft_config" if source == "sft" else "graded_rl_config")
+    rows = chat_rows(8)
+    rows[2]["meta"] = {"dificulty": 3}
+    config["data"] |= {"train": write_rows(tmp_path / "rows.jsonl", rows), "order": CURRICULUM}
+    code, out, err = spurline("plan", write_config(config))
+    assert code == 2
+    told = " ".join((out + err).split())
+    assert "rows.jsonl:3: meta.difficulty is missing or null" in told
+    assert "Did you mean 'meta.dificulty'? The row has: messages, meta, meta.dificulty." in told
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (
+            "reward_adaptive",
+            r"data\.order\.name is reward_adaptive, which learns from rewards, but source: sft has none",
+        ),
+        ("curriculum", r"data\.order\.column is required"),
+        ("shuffled", r"data\.order is 'shuffled', but no order has that name.*Available: curriculum, length_grouped"),
+    ],
+)
+def test_an_order_that_does_not_fit_is_refused_with_the_fix(
+    sft_config: dict[str, Any], order: str, message: str
+) -> None:
+    sft_config["data"]["order"] = order
+    with pytest.raises(ConfigError, match=message):
+        load_config(sft_config)
+
+
+def test_orders_that_rollouts_cannot_have_are_refused(graded_rl_config: dict[str, Any]) -> None:
+    graded_rl_config["data"]["order"] = "length_grouped"
+    with pytest.raises(ConfigError, match=r"data\.order\.name is length_grouped, which needs the tokens .*rollouts"):
+        load_config(graded_rl_config)
+    graded_rl_config["data"]["order"] = {**ADAPTIVE, "solved": -1}
+    with pytest.raises(ConfigError, match=r"data\.order\.solved is -1, which is not above failed: 0"):
+        load_config(graded_rl_config)
+
+
+def test_a_reward_that_nobody_gives_is_named_with_those_there_are(graded_rl_config: dict[str, Any]) -> None:
+    graded_rl_config["data"]["order"] = {**ADAPTIVE, "reward": "erly"}
+    with pytest.raises(ConfigError, match=r"data\.order\.reward is 'erly'.*mean 'early'\? Rewards: brevity, early"):
+        Run(load_config(graded_rl_config)).train()
+
+
+def test_who_writes_shuffle_is_told_of_the_order(sft_config: dict[str, Any]) -> None:
+    sft_config["data"]["shuffle"] = False
+    with pytest.raises(ConfigError, match=r"data\.shuffle is not a setting.*`order: sequential` for file order"):
+        load_config(sft_config)
