@@ -56,10 +56,10 @@ class CommandGroup(typer.core.TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             # Typer would end the process without a word.
-            raise InterruptedByUser(str(stop) or "Interrupted.") from stop
+            raise InterruptedRunError(str(stop) or "Interrupted.") from stop
 
 
-class InterruptedByUser(Exception):
+class InterruptedRunError(Exception):
     """Ctrl-C, with what a person should know about it."""
 
 
@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         typer.echo(f"Error: {error}{notes}", err=True)
         sys.exit(error.exit_code)
-    except InterruptedByUser as stop:
+    except InterruptedRunError as stop:
         if debug:
             traceback.print_exc()
         typer.echo(stop, err=True)

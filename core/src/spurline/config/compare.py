@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from spurline.config.run_config import RunConfig
-from spurline.config.section import ComponentConfig, NamedSection, OnResume, sections_within
+from spurline.config.section import ComponentConfig, NamedSection, OnResume, Section, sections_within
 
 _ABSENT = "(absent)"
 
@@ -70,13 +70,13 @@ def _changes(before: Any, now: Any, key: str, wholes: set[str]) -> Iterator[tupl
                 yield from _changes(old.get(name, _ABSENT), new.get(name, _ABSENT), path, wholes)
             return
     elif _lists_sections(before) and _lists_sections(now):
-        for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_ABSENT)):
-            yield from _changes(old, new, f"{key}.{index}", wholes)
+        for index, (left, right) in enumerate(zip_longest(before, now, fillvalue=_ABSENT)):
+            yield from _changes(left, right, f"{key}.{index}", wholes)
         return
     yield key, before, now
 
 
-def _lists_sections(value: Any) -> bool:
+def _lists_sections(value: Any) -> TypeGuard[list[Any]]:
     """Plain values in a list are one setting together, and an empty list may become either."""
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in cast("list[Any]", value))
 
@@ -99,7 +99,7 @@ def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume:
     return found
 
 
-def _marks(sections: Mapping[str, Any]) -> Iterator[tuple[str, OnResume]]:
+def _marks(sections: Mapping[str, Section]) -> Iterator[tuple[str, OnResume]]:
     for path, section in sections.items():
         for name, field in type(section).model_fields.items():
             mark = next((item for item in field.metadata if isinstance(item, OnResume)), None)
@@ -111,8 +111,8 @@ def _paths(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     items: Sequence[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = list(cast("Mapping[str, Any]", value).items())
-    elif isinstance(value, list) and _lists_sections(value):
-        items = list(enumerate(cast("list[Any]", value)))
+    elif _lists_sections(value):
+        items = list(enumerate(value))
     for name, item in items:
         path = f"{key}.{name}" if key else str(name)
         yield path, item
@@ -123,4 +123,4 @@ def _shown(value: Any) -> str:
     """A component by its name, where it is one; else the value as Python writes it."""
     if isinstance(value, Mapping) and "name" in value:
         return str(cast("Mapping[str, Any]", value)["name"])
-    return value if value == _ABSENT else repr(value)
+    return _ABSENT if value == _ABSENT else repr(cast("object", value))

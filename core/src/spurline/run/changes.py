@@ -62,10 +62,7 @@ class PermittedChanges:
             raise CheckpointError(_refusal(checkpoint, loaded, request, refused, ungranted))
 
     def notes(self) -> list[str]:
-        earlier = [
-            f"Changed at step {entry['step']}: {Difference(entry['key'], entry['before'], entry['now'], OnResume.FREE)}."
-            for entry in self._before
-        ]
+        earlier = [f"Changed at step {entry['step']:,}: {_recorded(entry)}." for entry in self._before]
         return [*earlier, *(f"Changed since the checkpoint: {item}{_REMARK[item.mark]}." for item in self._changed)]
 
     def history(self) -> tuple[Mapping[str, Any], ...]:
@@ -81,8 +78,7 @@ class PermittedChanges:
         if any(change.is_named(name) for change in self._changed):
             return
         # The same command may run again, from a checkpoint that has the change.
-        done = (Difference(entry["key"], None, None, OnResume.FREE) for entry in self._before)
-        if any(change.is_named(name) for change in done):
+        if any(_recorded(entry).is_named(name) for entry in self._before):
             return
         known, changed = setting_names(loaded.config), [change.key for change in self._changed]
         if name not in known:
@@ -94,6 +90,11 @@ class PermittedChanges:
             f"--allow-change {name}: it is what it was in the checkpoint.{suggestion(name, changed)} Leave this out. "
             f"Changed since the checkpoint: {listing(changed)}."
         )
+
+
+def _recorded(entry: Mapping[str, Any]) -> Difference:
+    """An entry of the history; it was permitted then."""
+    return Difference(entry["key"], entry["before"], entry["now"], OnResume.FREE)
 
 
 def _refusal(

@@ -64,9 +64,7 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def save(
-        self, step: int, write: Callable[[Path], None], facts: Mapping[str, Any], best: int | None = None
-    ) -> Path:
+    def save(self, step: int, write: Callable[[Path], None], facts: Mapping[str, Any], best: int | None = None) -> Path:
         """Write one checkpoint and make it the latest.
 
         write: fills the folder it is given. facts: `config`, `versions` and more for the manifest.

@@ -159,7 +159,7 @@ class RunRecordFiles:
         return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
     def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:
-        """Mark the run as finished, stopped, interrupted or failed. given_up: a line for each prompt that was left out."""
+        """Mark the run as finished, stopped, interrupted or failed. given_up: a line for each prompt left out."""
         if given_up:
             self.summary["given_up"] = list(given_up)
         self._write_status(status, error)

@@ -86,6 +86,7 @@ class Run:
         self._notes: list[str] = []
         self._best = BestSoFar(loaded.config.checkpoint.keep_best)
         self._saved_at = time.monotonic()
+        self._has_saved = False
         self._step_under_way: int | None = None
         self._stop = StopRequest(self._words_on_stop)
 
@@ -239,7 +240,7 @@ class Run:
             tracker.flush()
         record = RunRecord(self._resumed.history, self._best, pending)
         self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, record)
-        self.state.saved_step, self._saved_at = step, time.monotonic()
+        self.state.saved_step, self._saved_at, self._has_saved = step, time.monotonic(), True
         self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
 
     def _is_due(self, step: int, every: int | None) -> bool:
@@ -309,9 +310,8 @@ class Run:
 
     def _go_on(self) -> str:
         """How to continue from what is saved by now. The checkpoints of this run know what it was allowed to change."""
-        begun = self.state.saved_step if self._resumed.checkpoint is None else self._resumed.checkpoint.step
-        has_own = self.state.saved_step > begun or (self._resumed.checkpoint is None and self.state.saved_step > 0)
-        command = self.loaded.train_command(*([] if has_own else self._request.options()))
+        options = [] if self._has_saved else self._request.options()
+        command = self.loaded.train_command(*options)
         return f"Go on with: {command}" if command is not None else "Train the same config again to go on."
 
     def _words_on_stop(self) -> str:

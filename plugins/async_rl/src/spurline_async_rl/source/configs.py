@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -66,6 +66,20 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     @property
     def transport(self) -> str | None:
         return None if self.weight_sync is None else self.weight_sync.transport
+
+    def group_terms(self) -> dict[str, Any]:
+        """Settings that a finished group was made under, as plain values for a checkpoint."""
+        bound = {name: getattr(self, name) for name in ("max_staleness", "order", "at_bound")}
+        return {**bound, "sampling": self.sampling.model_dump(mode="json")}
+
+    def may_train_on(self, terms: Mapping[str, Any]) -> bool:
+        """Whether groups made under these `group_terms` keep what this run promises: the bound, and that logprobs are
+        those of the distribution that is sampled from."""
+        own = self.group_terms()
+        return terms["max_staleness"] <= own["max_staleness"] and {**terms, "max_staleness": 0} == {
+            **own,
+            "max_staleness": 0,
+        }
 
     def describe_bound(self) -> list[str]:
         """What is guaranteed, in sentences."""
