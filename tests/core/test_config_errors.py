@@ -89,9 +89,10 @@ def test_required_setting_says_what_it_is(failing: Failing) -> None:
 
 
 def test_wrong_choice_lists_the_choices(failing: Failing) -> None:
-    (line,) = failing(MINIMAL + "schedule: {name: cosin}\n")
+    (line,) = failing(MINIMAL + "reduction: {name: token_men}\n")
     assert line == (
-        "run.yaml:4: schedule.name is 'cosin'; it must be 'constant', 'linear' or 'cosine'. Did you mean 'cosine'?"
+        "run.yaml:4: reduction.name is 'token_men'; it must be 'token_mean', 'sequence_mean', 'prompt_mean' or "
+        "'fixed_norm'. Did you mean 'token_mean'?"
     )
 
 
