@@ -102,8 +102,8 @@ def test_value_that_fits_none_of_several_types_is_one_problem_at_its_own_key(fai
 
 
 def test_section_that_is_no_mapping_says_so(failing: Failing) -> None:
-    (line,) = failing(MINIMAL + "optimizer: adam\n")
-    assert line == "run.yaml:4: optimizer is 'adam'; it must be a mapping, written `key: value`."
+    (line,) = failing(MINIMAL + "checkpoint: often\n")
+    assert line == "run.yaml:4: checkpoint is 'often'; it must be a mapping, written `key: value`."
 
 
 def test_problem_in_a_named_reward_has_its_key_path(failing: Failing) -> None:

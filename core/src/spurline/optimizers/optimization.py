@@ -23,7 +23,7 @@ MakeOptimization = Callable[[Mapping[str, Parameter]], "Optimization"]
 
 
 class Optimization:
-    """The optimizer of these parameters, made by the registry.
+    """A new optimizer of these parameters, at the rates of its config and a schedule.
 
     factor: the share of the peak learning rate of each optimizer step, counted from 1.
     key: where in the config file the optimizer's settings are.
@@ -33,14 +33,14 @@ class Optimization:
     def __init__(
         self,
         config: OptimizerConfig,
-        registry: Registry,
+        optimizer: Optimizer,
         parameters: Mapping[str, Parameter],
         factor: Callable[[int], float],
         key: str = "optimizer",
     ) -> None:
         check_groups(config, parameters, key)
         self.max_grad_norm = config.max_grad_norm
-        self.optimizer: Optimizer = registry.create("optimizer", config, named_parameters=parameters)
+        self.optimizer = optimizer
         self._config = config
         self._parameters = parameters
         self._factor = factor
@@ -73,23 +73,30 @@ class Optimization:
 
     def restore(self, saved: OptimizerState) -> None:
         """Continue from this state, bit for bit."""
-        put_state(saved, self.optimizer, self._parameters)
+        put_state(saved, self.optimizer, self._parameters, self._made)
 
 
 def policy_optimization(run: RunConfig, registry: Registry, total: int) -> MakeOptimization:
     """The policy's optimization in a run of `total` optimizer steps."""
     schedule: Schedule = registry.create("schedule", run.schedule)
-    return lambda parameters: Optimization(
-        run.optimizer, registry, parameters, lambda step: schedule.factor(step, total)
-    )
+    config = run.optimizer
+
+    def make(parameters: Mapping[str, Parameter]) -> Optimization:
+        optimizer: Optimizer = registry.create("optimizer", config, named_parameters=parameters)
+        return Optimization(config, optimizer, parameters, lambda step: schedule.factor(step, total))
+
+    return make
 
 
 def critic_optimization(critic: CriticConfig, registry: Registry) -> MakeOptimization:
     """The critic's optimization, by its own optimizer steps: constant after warm-up, so it needs no total."""
-    warmup = critic.warmup_steps
-    return lambda parameters: Optimization(
-        critic.optimizer, registry, parameters, lambda step: min(1.0, step / max(1, warmup)), "critic.optimizer"
-    )
+    config, warmup = critic.optimizer, max(1, critic.warmup_steps)
+
+    def make(parameters: Mapping[str, Parameter]) -> Optimization:
+        optimizer: Optimizer = registry.create("optimizer", config, named_parameters=parameters)
+        return Optimization(config, optimizer, parameters, lambda step: min(1.0, step / warmup), "critic.optimizer")
+
+    return make
 
 
 def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:

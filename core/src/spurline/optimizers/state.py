@@ -126,7 +126,9 @@ def check_state(saved: OptimizerState, name: str, parameters: Mapping[str, Param
         )
 
 
-def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> None:
+def put_state(
+    saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups
+) -> None:
     """Replace the state by what `take_state` gave, bit for bit. `check_state` has found that it fits."""
     optimizer.state.clear()
     for key, value in {**saved.tensors, **saved.values}.items():
@@ -136,8 +138,9 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
             # A fused kernel wants also its step counters beside the weights.
             value = value.to("cpu" if key in saved.on_host else parameter.device, copy=True)
         optimizer.state.setdefault(parameter, {})[part] = value
-    for group, values in zip(optimizer.param_groups, saved.groups, strict=False):
-        group.update(values)
+    changed = saved.groups or [{} for _ in made]
+    for group, before, values in zip(optimizer.param_groups, made, changed, strict=True):
+        group.update({**before, **values})
 
 
 def _changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:

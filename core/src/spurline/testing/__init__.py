@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from spurline.testing.loss_contract import CorrectionContract as CorrectionContract
     from spurline.testing.loss_contract import LossContract as LossContract
     from spurline.testing.loss_contract import MiniBatchesContract as MiniBatchesContract
+    from spurline.testing.optimizer_contract import OptimizerContract as OptimizerContract
+    from spurline.testing.optimizer_contract import ScheduleContract as ScheduleContract
     from spurline.testing.plugin_contract import PluginContract as PluginContract
     from spurline.testing.plugin_contract import ReportPanelContract as ReportPanelContract
     from spurline.testing.plugin_contract import TrackerContract as TrackerContract
@@ -42,6 +44,7 @@ _NAMES = {
     "environment_contract": ("EnvironmentContract",),
     "inputs": ("make_store", "make_trajectories", "write_tiny_model"),
     "loss_contract": ("CorrectionContract", "LossContract", "MiniBatchesContract"),
+    "optimizer_contract": ("OptimizerContract", "ScheduleContract"),
     "plugin_contract": ("PluginContract", "ReportPanelContract", "TrackerContract"),
     "prefetch_contract": ("PrefetchContract",),
     "rollout_engine_contract": ("RolloutEngineContract",),
