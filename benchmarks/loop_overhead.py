@@ -154,7 +154,8 @@ def packed_to_padded(steps: int, threads: int) -> float:
     48 samples of 16 to 120 random tokens a step: unlike the shipped ones they differ in length, so padding is real.
     """
     loaded = load_config(config("packed", steps, threads, "unused"))
-    backend = loaded.host.registry.create("backend", loaded.config.backend, run=loaded.config, total_updates=steps)
+    config_, registry = loaded.config, loaded.host.registry
+    backend = registry.create("backend", config_.backend, run=config_, registry=registry, total_updates=steps)
     layout = ParallelLayout()
     packed = PackedCollator(PackedCollatorConfig(max_tokens=1024), 0, layout)
     padded = PaddedCollator(PaddedCollatorConfig(), 0, layout)

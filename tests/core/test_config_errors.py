@@ -89,9 +89,10 @@ def test_required_setting_says_what_it_is(failing: Failing) -> None:
 
 
 def test_wrong_choice_lists_the_choices(failing: Failing) -> None:
-    (line,) = failing(MINIMAL + "schedule: {name: cosin}\n")
+    (line,) = failing(MINIMAL + "reduction: {name: token_men}\n")
     assert line == (
-        "run.yaml:4: schedule.name is 'cosin'; it must be 'constant', 'linear' or 'cosine'. Did you mean 'cosine'?"
+        "run.yaml:4: reduction.name is 'token_men'; it must be 'token_mean', 'sequence_mean', 'prompt_mean' or "
+        "'fixed_norm'. Did you mean 'token_mean'?"
     )
 
 
@@ -101,8 +102,8 @@ def test_value_that_fits_none_of_several_types_is_one_problem_at_its_own_key(fai
 
 
 def test_section_that_is_no_mapping_says_so(failing: Failing) -> None:
-    (line,) = failing(MINIMAL + "optimizer: adam\n")
-    assert line == "run.yaml:4: optimizer is 'adam'; it must be a mapping, written `key: value`."
+    (line,) = failing(MINIMAL + "checkpoint: often\n")
+    assert line == "run.yaml:4: checkpoint is 'often'; it must be a mapping, written `key: value`."
 
 
 def test_problem_in_a_named_reward_has_its_key_path(failing: Failing) -> None:

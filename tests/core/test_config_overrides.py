@@ -118,7 +118,7 @@ def test_problem_of_an_override_names_the_override_and_not_the_line_it_replaced(
 
 
 def test_unknown_key_in_an_override_gets_a_near_miss() -> None:
-    assert "optimizer.learnig_rate is not a setting. Did you mean 'learning_rate'?" in message(
+    assert "optimizer.learnig_rate is not a setting of 'adamw'. Did you mean 'learning_rate'?" in message(
         "optimizer.learnig_rate=1"
     )
 

@@ -16,10 +16,12 @@ import torch
 
 from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.configs import LocalBackendConfig
-from spurline.config.run_config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from spurline.config.run_config import DataConfig, ModelConfig, RunConfig
 from spurline.data import configs
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.losses.configs import CrossEntropyConfig
+from spurline.optimizers.configs import AdamWConfig, ConstantConfig
+from spurline.plugins.host import PluginHost
 from spurline.update.configs import WholeBatchConfig
 
 VOCABULARY = 61
@@ -52,7 +54,7 @@ def write_model_folder(folder: Path, **changes: Any) -> Path:
 
 def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
     """A run of core's own components; `sections` replaces any of them."""
-    optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+    optimizer = AdamWConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
     values: dict[str, Any] = {
         "model": ModelConfig(path=str(model), init="random"),
         "data": DataConfig(train=(configs.HfDatasetConfig(path="unused.jsonl"),)),
@@ -65,7 +67,7 @@ def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
         "loss": CrossEntropyConfig(),
         "backend": LocalBackendConfig(),
         "optimizer": optimizer,
-        "schedule": ScheduleConfig(name="constant"),
+        "schedule": ConstantConfig(),
     }
     return RunConfig(**(values | sections))
 
@@ -73,7 +75,8 @@ def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
 def local_backend(model: Path | str, *, run: dict[str, Any] | None = None, **settings: Any) -> LocalBackend:
     """A local backend on CPU with one thread; `settings` are those of LocalBackendConfig."""
     config = LocalBackendConfig(**({"device": "cpu", "num_threads": 1, "probe": False} | settings))
-    return LocalBackend(config, run=run_config(model, **(run or {})), total_updates=10)
+    registry = PluginHost.load([]).registry
+    return LocalBackend(config, run=run_config(model, **(run or {})), registry=registry, total_updates=10)
 
 
 def excite(backend: LocalBackend, seed: int = 0) -> LocalBackend:

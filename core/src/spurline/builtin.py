@@ -9,6 +9,7 @@ from spurline.backends.local.configs import LocalBackendConfig
 from spurline.data import configs as data
 from spurline.data.orders import configs as orders
 from spurline.losses import configs as losses
+from spurline.optimizers import configs as optimizers
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline.plugins.registry import CORE
 from spurline.protocols.report_panel import LongPanelConfig, ReportPanelConfig
@@ -43,6 +44,14 @@ def register_components(registry: ComponentRegistrar) -> None:
 
     add(WholeBatchConfig, "spurline.update.minibatches:WholeBatch", default=True)
     add(ByPromptConfig, "spurline.update.minibatches:ByPrompt")
+    add(optimizers.AdamWConfig, "spurline.optimizers.adamw:make_adamw", default=True)
+    add(optimizers.AdamW8BitConfig, "spurline.optimizers.adamw:make_adamw_8bit")
+    add(optimizers.SgdConfig, "spurline.optimizers.sgd:make_sgd")
+    add(optimizers.MuonConfig, "spurline.optimizers.muon:Muon")
+    add(optimizers.ConstantConfig, "spurline.optimizers.schedules:Constant")
+    add(optimizers.LinearConfig, "spurline.optimizers.schedules:Linear")
+    add(optimizers.CosineConfig, "spurline.optimizers.schedules:Cosine", default=True)
+    add(optimizers.WsdConfig, "spurline.optimizers.schedules:WarmupStableDecay")
     add(LocalBackendConfig, "spurline.backends.local.backend:LocalBackend", default=True)
 
     add(losses.CrossEntropyConfig, "spurline.losses.cross_entropy:CrossEntropy", default=True)

@@ -11,7 +11,7 @@ import torch
 from backend_batches import Sample, lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.backends.local.backend import LocalBackend
-from spurline.config.run_config import CriticConfig, OptimizerConfig
+from spurline.config.run_config import CriticConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import CheckpointError, NonFiniteLossError
 from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
@@ -19,6 +19,7 @@ from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.value import ValueLoss
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import KeepDouble
+from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.loss import Objective
 from spurline.update.configs import ByPromptConfig
 
@@ -32,7 +33,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def with_critic(model: Path, warmup_steps: int = 0, **settings: Any) -> LocalBackend:
-    optimizer = OptimizerConfig(learning_rate=1e-2)
+    optimizer = AdamWConfig(learning_rate=1e-2)
     critic = CriticConfig(
         loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=warmup_steps
     )

@@ -16,16 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spurline.backends.local.backend import LocalBackend
-from spurline.config.run_config import ModelConfig, ScheduleConfig
+from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
 from spurline.model.weights import frozen_digest
+from spurline.optimizers.configs import LinearConfig
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
-DECAYING = {"schedule": ScheduleConfig(name="linear", warmup_steps=2)}
+DECAYING = {"schedule": LinearConfig(warmup_steps=2)}
 
 
 def dropout_model(tmp_path: Path) -> Path:

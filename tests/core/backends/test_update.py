@@ -16,11 +16,11 @@ from backend_batches import Sample, excite, lay_out, local_backend, make_samples
 from torch import Tensor
 
 from spurline.backends.local.backend import LocalBackend
-from spurline.config.run_config import OptimizerConfig
 from spurline.errors import DataError, ModelError, NonFiniteLossError
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.model.device_profile import KeepDouble
+from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective, TokenLossInputs
 
@@ -188,8 +188,8 @@ def test_gradients_take_nothing_from_the_next_update(model: Path) -> None:
 
 def test_null_max_grad_norm_turns_clipping_off(model: Path) -> None:
     # AdamW hides the scale of gradients except through eps, so a large eps makes clipping visible.
-    run = {"optimizer": OptimizerConfig(learning_rate=1e-2, eps=1.0, max_grad_norm=None)}
-    clipped = {"optimizer": OptimizerConfig(learning_rate=1e-2, eps=1.0, max_grad_norm=1e-3)}
+    run = {"optimizer": AdamWConfig(learning_rate=1e-2, eps=1.0, max_grad_norm=None)}
+    clipped = {"optimizer": AdamWConfig(learning_rate=1e-2, eps=1.0, max_grad_norm=1e-3)}
     batch, objective = lay_out(make_samples([9, 12])), Objective(CROSS_ENTROPY, 1.0)
     free, bound = local_backend(model, run=run), local_backend(model, run=clipped)
     start = weights_of(free)

@@ -15,6 +15,7 @@ from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.data.tokenizer import load_tokenizer, pad_token_id
 from spurline.errors import ConfigError, ModelError
 from spurline.losses.configs import ValueLossConfig
+from spurline.optimizers.configs import AdamWConfig
 from spurline.model.configs import LoraConfig
 from spurline.testing.inputs import write_tiny_model
 from spurline.update.configs import ByPromptConfig
@@ -142,7 +143,7 @@ def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(archi
     less = frugal.estimate_memory(run, 100, 100)
     assert less["activations"] < parts["activations"]
     assert less["logits"] == parts["logits"] // 10
-    critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig())
+    critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=AdamWConfig())
     both = LocalBackendConfig().estimate_memory(run_config(architecture, critic=critic), 100, 100)
     assert both == {**parts, "critic": 12 * count}
 

@@ -30,43 +30,15 @@ from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
+from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.order import OrderConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.report_panel import ReportPanelConfig
 from spurline.protocols.reward import RewardConfig
+from spurline.protocols.schedule import ScheduleConfig
 from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 from spurline.protocols.tracker import TrackerConfig
-
-
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and gradient clipping."""
-
-    learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
-    """Peak learning rate."""
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], OnResume.BY_NAME
-    ] = (0.9, 0.95)
-    """Decay of the first and second moment estimates."""
-    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Decoupled weight decay for matrices; biases, norms and other vectors get none."""
-    max_grad_norm: Annotated[float | None, OnResume.BY_NAME] = Field(default=1.0, gt=0)
-    """Clip the global gradient norm to this; null turns clipping off."""
-
-
-class ScheduleConfig(NamedSection):
-    """Learning rate as a function of the optimizer step; a bare string is short for its `name`."""
-
-    name: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape after warm-up."""
-    warmup_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps of linear warm-up from zero."""
-    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Warm-up as a share of all optimizer steps; used when `warmup_steps` is not given."""
-    min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate that the decay ends at, one step after the last, as a share of the peak (linear and cosine)."""
 
 
 class CriticConfig(Section):
@@ -86,14 +58,15 @@ class CriticConfig(Section):
             given = completed.setdefault(setting, {})
             if isinstance(given, Mapping) and "name" not in given:
                 completed[setting] = {"name": name, **cast("Mapping[str, Any]", given)}
+        completed.setdefault("optimizer", {"learning_rate": 1e-5})
         return completed
 
     loss: Annotated[LossConfig, Component("loss")]
     """Error of its values, reduced to the mean over tokens; default is `value`."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-    """AdamW settings."""
+    optimizer: Annotated[OptimizerConfig, Component("optimizer")]
+    """How its gradients become new weights; left out, the default optimizer at a peak learning rate of 1e-5."""
     warmup_steps: Annotated[int, OnResume.BY_NAME] = Field(default=0, ge=0)
     """Optimizer steps of the critic in which the learning rate rises from zero."""
 
@@ -314,10 +287,10 @@ class RunConfig(Section):
     """The objective per token."""
     reduction: ReductionConfig = ReductionConfig()
     """Which losses of an optimizer step count the same: all tokens, or all samples whatever their length."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW settings."""
-    schedule: Annotated[ScheduleConfig, OnResume.BY_NAME] = ScheduleConfig()
-    """Learning-rate schedule."""
+    optimizer: Annotated[OptimizerConfig, Component("optimizer")]
+    """How gradients become new weights."""
+    schedule: Annotated[ScheduleConfig, OnResume.BY_NAME, Component("schedule")]
+    """Learning rate by optimizer step."""
     critic: CriticConfig | None = None
     """The critic of an advantage that needs one, `gae`; null for none."""
     backend: Annotated[BackendConfig, Component("backend")]

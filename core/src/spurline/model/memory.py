@@ -6,6 +6,7 @@ rule of thumb over the shapes of the linear layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,8 @@ from spurline.config.run_config import ModelConfig
 from spurline.model.configs import LoraConfig
 from spurline.model.loading import load_model_config
 from spurline.model.stream_model import vocabulary_size
+from spurline.optimizers.groups import check_groups
+from spurline.protocols.optimizer import OptimizerConfig, num_values
 
 _ELEMENTWISE_TENSORS_PER_LAYER = 8
 """Hidden-sized tensors a layer keeps for backward besides the inputs of its matrices: norms, residuals, rotary."""
@@ -26,12 +29,12 @@ _ELEMENTWISE_TENSORS_PER_LAYER = 8
 class Shapes:
     """What memory depends on in a model.
 
-    parameters: all of them, adapters included. trained: those that ask for gradients.
+    parameters: all of them, adapters included. trained: shapes of those that ask for gradients, by name.
     linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits.
     """
 
     parameters: int
-    trained: int
+    trained: Mapping[str, tuple[int, ...]]
     layers: int
     hidden: int
     vocabulary: int
@@ -51,21 +54,29 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
         causal = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     head = causal.get_output_embeddings()
     linear = {
-        name: module.in_features + module.out_features
-        for name, module in causal.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        name: module for name, module in causal.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
-    base = sum(parameter.numel() for parameter in causal.parameters())
-    adapters = 0 if lora is None else sum(lora.rank * size for name, size in linear.items() if _is_target(name, lora))
+    base = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
+    adapters = {} if lora is None else _adapter_shapes(linear, lora)
     text = config.get_text_config()
     return Shapes(
-        parameters=base + adapters,
+        parameters=num_values(base) + num_values(adapters),
         trained=adapters or base,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=vocabulary_size(causal),
-        linear=sum(linear.values()),
+        linear=sum(module.in_features + module.out_features for module in linear.values()),
     )
+
+
+def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the adapters' matrices, by the names that peft gives them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in linear.items():
+        if _is_target(name, lora):
+            shapes[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
+            shapes[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
+    return shapes
 
 
 def _is_target(name: str, lora: LoraConfig) -> bool:
@@ -81,26 +92,30 @@ def estimate_memory(
     lora: LoraConfig | None,
     activation_checkpointing: bool,
     logits_chunk_tokens: int,
-    critic: bool,
+    optimizer: OptimizerConfig,
+    critic_optimizer: OptimizerConfig | None,
 ) -> dict[str, int]:
-    """Bytes of `weights`, `gradients`, `optimizer`, `activations` and `logits` in one process. Raises ModelError.
+    """Bytes of `weights`, `gradients`, `optimizer`, `activations` and `logits` in one process.
 
     tokens: non-padding tokens of one micro-batch, all of which are taken to carry loss.
-    critic: adds `critic`, its weights and optimizer; all else of it is never there together with the policy's.
+    critic_optimizer: of a run with a critic; adds `critic`, its weights and optimizer. All else of it is never there
+        together with the policy's.
+    Raises ModelError, and ConfigError for a group of the optimizer that fits no trained parameter.
     """
     shapes = model_shapes(model, lora)
+    check_groups(optimizer, shapes.trained)
     weight_bytes = 8 if precision == "fp64" else 4
     computed_bytes = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
     # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
     bytes_per_logit = 2 * weight_bytes + computed_bytes
     parts = {
         "weights": shapes.parameters * weight_bytes,
-        "gradients": shapes.trained * weight_bytes,
-        "optimizer": 2 * shapes.trained * weight_bytes,
+        "gradients": num_values(shapes.trained) * weight_bytes,
+        "optimizer": optimizer.state_bytes(shapes.trained, weight_bytes),
         "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
         "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
     }
-    if critic:
+    if critic_optimizer is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
-        parts["critic"] = parts["weights"] + parts["optimizer"]
+        parts["critic"] = parts["weights"] + critic_optimizer.state_bytes(shapes.trained, weight_bytes)
     return parts

@@ -30,6 +30,8 @@ KINDS: dict[str, str] = {
     "rollout_engine": "spurline.protocols.rollout_engine:RolloutEngine",
     "source": "spurline.protocols.source:BatchSource",
     "weight_sync": "spurline.protocols.weight_sync:WeightSync",
+    "optimizer": "spurline.protocols.optimizer:Optimizer",
+    "schedule": "spurline.protocols.schedule:Schedule",
     "backend": "spurline.protocols.backend:Backend",
     "tracker": "spurline.protocols.tracker:Tracker",
     "report_panel": "spurline.protocols.report_panel:ReportPanel",

@@ -43,8 +43,9 @@ class LossSums:
 class Backend(Protocol):
     """Hold a model and its optimizer, on however many ranks, behind one object.
 
-    Factory: `Class(config, run=RunConfig, total_updates=int)`: `run` gives the sections model, optimizer, schedule,
-    critic and seed; `total_updates` the policy's optimizer steps of the whole run.
+    Factory: `Class(config, run=RunConfig, registry=Registry, total_updates=int)`: `run` gives the sections model,
+    optimizer, schedule, critic and seed; `registry` makes the optimizers and the schedule
+    (`spurline.optimizers.optimization`); `total_updates` is the policy's optimizer steps of the whole run.
     Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
     """
 
@@ -53,8 +54,8 @@ class Backend(Protocol):
 
         role: the model that is trained. Raises ModelError for one that this backend does not train, such as the
         critic of a run that has none. To a critic's loss, `logprobs` are values (see `TokenLossInputs`).
-        Returns `loss` (weighted sum / normalizer, nats), `grad_norm` (before clipping), `lr`, the loss's own metrics
-        and `time/forward_backward`, `time/optimizer` in seconds.
+        Returns `loss` (weighted sum / normalizer, nats), `grad_norm` (before clipping), `lr` (and `lr/groups.N` of the
+        optimizer's groups), the loss's own metrics, and `time/forward_backward`, `time/optimizer` in seconds.
         Raises NonFiniteLossError before anything changed when loss or gradient norm is not finite.
         """
         ...

@@ -78,8 +78,9 @@ def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:
     """The backend alone, with freshly initialised or pretrained weights; the stack closes it."""
-    backend: Backend = loaded.host.registry.create(
-        "backend", loaded.config.backend, run=loaded.config, total_updates=total_updates
+    config, registry = loaded.config, loaded.host.registry
+    backend: Backend = registry.create(
+        "backend", config.backend, run=config, registry=registry, total_updates=total_updates
     )
     stack.callback(backend.close)
     return backend

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from spurline.testing.loss_contract import CorrectionContract as CorrectionContract
     from spurline.testing.loss_contract import LossContract as LossContract
     from spurline.testing.loss_contract import MiniBatchesContract as MiniBatchesContract
+    from spurline.testing.optimizer_contract import OptimizerContract as OptimizerContract
+    from spurline.testing.optimizer_contract import ScheduleContract as ScheduleContract
     from spurline.testing.order_contract import OrderContract as OrderContract
     from spurline.testing.plugin_contract import PluginContract as PluginContract
     from spurline.testing.plugin_contract import ReportPanelContract as ReportPanelContract
@@ -43,6 +45,7 @@ _NAMES = {
     "environment_contract": ("EnvironmentContract",),
     "inputs": ("make_store", "make_trajectories", "write_tiny_model"),
     "loss_contract": ("CorrectionContract", "LossContract", "MiniBatchesContract"),
+    "optimizer_contract": ("OptimizerContract", "ScheduleContract"),
     "order_contract": ("OrderContract",),
     "plugin_contract": ("PluginContract", "ReportPanelContract", "TrackerContract"),
     "prefetch_contract": ("PrefetchContract",),

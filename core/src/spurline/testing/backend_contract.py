@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spurline.config.loading import LoadedConfig, load_config
-from spurline.config.run_config import CriticConfig, OptimizerConfig
+from spurline.config.run_config import CriticConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
@@ -31,6 +31,7 @@ from spurline.losses.configs import CrossEntropyConfig, PpoConfig, ValueLossConf
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.ppo import Ppo
 from spurline.losses.value import ValueLoss
+from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Backend, Generates, LendsModel
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
@@ -324,7 +325,8 @@ def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def _opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-    backend: Backend = loaded.host.registry.create("backend", loaded.config.backend, run=loaded.config, total_updates=8)
+    config, registry = loaded.config, loaded.host.registry
+    backend: Backend = registry.create("backend", config.backend, run=config, registry=registry, total_updates=8)
     try:
         yield backend, loaded.config.backend.layout()
     finally:
@@ -347,7 +349,7 @@ def _run(model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...], crit
     if not critic:
         return loaded
     # Past the check that a source reads its values: no source is needed here.
-    optimizer = OptimizerConfig(learning_rate=1e-2)
+    optimizer = AdamWConfig(learning_rate=1e-2)
     section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
     return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
 

@@ -1,6 +1,6 @@
 """The local backend: one process trains the whole model, on CPU or one GPU.
 
-Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> AdamW. It is
+Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> optimizer. It is
 the oracle that other backends are compared with. It knows no algorithm: the loss comes with each call.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from spurline.backends.local.checkpoint import read_training_state, save_training_state
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.backends.local.trained_model import TrainedModel, load_reference
-from spurline.config.run_config import OptimizerConfig, RunConfig
+from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ModelError, NonFiniteLossError
@@ -29,11 +29,12 @@ from spurline.model.accumulate import accumulate_gradients, describe_failure, ev
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.generation import generate_greedily, generation_model, model_stop_tokens
 from spurline.model.loading import check_config, load_model
-from spurline.model.optimizer import critic_rate, policy_rate
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
 from spurline.model.token_stream import Rows, TokenStream, check_columns, token_stream, tokens_per_row
 from spurline.model.weights import named_weights
+from spurline.optimizers.optimization import MakeOptimization, critic_optimization, policy_optimization
+from spurline.plugins.registry import Registry
 from spurline.protocols.backend import GenerationModel, LossSums, Role
 from spurline.protocols.loss import Objective
 
@@ -44,7 +45,7 @@ _CRITIC_FOLDER = "critic"
 class LocalBackend:
     """A `Backend` in this process; see the protocol for what each method promises."""
 
-    def __init__(self, config: LocalBackendConfig, run: RunConfig, total_updates: int):
+    def __init__(self, config: LocalBackendConfig, run: RunConfig, registry: Registry, total_updates: int):
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._config = config
@@ -56,11 +57,11 @@ class LocalBackend:
         self._reference: StreamModel | None = None
         if config.probe:
             check_exactness(self._model, self._profile, run.model.path)
-        self._policy = self._trained(self._model, run.optimizer, policy_rate(run, total_updates))
+        self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates))
         self._critic: TrainedModel | None = None
         if run.critic is not None:
             critic = ValueModel(self._load_trainable())
-            self._critic = self._trained(critic, run.critic.optimizer, critic_rate(run.critic))
+            self._critic = self._trained(critic, critic_optimization(run.critic, registry))
         # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
         seed_generators(run.seed)
 
@@ -77,14 +78,14 @@ class LocalBackend:
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise NonFiniteLossError(describe_failure(role, trained.updates + 1, batch, sums, loss, grad_norm))
             differentiated = time.perf_counter()
-            rate = trained.step(norm, grad_norm)
+            rates = trained.step(norm, grad_norm)
             self._profile.synchronize()
         finally:
             trained.drop_gradients()
         return {
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": rate,
+            **rates,
             "tokens": float(batch.num_tokens),
             "loss_tokens": float(sums.tokens),
             **sums.metrics(),
@@ -158,12 +159,12 @@ class LocalBackend:
             add_adapters(causal, self._config.lora, self._run.seed)
         return causal
 
-    def _trained(self, model: StreamModel, config: OptimizerConfig, rate: Callable[[int], float]) -> TrainedModel:
+    def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
         if self._config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
         if self._config.compile:
             model.compile()
-        return TrainedModel(model, config, rate)
+        return TrainedModel(model, make_optimization)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]

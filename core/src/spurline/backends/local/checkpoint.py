@@ -1,9 +1,10 @@
 """Write and read everything the local backend needs to continue bit for bit.
 
 model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
-and are recognised by a digest) and the model's persistent buffers. optimizer.safetensors: moments and step per
-parameter. rng.safetensors and state.json: the random generators, the update count, that digest and the one of the
-weights the run started from. No pickle. Naming, renaming into place and pruning are the caller's work.
+and are recognised by a digest) and the model's persistent buffers. optimizer.safetensors: what the optimizer keeps of
+each parameter. rng.safetensors and state.json: the random generators, the update count, that digest, the one of the
+weights the run started from, and the optimizer's name and numbers. No pickle. Naming, renaming into place and pruning
+are the caller's work.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import Parameter
 
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.model import device_profile
-from spurline.model.optimizer import STATE_NAMES, expected_shape, optimizer_tensors, restore_optimizer
+from spurline.optimizers.state import OptimizerState, describe
 
 if TYPE_CHECKING:
     from spurline.backends.local.trained_model import TrainedModel
@@ -34,16 +34,20 @@ def save_training_state(path: Path, trained: TrainedModel) -> None:
     """Write into this folder. Raises CheckpointWriteError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        optimizer = optimizer_tensors(trained.optimizer, trained.parameters)
+        optimizer = trained.optimization.state()
         generators = device_profile.generator_tensors()
-        for name, tensors in (("model", _model_tensors(trained)), ("optimizer", optimizer), ("rng", generators)):
-            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
-            save_file(whole, path / f"{name}.safetensors")
+        for name, tensors in (
+            ("model", _model_tensors(trained)),
+            ("optimizer", optimizer.tensors),
+            ("rng", generators),
+        ):
+            save_file(_separate(tensors), path / f"{name}.safetensors")
         content = {
             "format": _FORMAT,
             "updates": trained.updates,
             "frozen_weights": trained.frozen_weights,
             "initial_weights": trained.initial_weights,
+            "optimizer": optimizer.facts(),
             "generators": device_profile.generator_values(),
         }
         (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
@@ -61,7 +65,7 @@ class SavedState:
     updates: int
     initial_weights: str | None
     model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    optimizer: OptimizerState
     generator_tensors: dict[str, Tensor]
     generator_values: dict[str, Any]
 
@@ -70,7 +74,7 @@ class SavedState:
         with torch.no_grad():
             for name, target in _model_tensors(trained).items():
                 target.copy_(self.model[name])
-        restore_optimizer(trained.optimizer, trained.parameters, self.optimizer)
+        trained.optimization.restore(self.optimizer)
         trained.updates = self.updates
         if self.initial_weights is not None:
             trained.initial_weights = self.initial_weights
@@ -88,9 +92,13 @@ def read_training_state(path: Path, trained: TrainedModel) -> SavedState:
             f"{path}: the checkpoint's adapters were trained on other frozen weights than this run's model has. Resume "
             "with the model.path, model.revision, model.init and seed the checkpoint was made with."
         )
-    _check_optimizer(path, optimizer, trained.parameters)
+    state = OptimizerState.read(optimizer, content.get("optimizer"))
+    try:
+        trained.optimization.check(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return SavedState(
-        int(content["updates"]), content.get("initial_weights"), model, optimizer, generators, content["generators"]
+        int(content["updates"]), content.get("initial_weights"), model, state, generators, content["generators"]
     )
 
 
@@ -112,30 +120,20 @@ def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, 
     for name, target in targets.items():
         if saved[name].shape != target.shape or saved[name].dtype != target.dtype:
             raise CheckpointError(
-                f"{path}: {name} is {_describe(saved[name])} in the checkpoint, but {_describe(target)} in this run. "
+                f"{path}: {name} is {describe(saved[name])} in the checkpoint, but {describe(target)} in this run. "
                 "Resume with the model, backend.lora and backend.precision the checkpoint was made with."
             )
 
 
-def _check_optimizer(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Parameter]) -> None:
-    for key, tensor in saved.items():
-        expected = expected_shape(key, parameters)
-        if expected is None or tuple(tensor.shape) != expected:
-            raise CheckpointError(
-                f"{path}: optimizer state {key} {list(tensor.shape)} does not fit this run's parameters. "
-                "Resume with the model and backend.lora the checkpoint was made with."
-            )
-    incomplete = sorted(
-        name for name in parameters if len({f"{name}/{key}" for key in STATE_NAMES} & saved.keys()) not in (0, 3)
-    )
-    if incomplete:
-        raise CheckpointError(
-            f"{path}: the optimizer state of {incomplete[0]} is incomplete. Resume from another checkpoint."
-        )
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous, with a copy for each that has its values in common with another one."""
+    places: set[int] = set()
+    whole: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        value = tensor.contiguous()
+        whole[key] = value.clone() if value.data_ptr() in places else value
+        places.add(value.data_ptr())
+    return whole
 
 
 def _some(label: str, names: list[str]) -> str:

@@ -70,5 +70,6 @@ class LocalBackendConfig(BackendConfig):
             lora=self.lora,
             activation_checkpointing=self.activation_checkpointing,
             logits_chunk_tokens=self.logits_chunk_tokens,
-            critic=run.critic is not None,
+            optimizer=run.optimizer,
+            critic_optimizer=None if run.critic is None else run.critic.optimizer,
         )

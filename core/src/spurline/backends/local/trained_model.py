@@ -1,41 +1,38 @@
 """A model with its optimizer, of which the local backend has one for the policy and one for the critic.
 
-Place on the way: gradients -> clipping -> AdamW -> weights. Who computes gradients, of which loss, is the backend's
+Place on the way: gradients -> clipping -> optimizer -> weights. Who computes gradients, of which loss, is the backend's
 work. The frozen reference model is loaded here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from spurline.config.run_config import OptimizerConfig, RunConfig
+from spurline.config.run_config import RunConfig
 from spurline.errors import CheckpointError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import load_model
-from spurline.model.optimizer import make_optimizer, set_learning_rate
 from spurline.model.stream_model import StreamModel
 from spurline.model.weights import frozen_digest, weights_digest
+from spurline.optimizers.optimization import MakeOptimization
 
 
 class TrainedModel:
     """`model`, of which the parameters that ask for gradients are trained.
 
-    rate: learning rate of each optimizer step, counted from 1.
+    make_optimization: for its trained parameters.
     """
 
-    def __init__(self, model: StreamModel, config: OptimizerConfig, rate: Callable[[int], float]) -> None:
+    def __init__(self, model: StreamModel, make_optimization: MakeOptimization) -> None:
         self.model = model
         self.parameters = {name: value for name, value in model.causal.named_parameters() if value.requires_grad}
         self.initial_weights = weights_digest(model.causal)
         """Recognises the weights that the whole run started from, also after a resume."""
         self.updates = 0
-        self._config = config
-        self._rate = rate
-        self.optimizer = make_optimizer(self.parameters, config)
+        self.optimization = make_optimization(self.parameters)
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """(name, gradient) of each parameter, on CPU."""
@@ -49,19 +46,17 @@ class TrainedModel:
         gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
         return torch.nn.utils.get_total_norm(gradients).to(self.model.causal.device)
 
-    def step(self, norm: Tensor, grad_norm: float) -> float:
-        """Clip, and update the weights; returns the learning rate that was used.
+    def step(self, norm: Tensor, grad_norm: float) -> dict[str, float]:
+        """Clip, and update the weights; returns the learning rates that were used, as metrics.
 
         norm, grad_norm: the gradient norm, on the device and on the host.
         """
-        limit = self._config.max_grad_norm
+        limit = self.optimization.max_grad_norm
         if limit is not None and grad_norm > limit:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
-        rate = self._rate(self.updates + 1)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        rates = self.optimization.step(self.updates + 1)
         self.updates += 1
-        return rate
+        return rates
 
     def drop_gradients(self) -> None:
         for value in self.parameters.values():

@@ -1,0 +1,43 @@
+"""AdamW, with moments of full precision or of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import Parameter
+
+from spurline.errors import ConfigError
+from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig
+from spurline.optimizers.groups import parameter_groups
+
+
+def make_adamw(config: AdamWConfig, named_parameters: Mapping[str, Parameter]) -> torch.optim.AdamW:
+    """Optimizer `adamw`."""
+    groups = parameter_groups(config, named_parameters)
+    # One fused kernel per group, on CPU as on CUDA: several times faster than a kernel per operation and tensor.
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def make_adamw_8bit(config: AdamW8BitConfig, named_parameters: Mapping[str, Parameter]) -> torch.optim.Optimizer:
+    """Optimizer `adamw_8bit`. Raises ConfigError where bitsandbytes is missing or cannot train these parameters."""
+    try:
+        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError.at(
+            "optimizer.name", f"is {config.name}, which needs bitsandbytes. Run `pip install spurline[optim-8bit]`."
+        ) from error
+    double = next((name for name, value in named_parameters.items() if value.dtype == torch.float64), None)
+    if double is not None:
+        raise ConfigError.at(
+            "optimizer.name",
+            f"is {config.name}, which has no kernel for float64, and {double} is of that dtype. Use adamw, or "
+            "backend.precision: fp32.",
+        )
+    return AdamW8bit(
+        parameter_groups(config, named_parameters),
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        min_8bit_size=config.smallest,
+    )

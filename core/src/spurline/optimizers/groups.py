@@ -1,0 +1,83 @@
+"""Sort parameters into torch's parameter groups, by the settings that all optimizers share.
+
+In: an optimizer's config and the trained parameters by name. Out: dicts with `params`, `lr` and `weight_decay`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch.nn import Parameter
+
+from spurline.errors import ConfigError, suggestion
+from spurline.protocols.optimizer import REGEX, OptimizerConfig, ParameterGroup
+
+
+def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Parameter]) -> list[dict[str, Any]]:
+    """Parameter groups for the constructor of a torch optimizer; parameters with equal settings share one.
+
+    `lr` is the peak learning rate. `weight_decay` is the config's for matrices and embeddings, 0 for biases, norms and
+    other vectors, unless a group of the config gives it. An optimizer without weight decay may remove that key.
+    """
+    found: dict[tuple[float, float], list[Parameter]] = {}
+    for name, parameter in named_parameters.items():
+        found.setdefault(settings_of(config, name, parameter), []).append(parameter)
+    return [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in found.items()]
+
+
+def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tuple[float, float]:
+    """Peak learning rate and weight decay of a parameter; the first group whose pattern fits counts."""
+    group = next((group for group in config.groups if matcher(group)(name)), None)
+    decay = config.weight_decay if parameter.ndim >= 2 else 0.0
+    if group is None:
+        return config.learning_rate, decay
+    return group_rate(config, group), decay if group.weight_decay is None else group.weight_decay
+
+
+def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
+    """The group's peak learning rate."""
+    if group.learning_rate is not None:
+        return group.learning_rate
+    return config.learning_rate * (1.0 if group.learning_rate_scale is None else group.learning_rate_scale)
+
+
+def matcher(group: ParameterGroup) -> Callable[[str], bool]:
+    """Whether the group's pattern fits a name."""
+    if group.match.startswith(REGEX):
+        expression = re.compile(group.match.removeprefix(REGEX))
+        return lambda name: expression.search(name) is not None
+    return lambda name: fnmatchcase(name, group.match)
+
+
+def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "optimizer") -> None:
+    """Raises ConfigError for a pattern that fits no trained parameter, or none that an earlier one has left.
+
+    names: of the trained parameters. key: where in the file the optimizer's settings are.
+    """
+    names = list(names)
+    left = names
+    for number, group in enumerate(config.groups):
+        fits = matcher(group)
+        if not any(map(fits, left)):
+            what = f"is {group.match!r}, and "
+            if any(map(fits, names)):
+                what += "earlier groups have all parameters that it fits. The first that fits counts: move it up."
+            else:
+                what += f"no trained parameter has such a name.{_near(group.match, names)}"
+            raise ConfigError.at(f"{key}.groups.{number}.match", what)
+        left = [name for name in left if not fits(name)]
+
+
+def _near(pattern: str, names: list[str]) -> str:
+    """Names like the pattern, by whole names and by their parts, and how names look."""
+    word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
+    parts = {part for name in names for part in (name, *name.split("."))}
+    if word in parts or any(word in name for name in names):
+        hint = f" Globs are compared with the whole name: did you mean '*{word}*'?"
+    else:
+        hint = suggestion(word, parts)
+    shown = sorted(names, key=lambda name: (word.split(".")[0] not in name, len(name)))[:4]
+    return f"{hint} There are {len(names)}, such as {', '.join(shown)}."

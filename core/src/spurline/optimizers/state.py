@@ -1,0 +1,176 @@
+"""Keep the state of any torch optimizer by parameter name, bit for bit and without pickle.
+
+Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and what changed in the parameter groups
+since the optimizer was made, are JSON values beside them. `lr` is not kept: the schedule gives it anew in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.protocols.optimizer import Optimizer
+
+PEAK = "initial_lr"
+"""Key of a parameter group's peak learning rate, as torch's own schedulers have it."""
+
+_NOT_KEPT = ("params", "lr", PEAK)
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What a checkpoint holds of an optimizer.
+
+    tensors: by `PARAMETER/KEY`. optimizer: its name in the config. values: JSON values by `PARAMETER/KEY`.
+    groups: values of each parameter group that changed since the optimizer was made. shapes: of each tensor, as
+    `describe` says it, which a damaged file would not have. on_host: tensors that were not beside their parameter, but
+    in the memory of the host.
+    """
+
+    tensors: Mapping[str, Tensor]
+    optimizer: str
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    groups: Groups = field(default_factory=list[dict[str, Any]])
+    shapes: Mapping[str, str] = field(default_factory=dict[str, str])
+    on_host: tuple[str, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """All but the tensors, as JSON."""
+        return {
+            "optimizer": self.optimizer,
+            "values": dict(self.values),
+            "groups": self.groups,
+            "shapes": dict(self.shapes),
+            "on_host": list(self.on_host),
+        }
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None) -> OptimizerState:
+        """From a checkpoint; one without facts is AdamW's, from when there was no other."""
+        if facts is None:
+            return cls(tensors, "adamw", shapes={key: describe(tensor) for key, tensor in tensors.items()})
+        return cls(
+            tensors, facts["optimizer"], facts["values"], facts["groups"], facts["shapes"], tuple(facts["on_host"])
+        )
+
+
+def describe(tensor: Tensor) -> str:
+    """Shape and dtype, as in `[48, 32] float32`."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def group_values(optimizer: Optimizer) -> Groups:
+    """The settings of each parameter group of a new optimizer, which `take_state` compares with."""
+    return [{key: value for key, value in group.items() if key not in _NOT_KEPT} for group in optimizer.param_groups]
+
+
+def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> OptimizerState:
+    """The state as it is; its tensors are the optimizer's own.
+
+    name: the optimizer's in the config. made: `group_values` of when it was new.
+    Raises CheckpointWriteError for state that a checkpoint cannot hold.
+    """
+    names = {id(parameter): known for known, parameter in parameters.items()}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    on_host: list[str] = []
+    for parameter, state in optimizer.state.items():
+        owner = names.get(id(parameter))
+        if owner is None or not isinstance(state, Mapping):
+            raise _unsaveable(name, "state that belongs to no parameter", state)
+        for key, value in state.items():
+            place = f"{owner}/{key}"
+            if type(value) in (Tensor, Parameter):
+                tensors[place] = value.detach()
+                if value.device.type == "cpu" and parameter.device.type != "cpu":
+                    on_host.append(place)
+            elif _is_plain(value):
+                values[place] = value
+            else:
+                raise _unsaveable(name, f"`{key}` of {owner}", value)
+    shapes = {key: describe(tensor) for key, tensor in tensors.items()}
+    return OptimizerState(tensors, name, values, _changed_groups(name, optimizer, made), shapes, tuple(on_host))
+
+
+def check_state(saved: OptimizerState, name: str, parameters: Mapping[str, Parameter], made: Groups) -> None:
+    """Raises CheckpointError, without a place, unless the state is complete and fits this optimizer's parameters."""
+    if saved.optimizer != name:
+        raise CheckpointError(
+            f"the optimizer state is that of {saved.optimizer}, and this run has {name}. Resume with the optimizer the "
+            "checkpoint was made with."
+        )
+    for key in [*saved.tensors, *saved.values]:
+        if key.rpartition("/")[0] not in parameters:
+            raise CheckpointError(
+                f"optimizer state {key} does not fit this run's parameters. Resume with the model and backend.lora the "
+                "checkpoint was made with."
+            )
+    found = {key: describe(tensor) for key, tensor in saved.tensors.items()}
+    for key in sorted({*found, *saved.shapes}):
+        if found.get(key) != saved.shapes.get(key):
+            raise CheckpointError(
+                f"the optimizer state is damaged: {key} is {found.get(key, 'missing')}, and "
+                f"{saved.shapes.get(key, 'nothing')} was saved. Resume from another checkpoint."
+            )
+    if saved.groups and len(saved.groups) != len(made):
+        raise CheckpointError(
+            f"the optimizer had {len(saved.groups)} parameter groups, and this run's has {len(made)}. Resume with the "
+            "settings of `groups` and weight_decay the checkpoint was made with."
+        )
+
+
+def put_state(
+    saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups
+) -> None:
+    """Replace the state by what `take_state` gave, bit for bit. `check_state` has found that it fits."""
+    optimizer.state.clear()
+    for key, value in {**saved.tensors, **saved.values}.items():
+        name, _, part = key.rpartition("/")
+        parameter = parameters[name]
+        if isinstance(value, Tensor):
+            # A fused kernel wants also its step counters beside the weights.
+            value = value.to("cpu" if key in saved.on_host else parameter.device, copy=True)
+        optimizer.state.setdefault(parameter, {})[part] = value
+    changed = saved.groups or [{} for _ in made]
+    for group, before, values in zip(optimizer.param_groups, made, changed, strict=True):
+        group.update({**before, **values})
+
+
+def _changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
+    changed: Groups = []
+    for now, before in zip(group_values(optimizer), made, strict=True):
+        different = {key: value for key, value in now.items() if not _same(value, before.get(key, _Absent))}
+        for key, value in different.items():
+            if not _is_plain(value):
+                raise _unsaveable(name, f"`{key}` of a parameter group", value)
+        changed.append(different)
+    return changed if any(changed) else []
+
+
+class _Absent:
+    """Stands for a setting that a new optimizer's parameter group did not have."""
+
+
+def _same(value: object, before: object) -> bool:
+    if isinstance(value, Tensor) or isinstance(before, Tensor):
+        return value is before
+    return type(value) is type(before) and value == before
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
+    return CheckpointWriteError(
+        f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold tensors, "
+        "numbers, texts and None by parameter, and numbers, texts and None in parameter groups. Choose another optimizer, "
+        "or have its author keep such state only."
+    )

@@ -1,0 +1,99 @@
+"""Kind `optimizer`: gradients become new weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+
+from pydantic import Field
+
+from spurline.config.section import ComponentConfig, OnResume, Section
+from spurline.errors import Problem
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from spurline.config.run_config import RunConfig
+
+REGEX = "re:"
+"""A `match` that begins with this is a regular expression."""
+
+
+class ParameterGroup(Section):
+    """Settings of the parameters whose names fit a pattern."""
+
+    match: str = Field(min_length=1)
+    """Pattern of parameter names such as `model.layers.0.mlp.up_proj.weight`: a glob over the whole name, as in
+    `*embed_tokens*`, or `re:` and a regular expression found anywhere in it, as in `re:layers\\.[01]\\.`."""
+    learning_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Peak learning rate of the group; default is the optimizer's."""
+    learning_rate_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Or a factor of the optimizer's learning rate."""
+    weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Weight decay of all parameters of the group, norms and biases too; default is the optimizer's, for matrices."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.learning_rate is not None and self.learning_rate_scale is not None:
+            yield Problem("learning_rate", "and learning_rate_scale exclude each other. Remove one.")
+        if self.learning_rate is None and self.learning_rate_scale is None and self.weight_decay is None:
+            yield Problem("", "changes nothing. Give it learning_rate, learning_rate_scale or weight_decay.")
+        if self.match.startswith(REGEX):
+            try:
+                re.compile(self.match.removeprefix(REGEX))
+            except re.error as error:
+                yield Problem(
+                    "match", f"is {self.match!r}, and what follows '{REGEX}' is no regular expression: {error}."
+                )
+
+
+class OptimizerConfig(ComponentConfig):
+    """Settings of an optimizer, and what a run must know of it before any weight is loaded."""
+
+    kind: ClassVar[str] = "optimizer"
+
+    learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
+    """Peak learning rate; `schedule` says how much of it each step gets."""
+    weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight decay for matrices; biases, norms and other vectors get none."""
+    max_grad_norm: Annotated[float | None, OnResume.BY_NAME] = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this; null turns clipping off."""
+    groups: Annotated[tuple[ParameterGroup, ...], OnResume.BY_NAME] = ()
+    """Parameters with settings of their own, by pattern; the first that fits a name counts."""
+
+    def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
+        """Bytes that the optimizer keeps for trained parameters, for the memory estimate of `spurline plan`.
+
+        shapes: of each parameter, by name. weight_bytes: bytes of one weight.
+        By default two tensors of the parameter's shape and dtype for each, as Adam has them.
+        """
+        return 2 * weight_bytes * num_values(shapes)
+
+
+def num_values(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Values in all parameters of these shapes."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+class Optimizer(Protocol):
+    """Turn gradients into new weights; every `torch.optim.Optimizer` does.
+
+    Factory: `Class(config, named_parameters=Mapping[str, Parameter])`; a function that returns an optimizer will do.
+    `named_parameters` are those that are trained, by their Hugging Face names; with several ranks they may be DTensors.
+    `spurline.optimizers.groups.parameter_groups(config, named_parameters)` makes torch's parameter groups out of the
+    settings that all optimizers share. `lr` of a new optimizer's groups is their peak.
+
+    A checkpoint holds `state` by parameter name (tensors and JSON values, bit for bit, without pickle), and those values
+    of the parameter groups that changed since the optimizer was made. Other state is refused when the first checkpoint
+    is written.
+    """
+
+    param_groups: list[dict[str, Any]]
+    """Parameters under `params`, and their settings. The run sets `lr` before each step, as `schedule` says."""
+    state: MutableMapping[Parameter, Any]
+    """What is remembered of each parameter, by a name of the optimizer's own."""
+
+    def step(self) -> object:
+        """Change the weights by their gradients, which have been clipped. A parameter may have none."""
+        ...

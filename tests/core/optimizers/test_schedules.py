@@ -1,0 +1,132 @@
+"""Learning rate by optimizer step, compared with other implementations and with arithmetic done by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_wsd_schedule,
+)
+
+from spurline.config.loading import load_config
+from spurline.errors import ConfigError
+from spurline.protocols.schedule import Schedule
+
+BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
+
+
+def made(settings: dict[str, Any] | str) -> Schedule:
+    loaded = load_config({**BASE, "schedule": settings})
+    return loaded.host.registry.create("schedule", loaded.config.schedule)
+
+
+def factors(total: int = 20, **settings: object) -> list[float]:
+    schedule = made(settings)
+    return [schedule.factor(step, total) for step in range(1, total + 1)]
+
+
+def reference(make: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[float]:
+    """The first twenty rates of a schedule of transformers whose peak is 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = make(optimizer, *arguments, **keywords)
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)]
+)
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_the_decay_is_that_of_transformers(name: str, make: Callable[..., Any], warmup: int) -> None:
+    assert factors(name=name, warmup_steps=warmup)[warmup:] == pytest.approx(reference(make, warmup, 20)[warmup:])
+
+
+@pytest.mark.parametrize(("warmup", "decay", "min_ratio"), [(0, 4, 0.0), (5, 6, 0.25), (3, 17, 0.1)])
+def test_warmup_stable_decay_is_that_of_transformers(warmup: int, decay: int, min_ratio: float) -> None:
+    expected = reference(
+        get_wsd_schedule,
+        warmup,
+        decay,
+        num_stable_steps=20 - warmup - decay,
+        decay_type="linear",
+        min_lr_ratio=min_ratio,
+    )
+    got = factors(name="wsd", warmup_steps=warmup, decay_steps=decay, min_ratio=min_ratio)
+    assert got[warmup:] == pytest.approx(expected[warmup:])
+
+
+def test_warmup_stable_decay_by_shares_of_the_run() -> None:
+    got = factors(total=10, name="wsd", warmup_ratio=0.2, decay_ratio=0.4)
+    assert got == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+def test_warmup_stable_decay_of_a_longer_run_goes_on_at_the_peak() -> None:
+    schedule = made({"name": "wsd", "decay_steps": 4, "min_ratio": 0.2})
+    # Before the decay of the shorter run nothing has been different; after that the rate returns to the peak.
+    assert [schedule.factor(step, 10) for step in range(1, 7)] == [schedule.factor(step, 30) for step in range(1, 7)]
+    assert schedule.factor(9, 10) == pytest.approx(0.6)
+    assert schedule.factor(9, 30) == 1.0
+    assert schedule.factor(31, 30) == pytest.approx(0.2)
+
+
+def test_a_decay_longer_than_what_warm_up_leaves_takes_what_there_is() -> None:
+    assert factors(total=4, name="wsd", warmup_steps=2, decay_steps=50) == pytest.approx([0.5, 1, 1, 0.5])
+    assert factors(total=3, name="wsd", warmup_steps=9) == pytest.approx([1 / 9, 2 / 9, 3 / 9])
+    assert factors(total=3, name="wsd", decay_ratio=0) == [1, 1, 1]
+
+
+def test_warm_up_rises_in_equal_steps_to_the_peak_and_wastes_no_step_at_zero() -> None:
+    assert factors(name="constant", warmup_steps=4)[:6] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert factors(name="linear", warmup_ratio=0.2)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+
+
+def test_warm_up_steps_take_precedence_over_the_ratio() -> None:
+    assert factors(name="constant", warmup_steps=0, warmup_ratio=0.5) == [1] * 20
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+def test_min_ratio_is_where_the_decay_ends(name: str) -> None:
+    schedule = made({"name": name, "min_ratio": 0.1})
+    assert [schedule.factor(step, 20) for step in (21, 22, 1000)] == pytest.approx([0.1] * 3)
+    values = factors(name=name, min_ratio=0.1, **({"decay_ratio": 1.0} if name == "wsd" else {}))
+    assert values == sorted(values, reverse=True)
+    assert 0.1 < values[-1] < 0.16
+
+
+def test_half_way_a_cosine_is_at_half_the_peak() -> None:
+    assert factors(name="cosine")[10] == pytest.approx(0.5)
+    assert factors(name="cosine")[5] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_a_run_that_is_all_warm_up_never_divides_by_zero() -> None:
+    assert factors(total=3, name="linear", warmup_ratio=1.0) == pytest.approx([1 / 3, 2 / 3, 1])
+    assert factors(total=2, name="cosine", warmup_steps=10) == pytest.approx([0.1, 0.2])
+
+
+def test_a_schedule_is_its_name_or_a_section_and_cosine_is_the_default() -> None:
+    assert load_config(BASE).resolved()["schedule"]["name"] == "cosine"
+    assert load_config({**BASE, "schedule": "wsd"}).resolved()["schedule"]["name"] == "wsd"
+    assert made("constant").factor(7, 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("cosin", r"schedule is 'cosin', but no schedule has that name\. Did you mean 'cosine'\?"),
+        ({"name": "constant", "min_ratio": 0.1}, r"schedule\.min_ratio is not a setting of 'constant'"),
+        ({"name": "wsd", "decay_rato": 0.1}, r"Did you mean 'decay_ratio'\?"),
+    ],
+)
+def test_a_mistake_in_a_schedule_says_what_to_write(written: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({**BASE, "schedule": written})
