@@ -40,7 +40,7 @@ def test_prompts_that_are_sometimes_solved_come_more_often() -> None:
     success = [0.0, 0.5, 1.0, 0.9] * 16
     counts = draw_and_observe(order_of([64]), success, 200).reshape(-1, 4).sum(axis=0)
     never, half, always, mostly = counts.tolist()
-    # Weights 0.1, 1, 0.1 and 0.1 + 0.9 * 4 * 0.9 * 0.1 = 0.424, made a little more alike by drawing without replacement.
+    # Weights 0.1, 1, 0.1 and 0.1 + 0.9 * 4 * 0.9 * 0.1 = 0.424; drawing without replacement evens them a little.
     assert 5 < half / never < 10
     assert 5 < half / always < 10
     assert 1.8 < half / mostly < 3
