@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from spurline import load_config
+from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.order import SampleFacts
 from spurline.testing import OrderContract
 from spurline_plugin_template.by_difficulty import ByDifficulty
 from spurline_plugin_template.config import ByDifficultyConfig
+
+AVAILABLE = {
+    "plugin_template": InstalledPlugin("plugin_template", "spurline_plugin_template.plugin", "under-test", "0")
+}
+
+
+def test_a_config_takes_the_order_by_its_name() -> None:
+    settings = {
+        "plugins": ["plugin_template"],
+        "model": {"path": "any"},
+        "data": {"train": "any.jsonl", "order": "by_difficulty"},
+        "steps": 100,
+    }
+    order = load_config(settings, available=AVAILABLE).config.data.order
+    assert order.model_dump() == {"name": "by_difficulty", "column": "difficulty", "sorted_epochs": 1}
 
 
 class TestByDifficulty(OrderContract):
