@@ -117,6 +117,12 @@ def test_replaced_builtin_stays_reachable_under_its_core_name(plugins: FakePlugi
     assert replaced.host.registry.get("collator", "core/packed").plugin == "core"
 
 
+def test_default_order_of_a_plugin_holds_although_code_that_makes_sections_has_one_too(plugins: FakePlugins) -> None:
+    available = plugins.add("turbo", register=offer("order", "fast", default=True))
+    assert load_config({**SETTINGS, "plugins": ["turbo"]}, available=available).config.data.order.name == "fast"
+    assert load_config(SETTINGS).config.data.order.name == "uniform"
+
+
 def test_default_of_a_plugin_holds_while_it_is_enabled(plugins: FakePlugins) -> None:
     available = plugins.add("turbo", register=offer("prefetch", "fast", default=True))
     assert load_config({**SETTINGS, "plugins": ["turbo"]}, available=available).resolved()["prefetch"]["name"] == "fast"

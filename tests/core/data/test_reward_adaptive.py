@@ -40,7 +40,7 @@ def test_prompts_that_are_sometimes_solved_come_more_often() -> None:
     success = [0.0, 0.5, 1.0, 0.9] * 16
     counts = draw_and_observe(order_of([64]), success, 200).reshape(-1, 4).sum(axis=0)
     never, half, always, mostly = counts.tolist()
-    # Weights 0.1, 1, 0.1 and 0.1 + 0.9 * 4 * 0.9 * 0.1 = 0.424, made a little more alike by drawing without replacement.
+    # Weights 0.1, 1, 0.1 and 0.1 + 0.9 * 4 * 0.9 * 0.1 = 0.424; drawing without replacement evens them a little.
     assert 5 < half / never < 10
     assert 5 < half / always < 10
     assert 1.8 < half / mostly < 3
@@ -80,7 +80,18 @@ def test_what_is_drawn_is_pinned_forever() -> None:
     assert order.positions(0, 16).tolist() == DRAWN
 
 
-DRAWN = [13, 11, 16, 18, 17, 14, 10, 4, 19, 4, 12, 7, 17, 18, 16, 14]
+DRAWN = [13, 11, 16, 18, 17, 14, 10, 4, 19, 4, 12, 7, 15, 9, 5, 0]
+
+
+def test_a_prompt_without_an_outcome_does_not_come_again_as_if_it_were_new() -> None:
+    order = order_of([64], floor=0.05)
+    counts = np.zeros(64, np.int64)
+    for step in range(100):
+        drawn = order.positions(8 * step, 8 * step + 8)
+        counts += np.bincount(drawn, minlength=64)
+        # The first half cannot be used, so nobody hears of them.
+        order.observe(step + 1, [ScoredDraw(8 * step, int(s), (0.0, 1.0), {}) for s in drawn if s >= 32])
+    assert counts[:32].sum() < counts[32:].sum() / 5
 
 
 @pytest.mark.parametrize("rewards", [(0.0, 1.0), (0.25, 0.75)])

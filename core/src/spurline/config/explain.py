@@ -60,7 +60,7 @@ def _message(
     context = details.get("ctx", {})
     if kind == "extra_forbidden" and owner is not None:
         elsewhere = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
-        return _unknown_key(path, owner, model) + elsewhere
+        return _unknown_key(path, owner, model, registry) + elsewhere
     if kind == "unknown_component":
         return _unknown_component(details, registry)
     if kind == "missing":
@@ -110,13 +110,16 @@ _REPLACED = {
 """Settings of which another one of the same section does the work -> how to say it there."""
 
 
-def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]) -> str:
+def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel], registry: Registry) -> str:
     key = path[-1]
     names = list(owner.model_fields)
     if key in _REPLACED and "order" in names:
         return f"is not a setting. {_REPLACED[key]}"
     wanted = _OTHER_NAMES.get(key, key)
     hint = f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names)
+    others = _components_with(key, owner, registry)
+    if not hint and others:
+        hint = f" It is a setting of {' and '.join(others)}: add `name: {others[0]}`."
     if not hint:
         found = [place for place in _places_of(wanted, model, "") if place != ".".join(path)]
         # The least nested are the likeliest to be meant.
@@ -127,6 +130,12 @@ def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]
     place = f" of '{chosen}'" if chosen else ""
     settings = [name for name in names if name != "name"] if chosen else names
     return f"is not a setting{place}.{hint} Settings: {listing(settings)}."
+
+
+def _components_with(key: str, owner: type[BaseModel], registry: Registry) -> list[str]:
+    """Components of the same kind that have this setting."""
+    kind = owner.kind if issubclass(owner, ComponentConfig) else ""
+    return [name for name in registry.names(kind) if key in registry.get(kind, name).config.model_fields]
 
 
 def _places_of(key: str, section: type[BaseModel], prefix: str) -> Iterator[str]:
@@ -155,7 +164,8 @@ def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
     name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
     names = registry.names(kind)
     if not isinstance(name, str):
-        return f"must be a {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
+        article = "an" if kind[0] in "aeiou" else "a"
+        return f"must be {article} {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
     return (
         f"is '{name}', but no {kind} has that name.{suggestion(str(name), names)} Available: {listing(names)}. "
         "A component of a plugin needs that plugin in `plugins`."

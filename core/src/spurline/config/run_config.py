@@ -128,7 +128,8 @@ class DataConfig(Section):
     """A sample over `max_length` keeps its first tokens, is left out and counted, or stops the run. Prompts to
     generate from are no samples: they are used whole, except that with `error` one over `max_length` stops the run."""
     order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
-    """Which sample comes when: anew shuffled in each epoch (`uniform`), in file order (`sequential`), ..."""
+    """Which sample comes when: shuffled anew in each epoch (`uniform`), in file order (`sequential`), by length, by
+    difficulty or by reward."""
 
 
 class ModelConfig(Section):

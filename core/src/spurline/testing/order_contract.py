@@ -102,7 +102,7 @@ class OrderContract:
             np.random.seed(seed)
             found.append(self.make_order(samples, 1).positions(0, 100).copy())
             assert (random.random(), np.random.random()) == before, "global random state was moved"
-        assert np.array_equal(*found), "the order depends on global random state"
+        assert np.array_equal(found[0], found[1]), "the order depends on global random state"
 
     @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
     def test_each_epoch_of_a_static_order_covers_the_weighted_mixture(self, mixture: Mixture) -> None:

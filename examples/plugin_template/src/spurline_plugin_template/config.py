@@ -14,6 +14,7 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig
+from spurline.protocols.order import OrderConfig
 from spurline.protocols.report_panel import ReportPanelConfig
 
 
@@ -35,6 +36,16 @@ class TemplateConfig(Section):
                 f"is {self.warm_up_steps}, but the run has only {run.steps} steps: nothing would be measured. "
                 f"Set it below {run.steps}.",
             )
+
+
+class ByDifficultyConfig(OrderConfig):
+    """Samples in rising difficulty during the first epochs, shuffled afterwards."""
+
+    name: str = "by_difficulty"
+    column: str = "difficulty"
+    """Column of the rows that holds a number, larger for harder; dots lead into objects."""
+    sorted_epochs: int = Field(default=1, ge=1)
+    """Epochs that are sorted."""
 
 
 class FocalConfig(LossConfig):

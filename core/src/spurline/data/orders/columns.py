@@ -42,6 +42,7 @@ class ColumnsOfRows:
             if number is None:
                 raise DataError(
                     f"{self.location(sample)}: {name} is {describe(value)}, but data.order needs a finite number there."
+                    " Give every row a number, or name another column."
                 )
             numbers[sample] = number
         return numbers
@@ -95,7 +96,7 @@ def _value(source: DatasetToTokenize, row: int, content: Any, name: str) -> Any:
         names = list(_names(source.dataset[row]))
         raise DataError(
             f"{source.dataset.location(row)}: {name} is missing or null, and data.order needs it."
-            f"{suggestion(name, names)} The row has: {listing(names)}."
+            f"{suggestion(name, names)} Give every row a value, or name another column. The row has: {listing(names)}."
         )
     return value
 

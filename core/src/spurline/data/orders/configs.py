@@ -56,8 +56,9 @@ class RewardAdaptiveOrderConfig(OrderConfig):
     """Prompts that some attempts solve and others do not come more often.
 
     A prompt of mean reward p is drawn with a weight that grows with p (1 - p), the variance of its success (sampling
-    for learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried yet count as most worth it. No
-    step takes a prompt twice. `epochs` counts draws: as many as the weighted mixture has prompts.
+    for learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried yet count as most worth it. A
+    step's worth of prompts is drawn at a time, all different. `epochs` counts draws, as many as the mixture has
+    prompts.
     """
 
     adaptive = True

@@ -23,7 +23,7 @@ _DRAWS = 2**33
 
 
 class RewardAdaptiveOrder:
-    """State: what was drawn, four bytes for each draw, and the success of each prompt, eight bytes."""
+    """State: what was drawn, four bytes for each draw, and the success of each prompt, NaN if not drawn."""
 
     def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
         self._config = config
@@ -69,6 +69,9 @@ class RewardAdaptiveOrder:
         # The upper 53 bits, from above 0 to 1 inclusive.
         keys = -np.log(((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53) / weights
         chosen = np.argpartition(keys, self._block - 1)[: self._block]
+        # Until its rewards are known a prompt counts as one that teaches nothing: it is under way, or will never have
+        # any, as its row cannot be used or it was given up.
+        self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
         return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)
 
     def _rewards(self, draw: ScoredDraw) -> Sequence[float]:
