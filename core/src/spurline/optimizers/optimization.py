@@ -1,4 +1,4 @@
-"""How the weights of one model of a run are optimized: its optimizer, the rates it goes at, and what a checkpoint keeps.
+"""How the weights of one model of a run are optimized: its optimizer, the rates of its steps, what a checkpoint keeps.
 
 Place on the way: gradients -> clipping -> `Optimization.step` -> weights. It knows names and parameters, no ranks.
 """
@@ -117,6 +117,6 @@ def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: 
         rate, _ = settings_of(config, name, parameter)
         if groups[id(parameter)]["lr"] != rate:
             raise PluginError(
-                f"optimizer '{config.name}' gives {name} the learning rate {groups[id(parameter)]['lr']}, and the config "
-                f"says {rate}. Its author makes the groups with spurline.optimizers.groups.parameter_groups."
+                f"optimizer '{config.name}' gives {name} the learning rate {groups[id(parameter)]['lr']}, and the "
+                f"config says {rate}. Its author makes the groups with spurline.optimizers.groups.parameter_groups."
             )

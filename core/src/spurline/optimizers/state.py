@@ -126,9 +126,7 @@ def check_state(saved: OptimizerState, name: str, parameters: Mapping[str, Param
         )
 
 
-def put_state(
-    saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups
-) -> None:
+def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> None:
     """Replace the state by what `take_state` gave, bit for bit. `check_state` has found that it fits."""
     optimizer.state.clear()
     for key, value in {**saved.tensors, **saved.values}.items():
@@ -170,7 +168,7 @@ def _is_plain(value: object) -> bool:
 
 def _unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
     return CheckpointWriteError(
-        f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold tensors, "
-        "numbers, texts and None by parameter, and numbers, texts and None in parameter groups. Choose another optimizer, "
-        "or have its author keep such state only."
+        f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
+        "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Choose another "
+        "optimizer, or have its author keep such state only."
     )

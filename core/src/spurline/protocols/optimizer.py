@@ -43,7 +43,9 @@ class ParameterGroup(Section):
             try:
                 re.compile(self.match.removeprefix(REGEX))
             except re.error as error:
-                yield Problem("match", f"is {self.match!r}, and what follows '{REGEX}' is no regular expression: {error}.")
+                yield Problem(
+                    "match", f"is {self.match!r}, and what follows '{REGEX}' is no regular expression: {error}."
+                )
 
 
 class OptimizerConfig(ComponentConfig):
@@ -82,9 +84,9 @@ class Optimizer(Protocol):
     `spurline.optimizers.groups.parameter_groups(config, named_parameters)` makes torch's parameter groups out of the
     settings that all optimizers share. `lr` of a new optimizer's groups is their peak.
 
-    A checkpoint holds `state` by parameter name (tensors and JSON values, bit for bit, without pickle), and those values
-    of the parameter groups that changed since the optimizer was made. Other state is refused when the first checkpoint
-    is written.
+    A checkpoint holds `state` by parameter name (tensors, numbers, texts and None, bit for bit, without pickle), and
+    those values of the parameter groups that changed since the optimizer was made. Other state is refused when the
+    first checkpoint is written.
     """
 
     param_groups: list[dict[str, Any]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spurline.plugins import ComponentRegistrar, Plugin, hookimpl
-from spurline_plugin_template.config import FocalConfig, StepTimesPanelConfig, TemplateConfig
+from spurline_plugin_template.config import FocalConfig, LionConfig, StepTimesPanelConfig, TemplateConfig
 from spurline_plugin_template.step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ PLUGIN = Plugin("plugin_template", api=1, config=TemplateConfig)
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
     registry.add(FocalConfig, "spurline_plugin_template.focal_loss:FocalLoss")
+    registry.add(LionConfig, "spurline_plugin_template.lion:Lion")
     registry.add(StepTimesPanelConfig, "spurline_plugin_template.panel:StepTimesPanel")
 
 
