@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fake_plugins import FakePlugins
 from run_helpers import assert_same_weights, deterministic, read_metrics
+from torch.nn import Parameter
 
 from spurline import Run, load_config
-from spurline.errors import ConfigError
+from spurline.errors import CheckpointError, CheckpointWriteError, ConfigError
+from spurline.optimizers.groups import parameter_groups
+from spurline.optimizers.schedules import WarmedUp
+from spurline.plugins.registry import ComponentRegistrar
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline.protocols.schedule import ScheduleConfig
 from spurline.run.plan import make_plan
 
 GROUPS = [{"match": "*embed*", "learning_rate_scale": 0.1}, {"match": "*norm*", "weight_decay": 0.2}]
 
 
-def in_pieces(config: dict[str, Any], tmp_path: Path) -> None:
+def in_pieces(config: dict[str, Any], tmp_path: Path, available: Any = None) -> None:
     """Train at once, and again from the checkpoints of steps 2 and 4 in run directories of their own."""
     whole = {**config, "run_dir": str(tmp_path / "whole"), "checkpoint": {"every_steps": 2, "keep_last": 9}}
-    Run(load_config(whole)).train()
+    Run(load_config(whole, available=available)).train()
     for start in (2, 4):
         piece = {**whole, "run_dir": str(tmp_path / f"from-{start}")}
-        result = Run(load_config(piece), resume=str(tmp_path / f"whole/checkpoints/step-{start:08d}")).train()
+        result = Run(
+            load_config(piece, available=available), resume=str(tmp_path / f"whole/checkpoints/step-{start:08d}")
+        ).train()
         assert result.status == "finished"
         lines = deterministic(read_metrics(piece["run_dir"]))
         expected = deterministic(read_metrics(whole["run_dir"]))[start:]
@@ -79,5 +90,82 @@ def test_plan_finds_a_pattern_that_fits_no_parameter(base_config: dict[str, Any]
 
 def test_another_optimizer_is_not_resumed(base_config: dict[str, Any]) -> None:
     Run(load_config({**base_config, "steps": 2})).train()
-    with pytest.raises(Exception, match=r"optimizer\.name: 'adamw' -> 'sgd'"):
+    with pytest.raises(CheckpointError, match=r"optimizer\S*: '?adamw'? -> '?sgd'?"):
         Run(load_config({**base_config, "optimizer": {"name": "sgd"}})).train()
+
+
+class HalvingConfig(OptimizerConfig):
+    """A third party's optimizer, which keeps an int and changes its groups."""
+
+    name: str = "halving"
+
+
+class Halving(torch.optim.Optimizer):
+    def __init__(self, config: HalvingConfig, named_parameters: Mapping[str, Parameter]) -> None:
+        super().__init__(parameter_groups(config, named_parameters), {"seen": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["seen"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"] * 2.0 ** -(state["steps"] + group["seen"]))
+
+
+class KeepingConfig(OptimizerConfig):
+    """A third party's optimizer, whose state no checkpoint can hold."""
+
+    name: str = "keeping"
+
+
+class Keeping(Halving):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [parameter.grad]
+
+
+class EveryOtherConfig(ScheduleConfig):
+    """A third party's schedule."""
+
+    name: str = "every_other"
+
+
+class EveryOther(WarmedUp):
+    def after_warmup(self, done: int, steps: int, total: int) -> float:
+        return 1.0 if done % 2 == 0 else 0.25
+
+
+def register(registry: ComponentRegistrar) -> None:
+    registry.add(HalvingConfig, f"{__name__}:Halving")
+    registry.add(KeepingConfig, f"{__name__}:Keeping")
+    registry.add(EveryOtherConfig, f"{__name__}:EveryOther")
+
+
+@pytest.fixture
+def third_party() -> Iterator[FakePlugins]:
+    with FakePlugins() as plugins:
+        plugins.add("own", register=register)
+        yield plugins
+
+
+def test_an_optimizer_and_a_schedule_of_a_third_party_run_and_resume_exactly(
+    base_config: dict[str, Any], tmp_path: Path, third_party: FakePlugins
+) -> None:
+    optimizer = {"name": "halving", "learning_rate": 0.5, "groups": GROUPS}
+    schedule = {"name": "every_other", "warmup_steps": 1}
+    config = {**base_config, "plugins": ["own"], "optimizer": optimizer, "schedule": schedule}
+    in_pieces(config, tmp_path, third_party.available)
+    rates = [line["lr"] for line in read_metrics(tmp_path / "whole")]
+    assert rates == pytest.approx([0.5, 0.5, 0.125, 0.5, 0.125, 0.5])
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_named_at_the_first_checkpoint(
+    base_config: dict[str, Any], third_party: FakePlugins
+) -> None:
+    config = {**base_config, "plugins": ["own"], "optimizer": "keeping"}
+    with pytest.raises(CheckpointWriteError, match=r"optimizer 'keeping' keeps `history` of \S+ as list"):
+        Run(load_config(config, available=third_party.available)).train()
+    assert [line["step"] for line in read_metrics(base_config["run_dir"])] == [1, 2]

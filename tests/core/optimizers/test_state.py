@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -182,6 +183,20 @@ def test_a_tensor_that_parameters_share_can_be_written(tmp_path: Path, model: Pa
     train(backend, range(1))
     backend.save(tmp_path / "saved")
     assert load_file(tmp_path / "saved/optimizer.safetensors")["model.norm.weight/table"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_state_is_put_back_where_it_was_beside_the_parameter_or_on_the_host() -> None:
+    named = {"one": Parameter(torch.empty(4, 3, device="meta"))}
+    running = optimization(torch.optim.SGD, named)
+    running.optimizer.state[named["one"]] = {"step": torch.tensor(2.0), "moment": torch.empty(4, 3, device="meta")}
+    state = running.state()
+    assert state.on_host == ("one/step",)
+    other = {"one": Parameter(torch.empty(4, 3, device="meta"))}
+    resumed = optimization(torch.optim.SGD, other)
+    # What was read from a file lies on the host.
+    resumed.restore(dataclasses.replace(state, tensors={**state.tensors, "one/moment": torch.zeros(4, 3)}))
+    placed = {key: value.device.type for key, value in resumed.optimizer.state[other["one"]].items()}
+    assert placed == {"step": "cpu", "moment": "meta"}
 
 
 class Hoarding(Counting):

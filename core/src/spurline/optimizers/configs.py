@@ -63,8 +63,8 @@ class MuonConfig(AdamWConfig):
     adjust_learning_rate: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which gives
     updates the size of AdamW's, so that AdamW's learning rate and weight decay serve both (Liu et al. 2025,
-    arXiv:2502.16982). `original`: sqrt(max(1, rows / columns)), whose learning rate is about 50 times AdamW's: give the
-    rest a group of its own then."""
+    arXiv:2502.16982). `original`: sqrt(max(1, rows / columns)), whose learning rate is far above AdamW's, such as 0.02:
+    give the rest a group of its own then."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
     """Globs of the names of matrices that AdamW trains: embeddings and the output layer."""
 

@@ -2,6 +2,7 @@
 
 Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and what changed in the parameter groups
 since the optimizer was made, are JSON values beside them. `lr` is not kept: the schedule gives it anew in every step.
+For processes that hold whole parameters; a sharded tensor is no tensor here, and its backend saves it in its own way.
 """
 
 from __future__ import annotations
