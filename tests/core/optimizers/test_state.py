@@ -225,6 +225,10 @@ def in_group(optimizer: Any) -> None:
     optimizer.param_groups[0]["history"] = (1, 2)
 
 
+def under_a_path(optimizer: Any) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["a/b"] = 1
+
+
 class Packed(torch.Tensor):
     """A tensor whose values are not what its memory holds."""
 
@@ -234,6 +238,7 @@ class Packed(torch.Tensor):
     [
         (in_list, "optimizer 'counting' keeps `history` of one as list, which a checkpoint cannot hold"),
         (in_subclass, "keeps `packed` of one as Packed"),
+        (under_a_path, "something of one under the key 'a/b'"),
         (beside_parameters, "keeps state that belongs to no parameter as dict"),
         (in_group, "keeps `history` of a parameter group as tuple"),
     ],

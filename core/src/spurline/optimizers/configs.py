@@ -16,24 +16,27 @@ from spurline.errors import Problem
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.schedule import ScheduleConfig
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), as one fused kernel."""
 
     name: str = "adamw"
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the first and second moment estimates."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
 
 
 class SgdConfig(OptimizerConfig):
-    """Stochastic gradient descent; `weight_decay` is added to the gradient, so momentum sees it."""
+    """Stochastic gradient descent; `weight_decay` is added to the gradient, so momentum sees it.
+
+    It wants a learning rate far above the default, which is AdamW's.
+    """
 
     name: str = "sgd"
-    momentum: Decay = 0.0
+    momentum: Share = 0.0
     """Share of the last step's direction that is kept; 0 keeps no state at all."""
     nesterov: bool = False
     """Look ahead along the momentum."""
@@ -54,7 +57,7 @@ class MuonConfig(AdamWConfig):
     """
 
     name: str = "muon"
-    momentum: Decay = 0.95
+    momentum: Share = 0.95
     """Share of the last step's direction that is kept."""
     nesterov: bool = True
     """Look ahead along the momentum."""

@@ -88,6 +88,8 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
             raise _unsaveable(name, "state that belongs to no parameter", state)
         for key, value in state.items():
             place = f"{owner}/{key}"
+            if not isinstance(key, str) or "/" in key:
+                raise _unsaveable(name, f"something of {owner} under the key {key!r}, not a name without '/',", value)
             if type(value) in (Tensor, Parameter):
                 tensors[place] = value.detach()
                 if value.device.type == "cpu" and parameter.device.type != "cpu":
