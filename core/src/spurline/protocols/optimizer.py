@@ -13,7 +13,7 @@ from spurline.config.section import ComponentConfig, Section
 from spurline.errors import Problem
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
+    from torch import Tensor
 
     from spurline.config.run_config import RunConfig
 
@@ -91,8 +91,11 @@ class Optimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     """Parameters under `params`, and their settings. The run sets `lr` before each step, as `schedule` says."""
-    state: MutableMapping[Parameter, Any]
-    """What is remembered of each parameter, by a name of the optimizer's own."""
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """What is remembered of each parameter: a dict by names of the optimizer's own."""
+        ...
 
     def step(self) -> object:
         """Change the weights by their gradients, which have been clipped. A parameter may have none."""
