@@ -69,6 +69,17 @@ def test_a_critic_takes_the_defaults_of_critics() -> None:
     assert critic["optimizer"]["learning_rate"] == 1e-5
 
 
+def test_a_critic_chooses_its_optimizer_as_the_policy_does() -> None:
+    def chosen(written: Any) -> dict[str, Any]:
+        return load_config({**rollouts(), "critic": {"optimizer": written}}).resolved()["critic"]["optimizer"]
+
+    assert chosen("muon")["name"] == "muon"
+    assert chosen({"name": "sgd", "learning_rate": 0.1, "momentum": 0.9})["momentum"] == 0.9
+    assert chosen({"learning_rate": 3e-5})["name"] == "adamw"
+    with pytest.raises(ConfigError, match=r"critic\.optimizer is 'muno', but no optimizer .*Did you mean 'muon'\?"):
+        chosen("muno")
+
+
 def test_a_critic_counts_its_own_minibatches_in_prompts() -> None:
     critic = {"minibatches": {"prompts_per_minibatch": 4}}
     with pytest.raises(ConfigError, match=r"critic\.minibatches\.prompts_per_minibatch is 4, which does not divide"):

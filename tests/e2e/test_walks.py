@@ -23,13 +23,14 @@ SET_UP = re.compile(
     | spurline/backends/local/checkpoint\.py
     | spurline/model/(device_profile|loading|probe|weights|generation)\.py
     | spurline/trackers/(console|readout)\.py
+    | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py
     | spurline/rl/(health_words|held_out)\.py
     | spurline/data/(tokenizer|file_digest)\.py
     | .*/configs\.py
     | spurline_async_rl/engines/vllm/launch\.py)$""",
     re.VERBOSE,
 )
-"""Config, plugins, building, loading of data's and models' files, checkpoints and the terminal."""
+"""Config, plugins, building, optimizers made and saved, loading of data's and models' files, checkpoints, terminal."""
 
 READING = re.compile(
     r"spurline/data/(hf_dataset|local_files|arrow_rows|rows|formats|messages|chat|encoding|tokenization|token_store)\.py$"
@@ -69,7 +70,7 @@ def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("walk", "most", "change"),
-    [("sft", 30, None), ("rl", 42, dict), ("async", 55, asynchronous)],
+    [("sft", 31, None), ("rl", 43, dict), ("async", 56, asynchronous)],
     ids=["sft", "rl", "async"],
 )
 def test_one_sample_goes_through_files_of_the_tour_alone(

@@ -13,7 +13,9 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import segment_attention
+from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline.protocols.loss import Objective
+from spurline.protocols.optimizer import OptimizerConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -89,6 +91,26 @@ def test_saving_and_loading_continues_with_dropout_on(tmp_path: Path) -> None:
     resumed.load(tmp_path / "saved")
     # Sums by atomic adds make the last digits differ from run to run; another dropout mask would show far above that.
     assert [resumed.update(batch, OBJECTIVE)["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [AdamWConfig(), SgdConfig(momentum=0.9), MuonConfig(), AdamW8BitConfig(smallest=1024)],
+    ids=lambda optimizer: optimizer.name,
+)
+def test_every_optimizer_learns_and_continues_from_its_saved_state(tmp_path: Path, optimizer: OptimizerConfig) -> None:
+    if optimizer.name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
+    folder = write_model_folder(tmp_path / "model", head_dim=16)
+    run = {"optimizer": optimizer.model_copy(update={"learning_rate": 3e-3})}
+    backend, resumed = (local_backend(folder, device="cuda", run=run) for _ in range(2))
+    batch = lay_out(SAMPLES, ROWS)
+    losses = [backend.update(batch, OBJECTIVE)["loss"] for _ in range(10)]
+    assert losses[-1] < losses[0]
+    backend.save(tmp_path / "saved")
+    resumed.load(tmp_path / "saved")
+    expected = [backend.update(batch, OBJECTIVE)["loss"] for _ in range(2)]
+    assert [resumed.update(batch, OBJECTIVE)["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-4)
 
 
 def test_greedy_generation_equals_the_cpu(model: Path) -> None:

@@ -13,8 +13,9 @@ from spurline import load_config
 from spurline.errors import ConfigError
 from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.loss import TokenLossInputs
-from spurline_plugin_template.config import FocalConfig, TemplateConfig
+from spurline_plugin_template.config import FocalConfig, LionConfig, TemplateConfig
 from spurline_plugin_template.focal_loss import FocalLoss
+from spurline_plugin_template.lion import Lion
 from spurline_plugin_template.percentiles import percentile
 from spurline_plugin_template.step_times import FILE_NAME, StepTimes
 
@@ -51,6 +52,26 @@ def test_gradient_is_finite_for_a_token_of_probability_one(gamma: float) -> None
     FocalLoss(FocalConfig(gamma=gamma)).token_loss(inputs(logprobs)).sum().backward()
     assert logprobs.grad is not None
     assert bool(torch.isfinite(logprobs.grad).all())
+
+
+def test_lion_makes_the_papers_steps() -> None:
+    weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
+    lion = Lion(LionConfig(learning_rate=0.1, weight_decay=0.5, betas=(0.9, 0.99)), {"weight": weight})
+    for gradient in ([[1.0, -3.0]], [[-0.02, 0.4]]):
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        lion.step()
+    # First step: sign of the gradient. Second: momenta 0.01 and -0.03 weigh 0.9, the gradients 0.1.
+    first = [1.0 - 0.1 * (1 + 0.5 * 1.0), -2.0 - 0.1 * (-1 + 0.5 * -2.0)]
+    signs = [1, 1]  # 0.9 * 0.01 - 0.1 * 0.02 > 0, 0.9 * -0.03 + 0.1 * 0.4 > 0
+    expected = [value - 0.1 * (sign + 0.5 * value) for value, sign in zip(first, signs, strict=True)]
+    torch.testing.assert_close(weight.detach(), torch.tensor([expected], dtype=torch.float64))
+
+
+def test_config_takes_the_optimizer_with_what_all_optimizers_have() -> None:
+    groups = [{"match": "*embed*", "learning_rate_scale": 0.5}]
+    settings = {**CONFIG, "optimizer": {"name": "lion", "learning_rate": 3e-6, "groups": groups}}
+    chosen = load_config(settings, available=AVAILABLE).config.optimizer
+    assert (chosen.name, chosen.learning_rate, chosen.groups[0].match) == ("lion", 3e-6, "*embed*")
 
 
 def test_config_takes_the_loss_and_the_section() -> None:

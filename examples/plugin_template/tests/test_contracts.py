@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from spurline.testing import LossContract, PluginContract, ReportPanelContract
-from spurline_plugin_template.config import FocalConfig, StepTimesPanelConfig
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import Parameter
+
+from spurline.testing import LossContract, OptimizerContract, PluginContract, ReportPanelContract
+from spurline_plugin_template.config import FocalConfig, LionConfig, StepTimesPanelConfig
 from spurline_plugin_template.focal_loss import FocalLoss
+from spurline_plugin_template.lion import Lion
 from spurline_plugin_template.panel import StepTimesPanel
 
 
@@ -15,6 +21,14 @@ class TestPlugin(PluginContract):
 class TestFocalLoss(LossContract):
     def make_loss(self) -> FocalLoss:
         return FocalLoss(FocalConfig())
+
+
+class TestLion(OptimizerContract):
+    def make_config(self, **settings: Any) -> LionConfig:
+        return LionConfig(**settings)
+
+    def make_optimizer(self, config: LionConfig, named_parameters: Mapping[str, Parameter]) -> Lion:
+        return Lion(config, named_parameters)
 
 
 class TestStepTimesPanel(ReportPanelContract):

@@ -19,8 +19,9 @@ from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.value import ValueLoss
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import KeepDouble
-from spurline.optimizers.configs import AdamWConfig
+from spurline.optimizers.configs import AdamWConfig, MuonConfig
 from spurline.protocols.loss import Objective
+from spurline.protocols.optimizer import OptimizerConfig
 from spurline.update.configs import ByPromptConfig
 
 POLICY = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
@@ -32,8 +33,10 @@ def model(tmp_path: Path) -> Path:
     return write_model_folder(tmp_path / "model")
 
 
-def with_critic(model: Path, warmup_steps: int = 0, **settings: Any) -> LocalBackend:
-    optimizer = AdamWConfig(learning_rate=1e-2)
+def with_critic(
+    model: Path, warmup_steps: int = 0, optimizer: OptimizerConfig | None = None, **settings: Any
+) -> LocalBackend:
+    optimizer = optimizer or AdamWConfig(learning_rate=1e-2)
     critic = CriticConfig(
         loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=warmup_steps
     )
@@ -126,6 +129,21 @@ def test_its_learning_rate_is_constant_after_its_own_warm_up(model: Path) -> Non
     backend.update(batch, POLICY)
     rates = [backend.update(batch, VALUES, role="critic")["lr"] for _ in range(6)]
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+def test_a_critic_with_an_optimizer_of_its_own_learns_and_continues_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    groups = [{"match": "lm_head.weight", "learning_rate_scale": 3}]
+    optimizer = MuonConfig.model_validate({"learning_rate": 3e-3, "groups": groups})
+    backend, resumed = (with_critic(model, optimizer=optimizer) for _ in range(2))
+    _, batch = rollouts()
+    lines = [backend.update(batch, VALUES, role="critic") for _ in range(30)]
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert lines[-1]["lr/groups.0"] == pytest.approx(9e-3)
+    backend.save(tmp_path / "saved")
+    resumed.load(tmp_path / "saved")
+    for role, objective in (("critic", VALUES), ("policy", POLICY)):
+        expected = without_times(backend.update(batch, objective, role=role))
+        assert without_times(resumed.update(batch, objective, role=role)) == expected
 
 
 def test_with_adapters_only_those_and_the_head_are_trained(model: Path) -> None:

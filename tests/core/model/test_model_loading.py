@@ -15,8 +15,8 @@ from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.data.tokenizer import load_tokenizer, pad_token_id
 from spurline.errors import ConfigError, ModelError
 from spurline.losses.configs import ValueLossConfig
-from spurline.optimizers.configs import AdamWConfig
 from spurline.model.configs import LoraConfig
+from spurline.optimizers.configs import AdamWConfig
 from spurline.testing.inputs import write_tiny_model
 from spurline.update.configs import ByPromptConfig
 

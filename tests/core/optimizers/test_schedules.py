@@ -98,7 +98,8 @@ def test_warm_up_steps_take_precedence_over_the_ratio() -> None:
 def test_min_ratio_is_where_the_decay_ends(name: str) -> None:
     schedule = made({"name": name, "min_ratio": 0.1})
     assert [schedule.factor(step, 20) for step in (21, 22, 1000)] == pytest.approx([0.1] * 3)
-    values = factors(name=name, min_ratio=0.1, **({"decay_ratio": 1.0} if name == "wsd" else {}))
+    shape: dict[str, Any] = {"decay_ratio": 1.0} if name == "wsd" else {}
+    values = factors(name=name, min_ratio=0.1, **shape)
     assert values == sorted(values, reverse=True)
     assert 0.1 < values[-1] < 0.16
 

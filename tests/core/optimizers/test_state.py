@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -184,6 +185,20 @@ def test_a_tensor_that_parameters_share_can_be_written(tmp_path: Path, model: Pa
     assert load_file(tmp_path / "saved/optimizer.safetensors")["model.norm.weight/table"].tolist() == [0.0, 1.0, 2.0]
 
 
+def test_state_is_put_back_where_it_was_beside_the_parameter_or_on_the_host() -> None:
+    named = {"one": Parameter(torch.empty(4, 3, device="meta"))}
+    running = optimization(torch.optim.SGD, named)
+    running.optimizer.state[named["one"]] = {"step": torch.tensor(2.0), "moment": torch.empty(4, 3, device="meta")}
+    state = running.state()
+    assert state.on_host == ("one/step",)
+    other = {"one": Parameter(torch.empty(4, 3, device="meta"))}
+    resumed = optimization(torch.optim.SGD, other)
+    # What was read from a file lies on the host.
+    resumed.restore(dataclasses.replace(state, tensors={**state.tensors, "one/moment": torch.zeros(4, 3)}))
+    placed = {key: value.device.type for key, value in resumed.optimizer.state[other["one"]].items()}
+    assert placed == {"step": "cpu", "moment": "meta"}
+
+
 class Hoarding(Counting):
     """Keeps in `keeping` what no checkpoint can hold."""
 
@@ -210,6 +225,10 @@ def in_group(optimizer: Any) -> None:
     optimizer.param_groups[0]["history"] = (1, 2)
 
 
+def under_a_path(optimizer: Any) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["a/b"] = 1
+
+
 class Packed(torch.Tensor):
     """A tensor whose values are not what its memory holds."""
 
@@ -219,6 +238,7 @@ class Packed(torch.Tensor):
     [
         (in_list, "optimizer 'counting' keeps `history` of one as list, which a checkpoint cannot hold"),
         (in_subclass, "keeps `packed` of one as Packed"),
+        (under_a_path, "something of one under the key 'a/b'"),
         (beside_parameters, "keeps state that belongs to no parameter as dict"),
         (in_group, "keeps `history` of a parameter group as tuple"),
     ],

@@ -17,24 +17,27 @@ from spurline.errors import Problem
 from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.schedule import ScheduleConfig
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), as one fused kernel."""
 
     name: str = "adamw"
-    betas: Annotated[tuple[Decay, Decay], OnResume.BY_NAME] = (0.9, 0.95)
+    betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
     """Decay of the first and second moment estimates."""
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
 
 
 class SgdConfig(OptimizerConfig):
-    """Stochastic gradient descent; `weight_decay` is added to the gradient, so momentum sees it."""
+    """Stochastic gradient descent; `weight_decay` is added to the gradient, so momentum sees it.
+
+    It wants a learning rate far above the default, which is AdamW's.
+    """
 
     name: str = "sgd"
-    momentum: Annotated[Decay, OnResume.BY_NAME] = 0.0
+    momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
     """Share of the last step's direction that is kept; 0 keeps no state at all."""
     nesterov: Annotated[bool, OnResume.BY_NAME] = False
     """Look ahead along the momentum."""
@@ -55,7 +58,7 @@ class MuonConfig(AdamWConfig):
     """
 
     name: str = "muon"
-    momentum: Annotated[Decay, OnResume.BY_NAME] = 0.95
+    momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
     """Share of the last step's direction that is kept."""
     nesterov: Annotated[bool, OnResume.BY_NAME] = True
     """Look ahead along the momentum."""
@@ -64,8 +67,8 @@ class MuonConfig(AdamWConfig):
     adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
     """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which gives
     updates the size of AdamW's, so that AdamW's learning rate and weight decay serve both (Liu et al. 2025,
-    arXiv:2502.16982). `original`: sqrt(max(1, rows / columns)), whose learning rate is about 50 times AdamW's: give the
-    rest a group of its own then."""
+    arXiv:2502.16982). `original`: sqrt(max(1, rows / columns)), whose learning rate is far above AdamW's, such as 0.02:
+    give the rest a group of its own then."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
     """Globs of the names of matrices that AdamW trains: embeddings and the output layer."""
 

@@ -30,11 +30,16 @@ def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Par
 
 def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tuple[float, float]:
     """Peak learning rate and weight decay of a parameter; the first group whose pattern fits counts."""
-    group = next((group for group in config.groups if matcher(group)(name)), None)
+    group = group_of(config, name)
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
     if group is None:
         return config.learning_rate, decay
     return group_rate(config, group), decay if group.weight_decay is None else group.weight_decay
+
+
+def group_of(config: OptimizerConfig, name: str) -> ParameterGroup | None:
+    """The first group of the config whose pattern fits this name."""
+    return next((group for group in config.groups if matcher(group)(name)), None)
 
 
 def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:

@@ -35,9 +35,7 @@ class Muon(torch.optim.Optimizer):
             )
         if rest:
             self._inner["adamw"] = make_adamw(config, rest)
-        groups = [
-            {**group, "algorithm": name} for name, inner in self._inner.items() for group in inner.param_groups
-        ]
+        groups = [{**group, "algorithm": name} for name, inner in self._inner.items() for group in inner.param_groups]
         super().__init__(groups, {"lr": config.learning_rate})
 
     @torch.no_grad()

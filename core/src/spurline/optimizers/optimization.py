@@ -1,4 +1,4 @@
-"""How the weights of one model of a run are optimized: its optimizer, the rates it goes at, and what a checkpoint keeps.
+"""How the weights of one model of a run are optimized: its optimizer, the rates of its steps, what a checkpoint keeps.
 
 Place on the way: gradients -> clipping -> `Optimization.step` -> weights. It knows names and parameters, no ranks.
 """
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from spurline.config.run_config import CriticConfig, RunConfig
 from spurline.errors import PluginError
-from spurline.optimizers.groups import check_groups, group_rate, settings_of
+from spurline.optimizers.groups import check_groups, group_of, group_rate
 from spurline.optimizers.state import PEAK, OptimizerState, check_state, group_values, put_state, take_state
 from spurline.plugins.registry import Registry
 from spurline.protocols.optimizer import Optimizer, OptimizerConfig
@@ -47,7 +47,7 @@ class Optimization:
         _check_groups_of(self.optimizer, config, parameters)
         self._made = group_values(self.optimizer)
         for group in self.optimizer.param_groups:
-            group.setdefault(PEAK, group["lr"])
+            group[PEAK] = group["lr"]
 
     def step(self, number: int) -> dict[str, float]:
         """Optimizer step `number`, counted from 1, with the gradients as they are.
@@ -100,7 +100,7 @@ def critic_optimization(critic: CriticConfig, registry: Registry) -> MakeOptimiz
 
 
 def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
-    """What the factory returned is an optimizer of all parameters, at the rates of the config."""
+    """What the factory returned is an optimizer of all parameters, and passes over no group of the config."""
     groups = {
         id(parameter): group
         for group in getattr(optimizer, "param_groups", ())
@@ -114,9 +114,11 @@ def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: 
             f"Left out: {', '.join(left_out[:3]) or 'none'}; others in it: {len(groups.keys() - names.keys())}."
         )
     for name, parameter in parameters.items():
-        rate, _ = settings_of(config, name, parameter)
-        if groups[id(parameter)]["lr"] != rate:
+        group = group_of(config, name)
+        # Rates of its own, by layer for example, are an optimizer's right where nobody has asked for others.
+        rate = None if group is None else group_rate(config, group)
+        if rate is not None and groups[id(parameter)]["lr"] != rate:
             raise PluginError(
-                f"optimizer '{config.name}' gives {name} the learning rate {groups[id(parameter)]['lr']}, and the config "
-                f"says {rate}. Its author makes the groups with spurline.optimizers.groups.parameter_groups."
+                f"optimizer '{config.name}' gives {name} the learning rate {groups[id(parameter)]['lr']}, and the "
+                f"config says {rate}. Its author makes the groups with spurline.optimizers.groups.parameter_groups."
             )

@@ -2,6 +2,7 @@
 
 Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and what changed in the parameter groups
 since the optimizer was made, are JSON values beside them. `lr` is not kept: the schedule gives it anew in every step.
+For processes that hold whole parameters; a sharded tensor is no tensor here, and its backend saves it in its own way.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
             raise _unsaveable(name, "state that belongs to no parameter", state)
         for key, value in state.items():
             place = f"{owner}/{key}"
+            if not isinstance(key, str) or "/" in key:
+                raise _unsaveable(name, f"something of {owner} under the key {key!r}, not a name without '/',", value)
             if type(value) in (Tensor, Parameter):
                 tensors[place] = value.detach()
                 if value.device.type == "cpu" and parameter.device.type != "cpu":
@@ -126,9 +129,7 @@ def check_state(saved: OptimizerState, name: str, parameters: Mapping[str, Param
         )
 
 
-def put_state(
-    saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups
-) -> None:
+def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> None:
     """Replace the state by what `take_state` gave, bit for bit. `check_state` has found that it fits."""
     optimizer.state.clear()
     for key, value in {**saved.tensors, **saved.values}.items():
@@ -170,7 +171,7 @@ def _is_plain(value: object) -> bool:
 
 def _unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
     return CheckpointWriteError(
-        f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold tensors, "
-        "numbers, texts and None by parameter, and numbers, texts and None in parameter groups. Choose another optimizer, "
-        "or have its author keep such state only."
+        f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
+        "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Choose another "
+        "optimizer, or have its author keep such state only."
     )

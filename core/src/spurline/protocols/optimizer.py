@@ -13,7 +13,7 @@ from spurline.config.section import ComponentConfig, OnResume, Section
 from spurline.errors import Problem
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
+    from torch import Tensor
 
     from spurline.config.run_config import RunConfig
 
@@ -84,15 +84,18 @@ class Optimizer(Protocol):
     `spurline.optimizers.groups.parameter_groups(config, named_parameters)` makes torch's parameter groups out of the
     settings that all optimizers share. `lr` of a new optimizer's groups is their peak.
 
-    A checkpoint holds `state` by parameter name (tensors and JSON values, bit for bit, without pickle), and those values
-    of the parameter groups that changed since the optimizer was made. Other state is refused when the first checkpoint
-    is written.
+    A checkpoint holds `state` by parameter name (tensors, numbers, texts and None, bit for bit, without pickle), and
+    those values of the parameter groups that changed since the optimizer was made. Other state is refused when the
+    first checkpoint is written.
     """
 
     param_groups: list[dict[str, Any]]
     """Parameters under `params`, and their settings. The run sets `lr` before each step, as `schedule` says."""
-    state: MutableMapping[Parameter, Any]
-    """What is remembered of each parameter, by a name of the optimizer's own."""
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """What is remembered of each parameter: a dict by names of the optimizer's own."""
+        ...
 
     def step(self) -> object:
         """Change the weights by their gradients, which have been clipped. A parameter may have none."""

@@ -5,7 +5,7 @@ Bounds are in the fields; a docstring below a field is its documentation in erro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.order import OrderConfig
+from spurline.protocols.optimizer import OptimizerConfig, num_values
 from spurline.protocols.report_panel import ReportPanelConfig
 
 
@@ -54,6 +55,17 @@ class FocalConfig(LossConfig):
     name: str = "focal"
     gamma: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     """How fast confident tokens fade; 0 is plain cross-entropy."""
+
+
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al. 2023, arXiv:2302.06675); it wants a third to a tenth of AdamW's learning rate."""
+
+    name: str = "lion"
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
+    """Share of the momentum in a step's direction, and of the momentum that is kept."""
+
+    def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
+        return weight_bytes * num_values(shapes)  # one momentum for each weight, where Adam has two
 
 
 class StepTimesPanelConfig(ReportPanelConfig):

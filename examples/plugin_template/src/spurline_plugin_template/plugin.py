@@ -8,7 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spurline.plugins import ComponentRegistrar, Plugin, hookimpl
-from spurline_plugin_template.config import ByDifficultyConfig, FocalConfig, StepTimesPanelConfig, TemplateConfig
+from spurline_plugin_template.config import (
+    ByDifficultyConfig,
+    FocalConfig,
+    LionConfig,
+    StepTimesPanelConfig,
+    TemplateConfig,
+)
 from spurline_plugin_template.step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ PLUGIN = Plugin("plugin_template", api=1, config=TemplateConfig)
 def register_components(registry: ComponentRegistrar) -> None:
     registry.add(FocalConfig, "spurline_plugin_template.focal_loss:FocalLoss")
     registry.add(ByDifficultyConfig, "spurline_plugin_template.by_difficulty:ByDifficulty")
+    registry.add(LionConfig, "spurline_plugin_template.lion:Lion")
     registry.add(StepTimesPanelConfig, "spurline_plugin_template.panel:StepTimesPanel")
 
 

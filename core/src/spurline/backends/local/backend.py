@@ -1,7 +1,7 @@
 """The local backend: one process trains the whole model, on CPU or one GPU.
 
-Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> optimizer. It is
-the oracle that other backends are compared with. It knows no algorithm: the loss comes with each call.
+Place on the way: mini-batch -> micro-batches -> streams -> logprobs -> loss -> gradients -> clipping -> optimizer. It
+is the oracle that other backends are compared with. It knows no algorithm: the loss comes with each call.
 """
 
 from __future__ import annotations
