@@ -14,8 +14,8 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig
-from spurline.protocols.order import OrderConfig
 from spurline.protocols.optimizer import OptimizerConfig, num_values
+from spurline.protocols.order import OrderConfig
 from spurline.protocols.report_panel import ReportPanelConfig
 
 
