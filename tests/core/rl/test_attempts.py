@@ -16,19 +16,23 @@ from spurline.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline.rl.advantages.configs import GrpoConfig
 from spurline.rl.attempts import Attempts
-from spurline.rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
+from spurline.rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig, SuccessConfig
 from spurline.rl.trajectory import Group, Trajectory, group_returns
 from spurline.testing.environment_contract import ScriptedEngine
 
 PROMPTS: Any = [Prompt(0), Prompt(1)]
 
 
-def make_attempts(behaviour: Behaviour = answer, **source: Any) -> tuple[Attempts, ScriptedEngine]:
+def make_attempts(
+    behaviour: Behaviour = answer, *, held_out_data: Sequence[str] = (), **source: Any
+) -> tuple[Attempts, ScriptedEngine]:
     engine = ScriptedEngine(one_token)
     made = {"rollout_engine": engine, "environment": Scripted(behaviour)}
     registry = SimpleNamespace(create=lambda kind, config, **dependencies: made[kind])
     context: Any = SimpleNamespace(
-        config=SimpleNamespace(seed=0, data=None), host=SimpleNamespace(registry=registry), tokenizer=None
+        config=SimpleNamespace(seed=0, data=SimpleNamespace(eval=held_out_data)),
+        host=SimpleNamespace(registry=registry),
+        tokenizer=None,
     )
     parts = {"environment": EnvironmentConfig(name="any"), "engine": RolloutEngineConfig(name="any")}
     settings = {"prompts_per_step": 2, "samples_per_prompt": 2, "advantage": GrpoConfig(), **source}
@@ -69,6 +73,26 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
     assert [request.sampling for request in engine.requests] == 4 * [
         Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("x",))
     ]
+
+
+async def gives_two_terms(task: Task, policy: PolicyHandle) -> Trajectory:
+    await policy.generate([1, 2])
+    return policy.finish({"right": 1.0, "short": -0.1})
+
+
+def test_training_notices_at_once_that_nothing_says_what_a_held_out_success_is() -> None:
+    attempts, _ = make_attempts(gives_two_terms, held_out_data=["rows.jsonl"])
+    with pytest.raises(ConfigError, match=r"source\.held_out\.success does not say which reward .* right, short"):
+        run(attempts.training.run_groups(PROMPTS))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"held_out_data": ["rows.jsonl"], "held_out": HeldOutConfig(success=SuccessConfig(reward="right"))}],
+)
+def test_several_terms_are_fine_without_held_out_data_and_with_a_named_success(settings: dict[str, Any]) -> None:
+    attempts, _ = make_attempts(gives_two_terms, **settings)
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == pytest.approx([0.9] * 4)
 
 
 CHANGES = [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}]

@@ -103,11 +103,20 @@ _OTHER_NAMES = {
 """What other trainers call a setting -> its name here."""
 
 
+_REPLACED = {
+    "success_reward": (
+        " A success is judged by one named reward, no longer by the weighted sum: write `success: {reward: NAME, "
+        "at_least: 1}`."
+    ),
+}
+"""A setting of earlier versions -> what to write in its place."""
+
+
 def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel]) -> str:
     key = path[-1]
     names = list(owner.model_fields)
     wanted = _OTHER_NAMES.get(key, key)
-    hint = f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names)
+    hint = _REPLACED.get(key, "") or (f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names))
     if not hint:
         found = [place for place in _places_of(wanted, model, "") if place != ".".join(path)]
         # The least nested are the likeliest to be meant.

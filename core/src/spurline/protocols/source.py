@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -34,6 +34,8 @@ class SourceConfig(ComponentConfig):
     kind: ClassVar[str] = "source"
     supplies: ClassVar[Literal["samples", "pairs", "rollouts"]] = "samples"
     """What the rows of its batches are: samples of the data, pairs of answers, or generated turns with advantages."""
+    makes_attempts: ClassVar[bool] = False
+    """Whether its source can make attempts at any prompts with the weights as they are, for evaluations."""
     compares_logprobs: ClassVar[bool] = False
     """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     run_defaults: ClassVar[Mapping[str, str]] = {}
@@ -42,6 +44,11 @@ class SourceConfig(ComponentConfig):
     @property
     def num_prompts(self) -> int | None:
         """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
+        return None
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
         return None
 
     @property

@@ -18,6 +18,7 @@ from spurline.protocols.source import SourceContext
 from spurline.rl.configs import OVERLONG, PromptSourceConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
+from spurline.rl.held_out import deciding_term
 from spurline.rl.policy import EnginePolicy
 from spurline.rl.scoring import overlong_penalty, score
 from spurline.rl.trajectory import Trajectory
@@ -33,6 +34,7 @@ class Attempts:
         run, registry = context.config, context.host.registry
         self._config = config
         self._run_seed = run.seed
+        self._is_evaluated = bool(run.data.eval)
         self.engine: RolloutEngine = registry.create(
             "rollout_engine", config.engine, run=run, tokenizer=context.tokenizer
         )
@@ -89,9 +91,13 @@ class Attempts:
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
         """The trajectory with the weighted sum of its terms on its tokens; `source.overlong` adds a term in training.
 
-        Raises ConfigError when the environment's terms leave no room for that term, besides what `score` raises.
+        Raises ConfigError when the environment's terms leave no room for that term, or do not say what a success is,
+        besides what `score` raises.
         """
         overlong, weights = self._config.overlong, self._config.reward_weights
+        if self._is_evaluated:
+            # The first attempts of training tell what the held-out ones would only after many steps.
+            deciding_term(trajectory.rewards, self._config.held_out.success)
         if overlong is None:
             return score(trajectory, weights)
         if OVERLONG in trajectory.rewards:

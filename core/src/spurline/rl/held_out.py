@@ -1,4 +1,4 @@
-"""Held-out evaluation by rollouts: mean reward, pass@1 and pass@k on the prompts of `data.eval`.
+"""Held-out evaluation by rollouts: mean reward, and pass@1 and pass@k by the reward that says what a success is.
 
 Place on the way: eval datasets -> draws -> attempts with seeds of their own -> returns -> `eval/...` metrics and sample
 trajectories. Seeds depend on the prompt and the attempt alone, so that every evaluation asks for the same.
@@ -7,17 +7,19 @@ trajectories. Seeds depend on the prompt and the attempt alone, so that every ev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from spurline.errors import DataError
+import numpy as np
+
+from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import HeldOutEvaluation
-from spurline.rl.configs import HeldOutConfig
+from spurline.rl.configs import HeldOutConfig, SuccessConfig, several_terms, unknown_term
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 from spurline.rl.group_runner import Outcome
 from spurline.rl.health import all_returns, mean_terms
-from spurline.rl.trajectory import Group, group_returns
+from spurline.rl.trajectory import Group, Trajectory, group_returns, trajectory_return
 
 RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
 
@@ -65,9 +67,33 @@ class RolloutEvaluation(HeldOutEvaluation):
         return metrics, [_sample(group, self._config) for group in groups]
 
 
+def has_passed(trajectory: Trajectory, success: SuccessConfig) -> bool:
+    """Whether the reward that decides reaches its number. trajectory: scored.
+
+    Raises ConfigError when its terms leave open which one that is.
+    """
+    name = deciding_term(trajectory.rewards, success)
+    value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
+    return value >= success.at_least
+
+
+def deciding_term(terms: Collection[str], success: SuccessConfig) -> str | None:
+    """Name of the reward term that decides about success; None where an attempt has rewards of turns alone.
+
+    Raises ConfigError when it is not among the terms of an attempt, or when there are several and none is named.
+    """
+    if success.reward is None and len(terms) > 1:
+        raise ConfigError.at("source.held_out.success", several_terms(terms))
+    if success.reward is not None and success.reward not in terms:
+        raise ConfigError.at("source.held_out.success.reward", unknown_term(success.reward, terms))
+    return success.reward if success.reward is not None else next(iter(terms), None)
+
+
 def _pass_rates(groups: Sequence[Group], count: int, config: HeldOutConfig) -> dict[str, float]:
     """Share of attempts that pass, and of prompts that any attempt passes."""
-    passed = [group_returns(group) >= config.success_reward for group in groups]
+    passed = [
+        np.array([has_passed(trajectory, config.success) for trajectory in group.trajectories]) for group in groups
+    ]
     rates = {"eval/pass@1": float(sum(found.mean() for found in passed)) / count}
     if config.samples_per_prompt > 1:
         rates[f"eval/pass@{config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
@@ -92,5 +118,5 @@ def _sample(group: Group, config: HeldOutConfig) -> dict[str, Any]:
         "reference": info.get("reference"),
         "scores": {name: float(value) for name, value in trajectory.rewards.items()},
         "reward": reward,
-        "passed": reward >= config.success_reward,
+        "passed": has_passed(trajectory, config.success),
     }
