@@ -117,7 +117,7 @@ def several_terms(terms: Collection[str]) -> str:
     """Why a success has to be named, for messages."""
     return (
         "does not say which reward decides whether an attempt has passed, and there are several; their weighted sum "
-        f"says nothing of right or wrong. Set it, such as {{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}."
+        f"says nothing of right or wrong. Set it, as in {{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}."
     )
 
 
