@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from spurline.protocols.reward import RewardConfig
+from spurline.rl.functions import FUNCTION_PATH
 
 
 class ExactMatchConfig(RewardConfig):
@@ -15,15 +16,12 @@ class ExactMatchConfig(RewardConfig):
     """Compare without regard to case."""
 
 
-FUNCTION_PATH = r"^[\w.]+:\w+$"
-
-
 class FunctionRewardConfig(RewardConfig):
     """A Python function called with one argument, the `spurline.protocols.reward.Answer`; may be async."""
 
     name: str = "function"
     path: str = Field(pattern=FUNCTION_PATH)
-    """`module:function`, installed or in the working directory."""
+    """`module:function`, installed or in the working directory, or `path/to/file.py:function`."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Seconds one call may take."""
 
