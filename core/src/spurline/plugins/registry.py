@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spurline.config.section import ComponentConfig
-from spurline.errors import PluginError, SpurlineError, listing, suggestion
+from spurline.errors import PluginError, SpurlineError, listing, misspelling, suggestion
 
 KINDS: dict[str, str] = {
     "dataset": "spurline.protocols.dataset:Dataset",
@@ -115,7 +115,7 @@ class Registry:
         entry = self._entries.get((kind, name))
         if entry is None:
             names = self.names(kind)
-            raise PluginError(f"No {kind} is named '{name}'.{suggestion(name, names)} Available: {listing(names)}.")
+            raise PluginError(f"No {kind} is named '{name}'.{misspelling(name, names)} Available: {listing(names)}.")
         return entry
 
     def names(self, kind: str) -> list[str]:
