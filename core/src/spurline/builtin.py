@@ -83,6 +83,7 @@ _REPORT_PANELS = {
     "reward": "rollouts:RewardPanel",
     "loss": "learning:LossPanel",
     "evaluation": "learning:EvaluationPanel",
+    "preference": "preference:PreferencePanel",
     "groups": "rollouts:GroupsPanel",
     "responses": "rollouts:ResponsesPanel",
     "policy": "policy:PolicyPanel",
