@@ -197,7 +197,9 @@ def _print_result(result: RunResult) -> None:
         typer.echo(f"Nothing to do: the run already finished at step {result.step:,}. Raise steps or epochs to go on.")
     else:
         verb = "Finished" if result.status == "finished" else "Stopped on request"
-        typer.echo(f"{verb} at step {result.step:,}.")
+        typer.echo(f"{verb} at step {result.step:,}{', with warnings:' if result.warnings else '.'}")
+        for warning in result.warnings:
+            typer.echo(f"  - {warning}")
     scores = {name: value for name, value in result.metrics.items() if name.startswith("eval/") and name != "eval/time"}
     if scores:
         typer.echo(

@@ -28,13 +28,7 @@ NAMES = [
     "packing/fill", "packing/rows", "eval/loss", "eval/loss/math", "eval/exact_match", "reward/mean",
 ]  # fmt: skip
 PANELS_OF_OTHER_RUNS = {
-    "HealthPanel",
-    "PreferencePanel",
-    "GroupsPanel",
-    "MismatchPanel",
-    "PolicyPanel",
-    "ResponsesPanel",
-    "RewardPanel",
+    *("GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "PreferencePanel", "ResponsesPanel", "RewardPanel")
 }
 SUPERVISED_PANELS = [name for name in CORE_PANELS if name not in PANELS_OF_OTHER_RUNS]
 

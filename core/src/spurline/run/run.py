@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import NonFiniteLossError, RunFailedError
+from spurline.errors import NonFiniteLossError, RunDirectoryError, RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
@@ -27,7 +27,9 @@ from spurline.run import loop
 from spurline.run.build import build_components, build_update, summarize_run
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.export import export_hf
+from spurline.run.health import findings
 from spurline.run.resume import Resume, find_resume, restore, save_state
+from spurline.trackers.jsonl import read_json_lines
 
 
 @dataclass
@@ -46,6 +48,7 @@ class RunResult:
 
     status: `finished`, or `stopped` by a signal after a checkpoint. metrics: of the last step.
     checkpoint: the newest one. report: the HTML page, if written. signal: what stopped the run, if anything.
+    warnings: what was off and lasted, in sentences; the report also has what passed by.
     """
 
     status: Literal["finished", "stopped"]
@@ -54,6 +57,7 @@ class RunResult:
     checkpoint: Path | None
     report: Path | None
     signal: signal.Signals | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class Run:
@@ -108,7 +112,13 @@ class Run:
                 self._end(error)
             report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
             return RunResult(
-                self._status(), self.state.step, self.state.metrics, self.state.checkpoint, report, self._stop.signal
+                self._status(),
+                self.state.step,
+                self.state.metrics,
+                self.state.checkpoint,
+                report,
+                self._stop.signal,
+                tuple(found["words"] for found in self._files.summary["warnings"] if found["lasts"]),
             )
 
     def _build(self, stack: ExitStack) -> None:
@@ -230,11 +240,21 @@ class Run:
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
         try:
             status = self._status() if error is None else "failed"
+            self._files.summary["warnings"] = self._warnings()
             self._files.finish(status, None if error is None else str(error), self.source.given_up())
-        except OSError as failure:
+        except (OSError, RunDirectoryError) as failure:
             if error is None:
                 raise RunFailedError(f"{self.directory.summary} cannot be written: {failure}.") from failure
             error.add_note(f"{self.directory.summary} could not be written either: {failure}")
+
+    def _warnings(self) -> list[dict[str, Any]]:
+        """What was off at any step, as the report says it."""
+        lines = read_json_lines(self.directory.metrics)
+        steps = [int(line["step"]) for line in lines]
+        return [
+            {"kind": found.kind, "words": f"{found.words} {found.when(steps)}.", "lasts": found.lasts}
+            for found in findings(lines, self.loaded.resolved())
+        ]
 
     def _with_last_checkpoint(self, error: BaseException) -> BaseException:
         """A numerical failure also says what to resume from."""

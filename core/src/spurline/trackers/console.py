@@ -1,7 +1,8 @@
 """Progress of a run on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
-Reads only the metrics it is given; writes to stdout. Always on, next to the JSONL tracker. Steps of reinforcement
-learning show their reward where others show the loss, which tells nothing there, and say in words what is off.
+Reads the metrics it is given, and after a resume those before it; writes to stdout. Always on, next to the JSONL
+tracker. Steps of reinforcement learning show their reward where others show the loss, which tells nothing there. What
+is off is said in words.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from spurline.protocols.tracker import RunInfo
-from spurline.rl.health_words import health_words
+from spurline.run.health import HealthWatch, clip_threshold
 from spurline.trackers.configs import ConsoleTrackerConfig
+from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 from spurline.trackers.readout import Smoothed, clock, quantity, seconds_of_generation, training_seconds
 
 _SEPARATOR = "  "
@@ -40,11 +42,17 @@ class ConsoleTracker:
         self._step_s = Smoothed(span=100)
         self._generated = Smoothed(span=20)
         self._generation_s = Smoothed(span=20)
+        self._health = HealthWatch()
         self._warned_at: dict[str, int] = {}
 
     def start(self, info: RunInfo) -> None:
         """Print the notes on the start, and open the live bar when the output is a terminal."""
         self._total_steps = info.total_steps
+        self._health = HealthWatch(clip_threshold(info.config))
+        if info.resume_step:
+            # What comes is compared with what was, also before a resume.
+            for metrics in read_json_lines(info.run_dir / METRICS_FILE):
+                self._health.judge(int(metrics["step"]), metrics)
         for note in info.notes:
             self._print(note)
         # FORCE_COLOR makes rich take a log file for a terminal; a moving bar belongs on real ones only.
@@ -141,7 +149,7 @@ class ConsoleTracker:
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print what is off, each kind of it at most once in a while."""
-        for kind, words in health_words(metrics).items():
+        for kind, words in self._health.judge(step, metrics).items():
             last = self._warned_at.get(kind)
             if last is None or step - last >= _STEPS_BETWEEN_WARNINGS:
                 self._warned_at[kind] = step
