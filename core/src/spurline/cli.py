@@ -51,6 +51,17 @@ class CommandGroup(typer.core.TyperGroup):
             )
         return typer.main.get_command(entry.load())
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            # Typer would end the process without a word.
+            raise InterruptedRunError(str(stop) or "Interrupted.") from stop
+
+
+class InterruptedRunError(Exception):
+    """Ctrl-C, with what a person should know about it."""
+
 
 app = typer.Typer(
     cls=CommandGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -82,12 +93,16 @@ def train(
     config: ConfigArgument,
     overrides: SetOption = None,
     resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint folder.")] = "auto",
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Let a resume change this setting, e.g. optimizer.learning_rate."),
+    ] = None,
 ) -> None:
     """Train, or continue training, what the config describes."""
     loaded = _load(config, overrides)
     from spurline.run.run import Run
 
-    result = Run(loaded, resume).train()
+    result = Run(loaded, resume, allow_change or ()).train()
     _print_result(result)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
@@ -152,9 +167,7 @@ def report(run_dir: RunDirArgument) -> None:
 def export(
     run_dir: RunDirArgument,
     out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder; default is the latest of the run.")
-    ] = None,
+    checkpoint: Annotated[str, typer.Option(help="latest, best, or the path of a checkpoint folder.")] = "latest",
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
@@ -208,6 +221,8 @@ def _print_result(result: RunResult) -> None:
     for name, path in (("checkpoint", result.checkpoint), ("report", result.report)):
         if path is not None:
             typer.echo(f"  {name}: {path}")
+    if result.status == "stopped":
+        typer.echo(result.go_on)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -224,10 +239,10 @@ def main(arguments: list[str] | None = None) -> None:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         typer.echo(f"Error: {error}{notes}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except InterruptedRunError as stop:
         if debug:
             traceback.print_exc()
-        typer.echo("Interrupted; the last checkpoint stands.", err=True)
+        typer.echo(stop, err=True)
         sys.exit(130)
 
 

@@ -48,6 +48,10 @@ class RunFailedError(SpurlineError):
     """The run itself failed; what had been saved before is intact."""
 
 
+class RunDirectoryLostError(RunFailedError):
+    """The run directory was removed or moved while the run was going on."""
+
+
 class NonFiniteLossError(RunFailedError):
     """The loss or gradient norm became NaN or infinite; names the samples of that step."""
 

@@ -6,6 +6,7 @@ was validated against. Errors list every problem at once, with file, line, key p
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +30,25 @@ class LoadedConfig:
     """A validated configuration.
 
     config: frozen values. host: the loaded plugins. origin: file name for messages.
+    file: where it was read from, None for a mapping. overrides: what was set besides, as given.
     """
 
     config: RunConfig
     host: PluginHost
     origin: str
+    file: Path | None = None
+    overrides: tuple[str, ...] = ()
 
     def resolved(self) -> dict[str, Any]:
         """Every setting, defaults included, as plain JSON-able values."""
         return self.config.model_dump(mode="json")
+
+    def train_command(self, *options: str) -> str | None:
+        """The command line that trains this config, with further options; None when it came from no file."""
+        if self.file is None:
+            return None
+        sets = [word for override in self.overrides for word in ("--set", override)]
+        return shlex.join(["spurline", "train", str(self.file), *sets, *options])
 
 
 def load_config(
@@ -65,7 +76,8 @@ def load_config(
     problems = [] if recorded else list(_cross_field_problems(config))
     if problems:
         raise _config_error(problems, document)
-    return LoadedConfig(config, host, document.origin)
+    file = None if isinstance(source, Mapping) else Path(source)
+    return LoadedConfig(config, host, document.origin, file, tuple(overrides))
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -18,8 +19,10 @@ from spurline.config.section import (
     NamedSection,
     OnResume,
     SchemaOfOneOrMany,
+    SchemaOfShorthand,
     Section,
     as_list,
+    expand_shorthand,
 )
 from spurline.errors import Problem
 from spurline.protocols.backend import BackendConfig
@@ -34,21 +37,21 @@ from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 from spurline.protocols.tracker import TrackerConfig
 
-FREE = OnResume.FREE
-
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and gradient clipping."""
 
-    learning_rate: float = Field(default=2e-5, ge=0, allow_inf_nan=False)
+    learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], OnResume.BY_NAME
+    ] = (0.9, 0.95)
     """Decay of the first and second moment estimates."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay for matrices; biases, norms and other vectors get none."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: Annotated[float | None, OnResume.BY_NAME] = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; null turns clipping off."""
 
 
@@ -90,7 +93,7 @@ class CriticConfig(Section):
     """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     """AdamW settings."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, OnResume.BY_NAME] = Field(default=0, ge=0)
     """Optimizer steps of the critic in which the learning rate rises from zero."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -111,7 +114,7 @@ class ReductionConfig(NamedSection):
     name: Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_norm"] = "token_mean"
     """All tokens, all sequences or all prompts whatever their length; `fixed_norm` divides by a constant instead of by
     how many tokens there are (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
-    length: int | None = Field(default=None, gt=0)
+    length: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """`fixed_norm` only: tokens to divide by for each trajectory, usually the longest response allowed."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -141,7 +144,7 @@ class DataConfig(Section):
 
     train: DatasetList = Field(min_length=1)
     """Training datasets; several are mixed by their weights."""
-    eval: DatasetList = ()
+    eval: Annotated[DatasetList, OnResume.FREE] = ()
     """Held-out datasets, never trained on."""
     train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""
@@ -173,15 +176,65 @@ class ModelConfig(Section):
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
 
 
+_LOWER_IS_BETTER = {"loss", "nll", "perplexity", "ppl", "kl", "error", "failed"}
+
+
+class KeepBestConfig(Section):
+    """The measure of the best checkpoint; a bare string is short for its `metric`."""
+
+    metric: str = Field(min_length=1)
+    """Metric of the held-out evaluation, such as `eval/loss` or `eval/exact_match`."""
+    mode: Literal["max", "min"] | None = None
+    """Which is better, more or less; null takes less for losses, perplexity, KL and errors, more for all others."""
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether a smaller value is better, as `mode` or the words of the metric's name say."""
+        if self.mode is not None:
+            return self.mode == "min"
+        return not _LOWER_IS_BETTER.isdisjoint(self.metric.replace("_", "/").split("/"))
+
+
 class CheckpointConfig(Section):
     """When to save, and what to keep."""
 
-    every_steps: Annotated[int | None, FREE] = Field(default=None, gt=0)
-    """Save each time this many steps are done; null saves only at the end and on SIGINT or SIGTERM."""
-    keep_last: Annotated[int, FREE] = Field(default=2, ge=1)
+    every_minutes: float | None = Field(default=15.0, gt=0, allow_inf_nan=False)
+    """Save after the step in which this many minutes have passed since the last checkpoint; null does not."""
+    every_steps: int | None = Field(default=None, gt=0)
+    """Also save each time this many steps are done. The end of a run and SIGINT or SIGTERM always save."""
+    keep_last: int = Field(default=2, ge=1)
     """Complete checkpoints to keep; older ones are removed after a newer one is safe."""
-    export_hf: Annotated[bool, FREE] = False
+    keep_best: Annotated[
+        KeepBestConfig | None,
+        BeforeValidator(partial(expand_shorthand, setting="metric")),
+        SchemaOfShorthand(None),
+    ] = None
+    """Also keep the checkpoint whose evaluation was the best so far by this metric; each better one is saved."""
+    export_hf: bool = False
     """Also write a Hugging Face folder to RUN_DIR/model when training ends."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.keep_best is None:
+            return
+        metric = self.keep_best.metric
+        if not metric.startswith("eval/"):
+            yield Problem(
+                "keep_best.metric",
+                f"is {metric}, which is no metric of the held-out evaluation: their names begin with eval/, such as "
+                "eval/loss. Choose one of these.",
+            )
+        if not run.data.eval:
+            yield Problem(
+                "keep_best",
+                f"goes by {metric}, but nothing is evaluated: `data.eval` is empty. Set data.eval and "
+                "evaluation.every_steps, or remove keep_best.",
+            )
+        elif run.evaluation.every_steps is None:
+            yield Problem(
+                "keep_best",
+                f"goes by {metric}, but the run evaluates only once, at its end. Set evaluation.every_steps, or remove "
+                "keep_best.",
+            )
 
 
 class GenerationEvalConfig(Section):
@@ -231,9 +284,9 @@ class ReportConfig(Section):
 class RunConfig(Section):
     """One training run: the whole configuration file."""
 
-    plugins: tuple[str, ...] = ()
+    plugins: Annotated[tuple[str, ...], OnResume.BY_NAME] = ()
     """Plugins to enable, in the order their hooks are called."""
-    run_dir: Annotated[Path, FREE] = Path("runs/default")
+    run_dir: Annotated[Path, OnResume.FREE] = Path("runs/default")
     """Folder for metrics, checkpoints and the report; one run at a time."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, data order, dropout and sampling."""
@@ -249,11 +302,11 @@ class RunConfig(Section):
     """Passes over the mixed training data; rounded up to whole batches, the last of which wraps into the next epoch."""
     source: Annotated[SourceConfig, Component("source")]
     """Where batches come from."""
-    tokenization: Annotated[TokenizationConfig, Component("tokenization")]
+    tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]
     """How rows become tokens."""
-    collator: Annotated[CollatorConfig, Component("collator")]
+    collator: Annotated[CollatorConfig, Component("collator"), OnResume.TO_ROUNDING]
     """How samples are laid out in a batch."""
-    prefetch: Annotated[PrefetchConfig, Component("prefetch")]
+    prefetch: Annotated[PrefetchConfig, Component("prefetch"), OnResume.FREE]
     """When batches are built: on demand, or ahead of need."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into optimizer steps."""
@@ -263,19 +316,19 @@ class RunConfig(Section):
     """Which losses of an optimizer step count the same: all tokens, or all samples whatever their length."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW settings."""
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: Annotated[ScheduleConfig, OnResume.BY_NAME] = ScheduleConfig()
     """Learning-rate schedule."""
     critic: CriticConfig | None = None
     """The critic of an advantage that needs one, `gae`; null for none."""
     backend: Annotated[BackendConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: Annotated[EvaluationConfig, OnResume.FREE] = EvaluationConfig()
     """Held-out evaluation."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     """Saving."""
-    trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], FREE] = ()
+    trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()
     """Where metrics go besides RUN_DIR/metrics.jsonl and the terminal."""
-    report: Annotated[ReportConfig, FREE] = ReportConfig()
+    report: Annotated[ReportConfig, OnResume.FREE] = ReportConfig()
     """The HTML report."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:

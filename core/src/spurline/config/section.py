@@ -72,12 +72,23 @@ class Component:
 
 
 class OnResume(Enum):
-    """Mark a field that may differ between a checkpoint and the run that resumes it; all others must be equal."""
+    """Mark of a field: whether a run that continues a checkpoint may change it, as in `Annotated[int, OnResume.FREE]`.
+
+    A mark also holds for what is below the field, down to one with a mark of its own; below FREE all is free. A field
+    without any is REFUSED: only its author knows that a change would still train the same model on the same data.
+    """
 
     FREE = "free"
-    """Paths and logging: no influence on the trained weights."""
-    MAY_GROW = "may_grow"
-    """Step and epoch counts: a longer run may continue a shorter one."""
+    """What is trained does not depend on it: paths, logging, evaluation, memory, time-outs."""
+    TO_ROUNDING = "to rounding"
+    """It changes the order of a sum, not what is summed: micro-batches, layout, kernels. Without dropout, whose random
+    numbers depend on the layout, the run goes on equal to rounding, and not bit for bit."""
+    MAY_GROW = "may grow"
+    """Step and epoch counts: a longer run may continue a shorter one; any other change is one BY_NAME."""
+    BY_NAME = "by name"
+    """A hyper-parameter: the same model and data, trained otherwise from here on. Needs `--allow-change KEY`."""
+    REFUSED = "refused"
+    """It decides what is trained on, or which model it is."""
 
 
 BARE = "(as written)"

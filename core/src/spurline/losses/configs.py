@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
-from spurline.config.section import Section
+from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.correction import CorrectionConfig
 from spurline.protocols.loss import LossConfig, TrainsOn
@@ -32,14 +32,14 @@ class DpoConfig(LossConfig):
     trains_on: ClassVar[TrainsOn] = "pairs"
 
     name: str = "dpo"
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    beta: Annotated[float, OnResume.BY_NAME] = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Strength of the tie to the reference model, the model as it was before training."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Of the margin between both answers: DPO's own; squared distance (IPO, arXiv:2310.12036); hinge (SLiC,
     arXiv:2305.10425)."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
     """With `sigmoid`: share of pairs taken to be labelled the wrong way round (conservative DPO, Mitchell 2023)."""
-    sft_weight: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen answer's mean negative log-likelihood (RPO, Pang et al. 2024, arXiv:2404.19733)."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -70,11 +70,11 @@ class PolicyLossConfig(LossConfig):
 
     trains_on: ClassVar[TrainsOn] = "advantages"
 
-    kl: KlConfig = KlConfig()
+    kl: Annotated[KlConfig, OnResume.BY_NAME] = KlConfig()
     """KL penalty in the loss."""
-    entropy_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    entropy_coefficient: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the bonus for entropy of the next-token distribution."""
-    entropy_metric: bool = True
+    entropy_metric: Annotated[bool, OnResume.FREE] = True
     """Report `policy/entropy` also without a bonus; costs a second pass over the logits."""
 
 
@@ -82,7 +82,7 @@ class PolicyGradientConfig(PolicyLossConfig):
     """-A log p, the plain policy gradient (REINFORCE, Williams 1992)."""
 
     name: str = "policy_gradient"
-    importance_ratio: bool = False
+    importance_ratio: Annotated[bool, OnResume.BY_NAME] = False
     """Weigh by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
 
 
@@ -90,11 +90,11 @@ class PpoConfig(PolicyLossConfig):
     """Clipped probability ratio per token (PPO, Schulman et al. 2017, arXiv:1707.06347)."""
 
     name: str = "ppo"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_low: Annotated[float, OnResume.BY_NAME] = Field(default=0.2, gt=0, lt=1)
     """Lowest ratio is 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0, allow_inf_nan=False)
+    clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
     """Highest ratio is 1 + clip_high; 0.28 is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476)."""
-    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    dual_clip: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=1, allow_inf_nan=False)
     """Bound the loss of tokens with negative advantage at this ratio, usually 3 (Ye et al. 2020, arXiv:1912.09729)."""
 
 
@@ -102,9 +102,9 @@ class GspoConfig(PolicyLossConfig):
     """Clipped ratio per sequence (GSPO, Zheng et al. 2025, arXiv:2507.18071); meant for `reduction: sequence_mean`."""
 
     name: str = "gspo"
-    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    clip_low: Annotated[float, OnResume.BY_NAME] = Field(default=3e-4, gt=0, lt=1)
     """Lowest sequence ratio is 1 - clip_low."""
-    clip_high: float = Field(default=4e-4, gt=0, allow_inf_nan=False)
+    clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=4e-4, gt=0, allow_inf_nan=False)
     """Highest sequence ratio is 1 + clip_high."""
 
 
@@ -112,9 +112,9 @@ class CispoConfig(PolicyLossConfig):
     """Policy gradient weighted by a clipped, constant ratio (CISPO, MiniMax 2025, arXiv:2506.13585)."""
 
     name: str = "cispo"
-    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    clip_low: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0, lt=1)
     """Lowest weight is 1 - clip_low; null sets no lower bound, as the paper does."""
-    clip_high: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=4.0, gt=0, allow_inf_nan=False)
     """Highest weight is 1 + clip_high; 4 gives the cap of 5 within the range of ScaleRL (arXiv:2510.13786)."""
 
 
@@ -122,9 +122,9 @@ class SapoConfig(PolicyLossConfig):
     """A soft gate on the ratio instead of a clip (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
 
     name: str = "sapo"
-    tau_positive: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    tau_positive: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Temperature of the gate for tokens with positive advantage."""
-    tau_negative: float = Field(default=1.05, gt=0, allow_inf_nan=False)
+    tau_negative: Annotated[float, OnResume.BY_NAME] = Field(default=1.05, gt=0, allow_inf_nan=False)
     """Temperature for the others; higher closes the gate earlier."""
 
 
@@ -134,7 +134,7 @@ class ValueLossConfig(LossConfig):
     trains_on: ClassVar[TrainsOn] = "returns"
 
     name: str = "value"
-    clip: float | None = Field(default=0.2, gt=0, allow_inf_nan=False)
+    clip: Annotated[float | None, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
     """How far a value may move from the one before the update until its error stops counting; null is no limit."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:

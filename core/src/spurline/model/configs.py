@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from spurline.config.section import Section
+from spurline.config.section import OnResume, Section
 
 
 class LoraConfig(Section):
@@ -16,7 +16,7 @@ class LoraConfig(Section):
     """Rank of the update matrices."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale of the update is alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Module names to adapt."""

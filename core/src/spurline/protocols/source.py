@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem
-from spurline.protocols.stateful import refuse_other_data
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,6 +112,9 @@ class BatchSource(ABC):
     total_steps: int
     """Loop steps of the whole run."""
 
+    records: ClassVar[tuple[str, ...]] = ()
+    """Names of what it writes in the run directory; set aside with the metrics when a run begins again."""
+
     pure: bool = False
     """True when `build(step)` is a pure function of (config, step), so that it may run ahead on another thread."""
 
@@ -160,28 +162,17 @@ class BatchSource(ABC):
 class HeldOutEvaluation(ABC):
     """Measures a backend on held-out data. Draws no random numbers that training could miss."""
 
-    other_data: ClassVar[str]
-    """What a person reads when a resume finds other held-out data than the checkpoint was evaluated on."""
-
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
         """JSON-able facts about the data; see `spurline.data.token_store`."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes when the held-out data does."""
+        """Changes when the held-out data does; a resume then says that scores before and after do not compare."""
 
     @abstractmethod
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics, whose names begin with `eval/`, and sample answers: prompt, response, reference and scores."""
-
-    def state_dict(self) -> dict[str, object]:
-        """What a resume must find again: the held-out data."""
-        return {"data": self.fingerprint()}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Compare with the data of the checkpoint. Raises CheckpointError when they differ."""
-        refuse_other_data(state, self.fingerprint(), self.other_data)
 
 
 class Samples(Protocol):

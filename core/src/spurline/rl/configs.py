@@ -130,11 +130,11 @@ def unknown_term(reward: str, terms: Collection[str]) -> str:
 class FaultsConfig(Section):
     """What happens when an environment or reward fails."""
 
-    retries: int = Field(default=2, ge=0)
+    retries: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
     """Further attempts at a rollout that failed or ran out of time."""
-    attempt_timeout_s: float = Field(default=600.0, gt=0)
+    attempt_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=600.0, gt=0)
     """Seconds one attempt may take."""
-    max_quarantined: int = Field(default=16, ge=0)
+    max_quarantined: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
     """Different prompts that may be given up in the whole run before it stops; bad rows are no part of these."""
 
 
@@ -152,35 +152,35 @@ class PromptSourceConfig(SourceConfig):
     """Rollouts of each prompt: its group."""
     environment: Annotated[EnvironmentConfig, Component("environment")]
     """How a prompt becomes a rewarded trajectory."""
-    engine: Annotated[RolloutEngineConfig, Component("rollout_engine")]
+    engine: Annotated[RolloutEngineConfig, Component("rollout_engine"), OnResume.BY_NAME]
     """What generates."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: Annotated[SamplingConfig, OnResume.BY_NAME] = SamplingConfig()
     """How tokens are drawn."""
-    reward_weights: dict[str, float] = {}
+    reward_weights: Annotated[dict[str, float], OnResume.BY_NAME] = {}
     """Weight of each reward term; 1 where none is given."""
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """How rewards become advantages."""
-    advantage_scope: Literal["batch", "minibatch"] = "batch"
+    advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
     """What an advantage that normalises over more than a group normalises over."""
-    correction: Annotated[CorrectionConfig, Component("correction")] | None = None
+    correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Weights against a mismatch between the distributions that sampled and that train; null for none."""
-    turns: Literal["separate", "merged"] = "separate"
+    turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
     """A training row per turn (step-wise training), or one row for all turns of an attempt in which each goes on from
     the tokens of the last; others keep a row per turn."""
-    zero_variance: Literal["keep", "refill"] = "keep"
+    zero_variance: Annotated[Literal["keep", "refill"], OnResume.BY_NAME] = "keep"
     """Groups whose rewards are all equal have no gradient: train on them, or filter them and draw further prompts
     (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
-    max_draws_per_step: int | None = Field(default=None, gt=0)
+    max_draws_per_step: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """Prompts that one step may draw, those given up or filtered included; null is 8 x prompts_per_step."""
-    overlong: OverlongConfig | None = None
+    overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Take reward from responses that come close to the limit."""
-    kl_in_reward: KlInRewardConfig | None = None
+    kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Take reward from tokens that leave the reference model."""
     faults: FaultsConfig = FaultsConfig()
     """Retries and limits."""
-    held_out: HeldOutConfig = HeldOutConfig()
+    held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()
     """Evaluation."""
-    max_concurrent: Annotated[int, OnResume.FREE] = Field(default=256, gt=0)
+    max_concurrent: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Attempts under way at the same time. An attempt's time limit runs while it waits for the engine, so this should
     not be far above what the engine decodes together."""
 

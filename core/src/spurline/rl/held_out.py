@@ -27,11 +27,6 @@ RunHeldOut = Callable[[Sequence[Draw]], Sequence[Outcome]]
 class RolloutEvaluation(HeldOutEvaluation):
     """Evaluates on held-out prompts. run: makes the attempts at prompts with the weights as they are, and waits."""
 
-    other_data = (
-        "The held-out prompts are not what the checkpoint was evaluated on, so its scores could not be compared. "
-        "Restore them, or start anew with another run_dir."
-    )
-
     def __init__(self, config: HeldOutConfig, prompts: PromptDraws, run: RunHeldOut) -> None:
         self._config = config
         self._prompts = prompts

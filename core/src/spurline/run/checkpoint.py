@@ -2,14 +2,15 @@
 
 A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
-    manifest.json       format, version, step, config, distribution versions, size and XXH3 digest of every other file
+    manifest.json       format, version, step, config, distribution versions, the history of changed settings, the best
+                        evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file
     backend/            what the backend wrote: model, optimizer, scheduler, RNG states
-    components/         state of the source, mini-batches, loss, evaluation and trackers that keep some
+    components/         state of the source, mini-batches, loss and trackers that keep some
 
 It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
-name it, for people and scripts. The state of a component is nested dicts and lists of JSON values and numpy arrays:
-NAME.json holds the structure and refers to the arrays (tokens and logprobs of finished rollouts, say), which
-NAME.safetensors holds.
+name it, for people and scripts; `best` names the one whose evaluation was the best, where one is kept. The state of a
+component is nested dicts and lists of JSON values and numpy arrays: NAME.json holds the structure and refers to the
+arrays (tokens and logprobs of finished rollouts, say), which NAME.safetensors holds.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError
+from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError, listing
 from spurline.files import give_default_permissions, sync_file, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+"""File that names the newest checkpoint."""
+BEST = "best"
+"""File that names the checkpoint with the best evaluation."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,14 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def save(self, step: int, write: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
+    def save(self, step: int, write: Callable[[Path], None], facts: Mapping[str, Any], best: int | None = None) -> Path:
         """Write one checkpoint and make it the latest.
 
-        write: fills the folder it is given. facts: `config` and `versions` for the manifest.
+        write: fills the folder it is given. facts: `config`, `versions` and more for the manifest.
+        best: step of the checkpoint that `best` names from then on.
         Raises CheckpointWriteError when the disk refuses; earlier checkpoints are intact then.
         """
-        final = self.root / f"step-{step:08d}"
+        final = self._folder(step)
         temporary = self.root / f".writing-{final.name}-{os.getpid()}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -87,6 +92,7 @@ class CheckpointStore:
             temporary.rename(final)
             sync_file(self.root)
             write_text(self.root / LATEST, final.name + "\n")
+            self.point_to_best(best)
         except (OSError, CheckpointWriteError) as error:
             raise CheckpointWriteError(self._write_failure(step, error)) from error
         finally:
@@ -94,11 +100,20 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
 
-    def prune(self, keep_last: int) -> None:
-        """Remove all but the newest `keep_last` checkpoints, and superseded ones whose steps are trained again."""
+    def point_to_best(self, step: int | None) -> None:
+        """Let the file `best` name the checkpoint of this step; None removes it."""
+        if step is None:
+            (self.root / BEST).unlink(missing_ok=True)
+        elif not (self.root / BEST).exists() or self._named(BEST) != self._folder(step):
+            write_text(self.root / BEST, self._folder(step).name + "\n")
+
+    def prune(self, keep_last: int, best: int | None = None) -> None:
+        """Remove all but the newest `keep_last` checkpoints and that of step `best`, and superseded ones whose steps
+        are trained again."""
         paths = self.paths()
         for path in paths[:-keep_last]:
-            self._remove(path)
+            if best is None or path != self._folder(best):
+                self._remove(path)
         for path in self.root.glob("superseded-step-*"):
             if paths and path.name.removeprefix("superseded-") <= paths[-1].name:
                 self._remove(path)
@@ -111,7 +126,7 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove what killed processes left half written or half removed."""
-        for pattern in (".writing-*", ".removing-*", f".{LATEST}.*.tmp"):
+        for pattern in (".writing-*", ".removing-*", f".{LATEST}.*.tmp", f".{BEST}.*.tmp"):
             for path in self.root.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -144,6 +159,28 @@ class CheckpointStore:
             return open_checkpoint(candidates[-1])
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self._offer(candidates[:-1])}") from error
+
+    def chosen(self, choice: str | Path | None) -> Checkpoint:
+        """The checkpoint that `latest` (or None), `best` or the path of a folder means. Raises CheckpointError."""
+        if choice is None or choice == LATEST:
+            latest = self.latest()
+            if latest is None:
+                raise CheckpointError(f"{self.root.parent} has no checkpoint. Train it first: spurline train.")
+            return latest
+        if choice != BEST:
+            return open_checkpoint(Path(choice))
+        if not (self.root / BEST).exists():
+            raise CheckpointError(
+                f"{self.root.parent} has no best checkpoint: train with checkpoint.keep_best, or choose another one. "
+                f"Checkpoints: {listing(path.name for path in self.paths())}."
+            )
+        return open_checkpoint(self._named(BEST))
+
+    def _folder(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+    def _named(self, pointer: str) -> Path:
+        return self.root / (self.root / pointer).read_text(encoding="utf-8").strip()
 
     def _offer(self, paths: Sequence[Path]) -> str:
         for path in reversed(paths):

@@ -10,11 +10,12 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 from spurline.data.token_store import describe
-from spurline.errors import RunDirectoryError
+from spurline.errors import RunDirectoryError, RunDirectoryLostError
 from spurline.files import write_json
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
@@ -32,6 +33,7 @@ class RunDirectory:
         self.eval_samples = path / "eval_samples.jsonl"
         self.exported_model = path / "model"
         self._lock: IO[str] | None = None
+        self._folder: int | None = None
 
     def open(self) -> None:
         """Create the folder and lock it. Raises RunDirectoryError when another process holds it."""
@@ -55,6 +57,39 @@ class RunDirectory:
         lock.write(str(os.getpid()))
         lock.flush()
         self._lock = lock
+        # Held open, its number on the disk cannot go to a folder that is made in its place.
+        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def check_present(self) -> None:
+        """Raise RunDirectoryLostError when the folder that was opened is no longer at its path."""
+        assert self._folder is not None, f"{self.path} is not open"
+        own = os.fstat(self._folder)
+        try:
+            there = self.path.stat()
+        except OSError as error:
+            raise RunDirectoryLostError(_lost(self.path, error.strerror or str(error))) from error
+        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+            raise RunDirectoryLostError(_lost(self.path, "another folder is in its place"))
+
+    def set_aside_earlier(self, more: Sequence[str]) -> str | None:
+        """Move what an attempt without a checkpoint left into a folder `before-N`; returns a note on it, if any.
+
+        more: names of further entries of the folder that belong to its record.
+        """
+        steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
+        if steps == 0:
+            return None
+        number = next(number for number in count(1) if not (self.path / f"before-{number}").exists())
+        target = self.path / f"before-{number}"
+        target.mkdir()
+        own = (self.metrics, self.eval_samples, self.config, self.summary, self.report)
+        for name in (*(path.name for path in own), *more):
+            if (self.path / name).exists():
+                (self.path / name).rename(target / name)
+        return (
+            f"{self.path} has {steps:,} steps of an earlier attempt and no checkpoint, so the run starts again. "
+            f"What that attempt left is kept in {target}."
+        )
 
     def is_in_use(self) -> bool:
         """Whether a run, in this or another process, holds the lock now."""
@@ -72,6 +107,13 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
+
+
+def _lost(path: Path, why: str) -> str:
+    return f"run_dir {path} was removed or moved while the run was going on ({why})."
 
 
 def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
@@ -117,7 +159,7 @@ class RunRecordFiles:
         return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
     def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:
-        """Mark the run as finished, stopped or failed. given_up: a line for each prompt that was left out."""
+        """Mark the run as finished, stopped, interrupted or failed. given_up: a line for each prompt left out."""
         if given_up:
             self.summary["given_up"] = list(given_up)
         self._write_status(status, error)

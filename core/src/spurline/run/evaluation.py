@@ -36,11 +36,6 @@ from spurline.update.update import with_reference_logprobs
 class Evaluation(HeldOutEvaluation):
     """Evaluates a backend on the config's `data.eval`. samples: how that data is read, when not one sample per row."""
 
-    other_data = (
-        "The held-out data is not what the checkpoint was evaluated on, so its scores could not be compared. "
-        "Restore it, or start anew with another run_dir."
-    )
-
     def __init__(self, context: SourceContext, loss: Loss, samples: Samples | None = None) -> None:
         run = context.config
         self._loss = loss

@@ -14,11 +14,11 @@ from transformers import AutoConfig, GenerationConfig
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
-from spurline.errors import CheckpointError, RunFailedError, UserError
+from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_backend
-from spurline.run.checkpoint import CheckpointStore, open_checkpoint
+from spurline.run.checkpoint import CheckpointStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,16 +90,13 @@ def _generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase)
     return config
 
 
-def export_run(loaded: LoadedConfig, out: Path, checkpoint: Path | None = None) -> Path:
-    """Export a checkpoint of a run: the given folder, or the latest one of the config's run_dir.
+def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None) -> Path:
+    """Export a checkpoint of a run: the given folder, or `best` or `latest` (the default) of the config's run_dir.
 
     Raises CheckpointError when there is none or it is damaged.
     """
     check_free(out)
-    store = CheckpointStore(loaded.config.run_dir / "checkpoints")
-    found = open_checkpoint(checkpoint) if checkpoint is not None else store.latest()
-    if found is None:
-        raise CheckpointError(f"{loaded.config.run_dir} has no checkpoint to export. Train it first: spurline train.")
+    found = CheckpointStore(loaded.config.run_dir / "checkpoints").chosen(checkpoint)
     with ExitStack() as stack:
         backend = build_backend(loaded, stack, total_updates=1)
         backend.load(found.path / "backend")

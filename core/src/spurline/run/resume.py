@@ -1,18 +1,22 @@
-"""Save the state of a run in a checkpoint, and decide whether and from where a run continues."""
+"""Save the state of a run in a checkpoint, and decide whether and from where a run continues.
+
+Which settings may differ from those of the checkpoint is decided in `spurline.run.changes`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spurline.config.compare import differences
 from spurline.config.loading import LoadedConfig
 from spurline.errors import CheckpointError, RunDirectoryError
 from spurline.protocols.stateful import Stateful
+from spurline.run.best import BestSoFar
 from spurline.run.build import Components
+from spurline.run.changes import PermittedChanges, ResumeRequest
 from spurline.run.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, read_state, write_state
 from spurline.run.directory import RunDirectory
 
@@ -22,11 +26,13 @@ class Resume:
     """Where a run continues.
 
     checkpoint: None for a new run. notes: what a person should know about it. foreign: it is another run's checkpoint.
+    history: changes of settings since the run began, as `{step, key, before, now}`: from the step after `step` on.
     """
 
     checkpoint: Checkpoint | None
     notes: tuple[str, ...] = ()
     foreign: bool = False
+    history: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def pending(self) -> Mapping[str, float] | None:
@@ -34,30 +40,35 @@ class Resume:
         return None if self.checkpoint is None else self.checkpoint.manifest.get("pending_evaluation")
 
 
-def find_resume(directory: RunDirectory, loaded: LoadedConfig, choice: str) -> Resume:
-    """Resolve `--resume`.
+def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRequest) -> Resume:
+    """Decide where a run continues.
 
-    choice: `auto`, `never` or the path of a checkpoint folder.
-    Raises CheckpointError for a damaged or foreign checkpoint and for a config that would change the run, naming every
-    changed field; RunDirectoryError when `never` meets a directory that has checkpoints.
+    Raises CheckpointError for a damaged or foreign checkpoint and for a config that would change the run in a way that
+    nobody asked for, naming every such setting and how to go on; RunDirectoryError when `never` meets a directory that
+    has checkpoints.
     """
     store = CheckpointStore(directory.checkpoints)
     store.clean()
-    if choice == "never":
-        if store.paths():
-            raise RunDirectoryError(
-                f"run_dir {directory.path} already has checkpoints up to {store.paths()[-1].name}, and --resume never "
-                "starts anew. Choose another run_dir, or move this one away."
+    if request.choice == "never" and store.paths():
+        raise RunDirectoryError(
+            f"run_dir {directory.path} already has checkpoints up to {store.paths()[-1].name}, and --resume never "
+            "starts anew. Choose another run_dir, or move this one away."
+        )
+    checkpoint = None
+    if request.choice != "never":
+        checkpoint = store.latest() if request.choice == "auto" else _chosen(Path(request.choice))
+    if checkpoint is None:
+        if request.allow_change:
+            raise CheckpointError(
+                f"--allow-change {request.allow_change[0]}: this run begins, so there is no checkpoint whose settings "
+                "could differ. Leave it out, or give the checkpoint with --resume."
             )
         return Resume(None)
-    checkpoint = store.latest() if choice == "auto" else _chosen(Path(choice))
-    if checkpoint is None:
-        return Resume(None)
     foreign = _is_foreign(checkpoint, directory)
-    notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step})."]
-    notes += _check_config(checkpoint, loaded)
+    changes = PermittedChanges(checkpoint, loaded, request)
+    notes = [f"Resuming from {checkpoint.path} (step {checkpoint.step}).", *changes.notes()]
     notes += _check_versions(checkpoint, loaded)
-    return Resume(checkpoint, tuple(notes), foreign)
+    return Resume(checkpoint, tuple(notes), foreign, changes.history())
 
 
 def _chosen(path: Path) -> Checkpoint:
@@ -81,20 +92,6 @@ def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
     return not own
 
 
-def _check_config(checkpoint: Checkpoint, loaded: LoadedConfig) -> list[str]:
-    changed = differences(checkpoint.config, loaded.config)
-    refused = [change for change in changed if not change.allowed]
-    if refused:
-        lines = "\n".join(f"  {change}" for change in refused)
-        raise CheckpointError(
-            f"{loaded.origin}: the config differs from the one of {checkpoint.path} in settings that change the run:\n"
-            f"{lines}\nSet them back to continue this run, or choose another run_dir to start a new one. "
-            "`run_dir`, dataset paths, trackers, the report, checkpoint rhythm, and larger `steps` or `epochs` may "
-            "change."
-        )
-    return [f"Changed since the checkpoint: {change}." for change in changed]
-
-
 def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[str]:
     saved = checkpoint.manifest.get("versions", {})
     for name, version in loaded.host.versions().items():
@@ -102,17 +99,27 @@ def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[st
             yield f"Version differs: {name} {saved.get(name, '(absent)')} saved the checkpoint, {version} resumes it."
 
 
-def save_state(
-    step: int,
-    components: Components,
-    loaded: LoadedConfig,
-    directory: RunDirectory,
-    pending: Mapping[str, float] | None = None,
-) -> Path:
-    """Write the checkpoint of this step and remove those beyond `checkpoint.keep_last`.
+@dataclass(frozen=True)
+class RunRecord:
+    """What a manifest says of a run besides its settings.
 
-    pending: the step's metrics, when its evaluation is still to come.
+    history: as of `Resume`. best: the best evaluation so far. pending: the step's metrics, when its evaluation is still
+    to come.
     """
+
+    history: Sequence[Mapping[str, Any]] = ()
+    best: BestSoFar = field(default_factory=lambda: BestSoFar(None))
+    pending: Mapping[str, float] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        known = {"history": list(self.history), "best": self.best.facts(), "pending_evaluation": self.pending}
+        return {name: value for name, value in known.items() if value}
+
+
+def save_state(
+    step: int, components: Components, loaded: LoadedConfig, directory: RunDirectory, record: RunRecord
+) -> Path:
+    """Write the checkpoint of this step; remove those beyond `checkpoint.keep_last` but for the best."""
 
     def write(folder: Path) -> None:
         (folder / "backend").mkdir()
@@ -121,15 +128,15 @@ def save_state(
             write_state(folder / "components" / name, component.state_dict())
 
     store = CheckpointStore(directory.checkpoints)
-    facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions()}
-    if pending is not None:
-        facts["pending_evaluation"] = dict(pending)
-    path = store.save(step, write, facts)
-    store.prune(loaded.config.checkpoint.keep_last)
+    facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **record.facts()}
+    if components.data.evaluation is not None:
+        facts["held_out"] = components.data.evaluation.fingerprint()
+    path = store.save(step, write, facts, record.best.step)
+    store.prune(loaded.config.checkpoint.keep_last, record.best.step)
     return path
 
 
-def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> list[str]:
+def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig, best: BestSoFar) -> list[str]:
     """Put every component back into the state of the checkpoint. Raises CheckpointError when one does not fit.
 
     Only then are later checkpoints of the same run set aside, whose steps will be trained again; returns notes on them.
@@ -147,8 +154,25 @@ def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig
             ) from None
         component.load_state_dict(state)
     components.backend.load(checkpoint.path / "backend")
-    moved = CheckpointStore(loaded.config.run_dir / "checkpoints").set_aside_after(checkpoint.step)
-    return notes + [f"Set aside, since its steps are trained again: {path}." for path in moved]
+    store = CheckpointStore(loaded.config.run_dir / "checkpoints")
+    moved = store.set_aside_after(checkpoint.step)
+    notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]
+    notes += _compare_held_out(checkpoint, components, best, store)
+    store.point_to_best(best.step)
+    return notes
+
+
+def _compare_held_out(
+    checkpoint: Checkpoint, components: Components, best: BestSoFar, store: CheckpointStore
+) -> list[str]:
+    """Held-out data may change, as nothing is trained on it; scores before and after do not compare then."""
+    before = checkpoint.manifest.get("held_out")
+    now = None if components.data.evaluation is None else components.data.evaluation.fingerprint()
+    notes: list[str] = []
+    if before is not None and now is not None and before != now:
+        notes.append("The held-out data is not that of the checkpoint: scores before and after do not compare.")
+    kept = {int(path.name.removeprefix("step-")) for path in store.paths()}
+    return notes + best.restore(checkpoint.manifest.get("best"), kept, same_data=before == now)
 
 
 def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:
@@ -158,7 +182,6 @@ def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[st
         ("source", config.source.name, data.source),
         ("minibatches", config.minibatches.name, data.minibatches),
         ("loss", config.loss.name, data.loss),
-        ("evaluation", "data", data.evaluation),
         *(("tracker", name, tracker) for name, tracker in components.trackers.items()),
     ]
     for kind, name, component in named:

@@ -1,15 +1,17 @@
 """One run from config to result: builds the components, restores a checkpoint, trains, writes the record.
 
 `Run(load_config("run.yaml")).train()` is the whole Python API; the command line does the same. SIGINT and SIGTERM ask a
-run to stop after the step it is in; a second one stops it at once.
+run to stop after the step it is in, which is said at once; a second one stops it at once.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -17,18 +19,21 @@ from typing import Any, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import NonFiniteLossError, RunDirectoryError, RunFailedError
+from spurline.errors import NonFiniteLossError, RunDirectoryError, RunDirectoryLostError, RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
 from spurline.protocols.tracker import RunInfo
 from spurline.report.page import write_run_report
 from spurline.run import loop
+from spurline.run.best import BestSoFar
 from spurline.run.build import build_components, build_update, summarize_run
+from spurline.run.changes import ResumeRequest
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.export import export_hf
 from spurline.run.health import findings
-from spurline.run.resume import Resume, find_resume, restore, save_state
+from spurline.run.rescue import rescue
+from spurline.run.resume import Resume, RunRecord, find_resume, restore, save_state
 from spurline.trackers.jsonl import read_json_lines
 
 
@@ -49,6 +54,7 @@ class RunResult:
     status: `finished`, or `stopped` by a signal after a checkpoint. metrics: of the last step.
     checkpoint: the newest one. report: the HTML page, if written. signal: what stopped the run, if anything.
     warnings: what was off and lasted, in sentences; the report also has what passed by.
+    go_on: how to continue a stopped run, as a sentence.
     """
 
     status: Literal["finished", "stopped"]
@@ -57,6 +63,7 @@ class RunResult:
     checkpoint: Path | None
     report: Path | None
     signal: signal.Signals | None = None
+    go_on: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -64,23 +71,28 @@ class Run:
     """One training run. `source`, `backend` and `batches` exist while `train` runs; hooks get the run as an argument.
 
     resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that has
-    one; anything else is the path of a checkpoint folder.
+    one; anything else is the path of a checkpoint folder. allow_change: settings that may differ from the checkpoint's
+    although they change how the run trains, such as `optimizer.learning_rate`; each such change is kept in its history.
     """
 
     source: BatchSource
     backend: Backend
     batches: Prefetch
 
-    def __init__(self, loaded: LoadedConfig, resume: str = "auto") -> None:
+    def __init__(self, loaded: LoadedConfig, resume: str = "auto", allow_change: Sequence[str] = ()) -> None:
         self.loaded = loaded
         self.config = loaded.config
         self.hooks = loaded.host.hooks
         self.directory = RunDirectory(loaded.config.run_dir)
         self.state = RunState()
-        self._resume = resume
+        self._request = ResumeRequest(resume, tuple(allow_change))
         self._resumed = Resume(None)
         self._notes: list[str] = []
-        self._stop = StopRequest()
+        self._best = BestSoFar(loaded.config.checkpoint.keep_best)
+        self._saved_at = time.monotonic()
+        self._has_saved = False
+        self._step_under_way: int | None = None
+        self._stop = StopRequest(self._words_on_stop)
 
     def train(self) -> RunResult:
         """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact.
@@ -90,8 +102,13 @@ class Run:
         with ExitStack() as stack:
             self.directory.open()
             stack.callback(self.directory.close)
-            self._build(stack)
+            try:
+                self._build(stack)
+            except KeyboardInterrupt:
+                text = f"Interrupted before training began; nothing in {self.directory.path} has changed."
+                raise KeyboardInterrupt(f"{text} {self._go_on()}") from None
             stack.enter_context(self._stop)
+            self._saved_at = time.monotonic()
             error: BaseException | None = None
             try:
                 self._start_trackers(stack)
@@ -103,8 +120,9 @@ class Run:
                     # A stop was asked for after the last step had its chance to save.
                     self._save(self.state.step)
                 self._export_if_finished()
+                self.directory.check_present()
             except BaseException as raised:
-                error = self._with_last_checkpoint(raised)
+                error = self._explained(raised)
                 if error is raised:
                     raise
                 raise error from raised
@@ -118,21 +136,25 @@ class Run:
                 self.state.checkpoint,
                 report,
                 self._stop.signal,
+                self._go_on(),
                 tuple(found["words"] for found in self._files.summary["warnings"] if found["lasts"]),
             )
 
     def _build(self, stack: ExitStack) -> None:
-        resume = self._resumed = find_resume(self.directory, self.loaded, self._resume)
+        resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
         components = self._components = build_components(self.loaded, stack)
         self.source, self.backend = components.data.source, components.backend
         self._notes = [*resume.notes]
         if resume.checkpoint is not None:
-            self._notes += restore(resume.checkpoint, components, self.loaded)
+            self._notes += restore(resume.checkpoint, components, self.loaded, self._best)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
+        elif note := self.directory.set_aside_earlier(self.source.records):
+            self._notes.append(note)
         update = build_update(components, self.loaded)
         self.loaded.host.attach(update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
-        self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded))
+        history = {"history": list(resume.history)} if resume.history else {}
+        self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded) | history)
         self._files.start(self.loaded.resolved(), self.state.step)
 
     def _start_trackers(self, stack: ExitStack) -> None:
@@ -170,7 +192,9 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to train, 1-based, until the last one or a stop signal."""
         while self.state.step < self.source.total_steps and not self._stop:
-            yield self.state.step + 1
+            self._step_under_way = self.state.step + 1
+            yield self._step_under_way
+            self._step_under_way = None
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Evaluation metrics when this step is due for one, else nothing.
@@ -183,6 +207,7 @@ class Run:
             return {}
         try:
             scores, samples = evaluation.evaluate(self.backend)
+            self._best.observe(step, scores)
         except Exception as error:
             self._save_before_evaluation(step, metrics, error)
             raise
@@ -202,20 +227,25 @@ class Run:
         """Mark the step as done and send its metrics to every tracker."""
         self.state.step = step
         self.state.metrics = dict(metrics)
+        self.directory.check_present()
         for tracker in self._components.trackers.values():
             tracker.log(step, self.state.metrics)
 
     def maybe_checkpoint(self, step: int) -> None:
-        """Save when this step is due for it, is the last one, or a stop was asked for."""
-        if self._stop or self._is_due(step, self.config.checkpoint.every_steps):
+        """Save when steps or minutes say so, after the last step and the best one so far, and before a stop."""
+        minutes = self.config.checkpoint.every_minutes
+        is_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        if self._stop or is_time or self._best.step == step or self._is_due(step, self.config.checkpoint.every_steps):
             self._save(step)
 
     def _save(self, step: int, pending: Mapping[str, float] | None = None) -> None:
         """pending: metrics of this step, when its evaluation and metrics line are still to come."""
+        self.directory.check_present()
         for tracker in self._components.trackers.values():
             tracker.flush()
-        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, pending)
-        self.state.saved_step = step
+        record = RunRecord(self._resumed.history, self._best, pending)
+        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, record)
+        self.state.saved_step, self._saved_at, self._has_saved = step, time.monotonic(), True
         self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
 
     def _is_due(self, step: int, every: int | None) -> bool:
@@ -239,7 +269,8 @@ class Run:
                 raise
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
         try:
-            status = self._status() if error is None else "failed"
+            failed = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            status = self._status() if error is None else failed
             self._files.summary["warnings"] = self._warnings()
             self._files.finish(status, None if error is None else str(error), self.source.given_up())
         except (OSError, RunDirectoryError) as failure:
@@ -256,23 +287,68 @@ class Run:
             for found in findings(lines, self.loaded.resolved())
         ]
 
-    def _with_last_checkpoint(self, error: BaseException) -> BaseException:
-        """A numerical failure also says what to resume from."""
-        if not isinstance(error, NonFiniteLossError):
-            return error
+    def _explained(self, error: BaseException) -> BaseException:
+        """What ended the run, with what is left of it and how to go on."""
+        if isinstance(error, RunDirectoryLostError):
+            return self._rescued(error)
         kept = self.state.checkpoint
-        where = f"The last good checkpoint is {kept}." if kept else "There was no checkpoint before it."
-        return NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")
+        if isinstance(error, KeyboardInterrupt):
+            where = f"The last checkpoint is {kept}." if kept else "There is no checkpoint."
+            return KeyboardInterrupt(f"Stopped at once, after step {self.state.step:,}. {where} {self._go_on()}")
+        if isinstance(error, NonFiniteLossError):
+            where = f"The last good checkpoint is {kept}." if kept else "There was no checkpoint before it."
+            return NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")
+        return error
+
+    def _rescued(self, error: RunDirectoryLostError) -> RunDirectoryLostError:
+        """Save the last finished step elsewhere, and go on with the record of the run there."""
+        step = self.state.step
+        if step == 0:
+            return RunDirectoryLostError(f"{error} No step was finished yet, so nothing is lost. {self._go_on()}")
+
+        def save(directory: RunDirectory) -> None:
+            record = RunRecord(self._resumed.history)
+            self.state.checkpoint = save_state(step, self._components, self.loaded, directory, record)
+            files = RunRecordFiles(directory, self._files.summary)
+            files.start(self.loaded.resolved() | {"run_dir": str(directory.path)}, step)
+            self._files = files
+
+        directory, failures = rescue(self.directory.path, step, save)
+        told = [str(error), *failures]
+        if directory is None:
+            told.append(f"Step {step:,} could not be saved anywhere.")
+        else:
+            command = self.loaded.train_command("--set", f"run_dir={directory.path}")
+            how = f"Go on with: {command}" if command is not None else "Train the same config with that run_dir."
+            told.append(f"Step {step:,} is saved in {directory.path}; metrics before it are gone. {how}")
+        return RunDirectoryLostError(" ".join(told))
+
+    def _go_on(self) -> str:
+        """How to continue from what is saved by now. The checkpoints of this run know what it was allowed to change."""
+        options = [] if self._has_saved else self._request.options()
+        command = self.loaded.train_command(*options)
+        return f"Go on with: {command}" if command is not None else "Train the same config again to go on."
+
+    def _words_on_stop(self) -> str:
+        step = self._step_under_way
+        if step is not None:
+            return f"Finishing step {step:,} and saving"
+        done = self.state.step >= self.source.total_steps
+        return "Finishing and saving" if done else f"Stopping before step {self.state.step + 1:,}"
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Set while a run is to end after its current step. Signals are caught only inside `with` on the main thread."""
+    """Set while a run is to end after its current step. Signals are caught only inside `with` on the main thread.
 
-    def __init__(self) -> None:
+    words: what the run does about it, as the beginning of a sentence; said as soon as a signal arrives.
+    """
+
+    def __init__(self, words: Callable[[], str]) -> None:
         self.signal: signal.Signals | None = None
+        self._words = words
         self._previous: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
@@ -292,3 +368,9 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
         self.signal = signal.Signals(number)
+        again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
+        # On a terminal `^C` stands on the line. Not through sys.stderr, in whose own work this may have come.
+        begin = "\n" if os.isatty(2) else ""
+        # The run ends in order also when nobody reads its messages.
+        with suppress(OSError):
+            os.write(2, f"{begin}{self._words()}; {again}.\n".encode())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 from pydantic import Field
 
 from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.minibatches import MiniBatchesConfig
 
@@ -24,9 +26,9 @@ class ByPromptConfig(MiniBatchesConfig):
     """Cut a batch of rollouts into optimizer steps of whole prompts."""
 
     name: str = "by_prompt"
-    prompts_per_minibatch: int | None = Field(default=None, gt=0)
+    prompts_per_minibatch: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """Prompts in one optimizer step; null takes all of the step's."""
-    update_epochs: int = Field(default=1, gt=0)
+    update_epochs: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Passes over the batch."""
 
     def minibatch_prompts(self, prompts_per_step: int) -> int:

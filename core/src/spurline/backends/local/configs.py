@@ -22,25 +22,25 @@ class LocalBackendConfig(BackendConfig):
     lends_model: ClassVar[bool] = True
 
     name: str = "local"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """`auto` takes the GPU when there is one."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
     """`bf16` keeps fp32 weights and computes under autocast; `fp64` is for numerical tests."""
-    rows_per_microbatch: int | None = Field(default=None, gt=0)
+    rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
-    max_tokens_per_microbatch: int | None = Field(default=None, gt=0)
+    max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Or fill each micro-batch with whole rows up to this many tokens, padding not counted."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    compile: bool = False
+    compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run the decoder through torch.compile."""
-    logits_chunk_tokens: int = Field(default=4096, gt=0)
+    logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions whose logits exist at the same time."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
-    num_threads: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
+    num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads; null leaves torch's choice."""
-    probe: bool = True
+    probe: Annotated[bool, OnResume.FREE] = True
     """Check at start-up that packed rows and chunked logits are exact for this model."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:

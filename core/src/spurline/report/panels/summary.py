@@ -104,14 +104,19 @@ class HealthPanel(Panel):
 
 
 class ConfigPanel(Panel):
-    """Every setting of the run, defaults included, as a tree that can be folded; and the versions of what ran."""
+    """Every setting of the run, defaults included, as a tree that can be folded; those that a resume changed on the
+    way, in the order in which they were; and the versions of what ran."""
 
     title = "Configuration"
 
     def render(self, record: RunRecord) -> str | None:
         """None when the run recorded neither settings nor versions."""
         versions = record.summary.get("versions") or {}
+        history = record.summary.get("history") or []
         fragments: list[str] = []
+        if history:
+            entries = "".join(f"<li>{text(_change(entry))}</li>" for entry in history)
+            fragments.append(f"<h3>Changed on the way</h3><ul>{entries}</ul>")
         if record.config:
             scalars = {key: value for key, value in record.config.items() if not _is_nested(value)}
             nested = [_section(key, value) for key, value in record.config.items() if _is_nested(value)]
@@ -120,6 +125,16 @@ class ConfigPanel(Panel):
         if versions:
             fragments.append(f'<h3>Versions</h3><div class="settings versions">{_entries(versions)}</div>')
         return block(*fragments, wide=True) if fragments else None
+
+
+def _change(entry: Mapping[str, Any]) -> str:
+    before, now = (_scalar(_whole(entry[side])) for side in ("before", "now"))
+    return f"after step {entry['step']:,}: {entry['key']}: {before} -> {now}"
+
+
+def _whole(value: Any) -> Any:
+    """A component that was replaced as a whole by its name."""
+    return value.get("name", value) if isinstance(value, Mapping) else value
 
 
 def _section(name: str, value: Any) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.section import OnResume
 from spurline.protocols.advantage import AdvantageConfig
 
 
@@ -21,9 +22,9 @@ class GrpoConfig(GroupAdvantageConfig):
     """Return minus the group's mean, over the group's standard deviation (Shao et al. 2024, arXiv:2402.03300)."""
 
     name: str = "grpo"
-    normalize_std: bool = True
+    normalize_std: Annotated[bool, OnResume.BY_NAME] = True
     """Divide by the group's sample standard deviation."""
-    eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""
 
     @property
@@ -51,7 +52,7 @@ class MaxRlConfig(GroupAdvantageConfig):
     """Return minus the group's mean, over that mean; for rewards >= 0 (Tajwar et al. 2026, arXiv:2602.02710)."""
 
     name: str = "maxrl"
-    eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the mean."""
 
     @property
@@ -63,11 +64,11 @@ class ReinforcePlusPlusConfig(AdvantageConfig):
     """Baseline first, then normalised over all samples together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
 
     name: str = "reinforce_pp"
-    baseline: Literal["group", "batch"] = "group"
+    baseline: Annotated[Literal["group", "batch"], OnResume.BY_NAME] = "group"
     """Subtract the mean of the prompt's samples, or the mean over all tokens of their discounted returns."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
     """Discount per token; used with `baseline: batch`."""
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""
 
     @property
@@ -82,11 +83,11 @@ class GaeConfig(AdvantageConfig):
     goes_with = "loss: ppo and critic: {}"
 
     name: str = "gae"
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
-    lam: float = Field(default=0.95, ge=0, le=1)
+    lam: Annotated[float, OnResume.BY_NAME] = Field(default=0.95, ge=0, le=1)
     """Decay of later temporal differences: 0 trusts the critic alone, 1 the rewards alone."""
-    normalize: bool = True
+    normalize: Annotated[bool, OnResume.BY_NAME] = True
     """Give the advantages of all trained tokens together mean 0 and standard deviation 1."""
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""

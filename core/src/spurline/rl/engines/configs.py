@@ -19,14 +19,14 @@ class InProcessEngineConfig(RolloutEngineConfig):
     deterministic: bool = False
     """Make a request's tokens and logprobs independent of its neighbours, bit for bit; slower. Otherwise requests that
     are decoded together change each other's logprobs by about 1e-6."""
-    max_batch: int = Field(default=256, gt=0)
+    max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses decoded together; further requests wait."""
-    max_cache_tokens: int = Field(default=262_144, gt=0)
+    max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
     """Tokens the KV cache may hold: responses decoded together, times the longest of them with its prompt. A request
     that exceeds this alone is decoded alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one decode step, or loading the model, may take; whole responses are limited by whoever asks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """Where the engine's own copy of the model is; a model shared with the backend stays where it is."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""

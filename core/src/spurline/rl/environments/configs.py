@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from spurline.config.section import OnResume
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.reward import RewardTable
@@ -53,11 +54,11 @@ class ToolsConfig(RewardedEnvironmentConfig):
     )
     """Functions by the name the model calls them with: `module:function`, `path/to/file.py:function`, or the built-in
     `calculator`."""
-    max_turns: int = Field(default=8, gt=0)
+    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
     """Turns the model may take, the answer included."""
-    tool_timeout_s: float = Field(default=10.0, gt=0)
+    tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
     """Seconds a call may take; then the model is told so."""
-    failed_call_reward: float = Field(default=0.0, allow_inf_nan=False)
+    failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
     """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
     history: Literal["exact", "retokenize"] = "exact"
     """`exact`: each turn's prompt goes on from the tokens of the last; a chat template that rewrites history is an

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from spurline.config.section import OnResume
 from spurline.protocols.reward import RewardConfig
 from spurline.rl.functions import FUNCTION_PATH
 
@@ -22,7 +25,7 @@ class FunctionRewardConfig(RewardConfig):
     name: str = "function"
     path: str = Field(pattern=FUNCTION_PATH)
     """`module:function`, installed or in the working directory, or `path/to/file.py:function`."""
-    timeout_s: float = Field(default=30.0, gt=0)
+    timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
 
 
@@ -30,9 +33,9 @@ class MathVerifyConfig(RewardConfig):
     """1 when the response and the reference are the same mathematically; needs `pip install spurline[math]`."""
 
     name: str = "math_verify"
-    timeout_s: float = Field(default=5.0, gt=0)
+    timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=5.0, gt=0)
     """Seconds one comparison may take; an answer that takes longer counts as wrong."""
-    workers: int = Field(default=1, gt=0)
+    workers: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
     """Processes that compare."""
 
 

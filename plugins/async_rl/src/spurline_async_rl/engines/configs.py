@@ -49,15 +49,15 @@ class ChildProcessEngineConfig(PoolConfig):
     name: str = "child_process"
     deterministic: bool = False
     """As of engine `in_process`."""
-    max_batch: int = Field(default=256, gt=0)
+    max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """As of engine `in_process`."""
-    max_cache_tokens: int = Field(default=262_144, gt=0)
+    max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
     """As of engine `in_process`."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """Where the engines' copies of the model are."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """As of engine `in_process`."""
-    num_threads: Annotated[int | None, OnResume.FREE] = Field(default=1, gt=0)
+    num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """CPU threads of each engine; null leaves torch's choice."""
 
 
@@ -93,19 +93,19 @@ class VllmEngineConfig(PoolConfig):
     holds."""
     gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory that an engine may take. Lower it where the trainer uses the same GPUs."""
-    tensor_parallel_size: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
+    tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """GPUs that one engine spreads its model over."""
-    enforce_eager: Annotated[bool | None, OnResume.FREE] = None
+    enforce_eager: Annotated[bool | None, OnResume.TO_ROUNDING] = None
     """Do not compile the model or capture CUDA graphs; null does so on GPUs only."""
-    max_num_seqs: Annotated[int, OnResume.FREE] = Field(default=256, gt=0)
+    max_num_seqs: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses that one engine decodes together; further requests wait."""
     kv_cache_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
     """GiB of keys and values an engine may hold; null is what `gpu_memory_utilization` leaves, on CPUs 4."""
-    enable_prefix_caching: Annotated[bool, OnResume.FREE] = True
+    enable_prefix_caching: Annotated[bool, OnResume.TO_ROUNDING] = True
     """Read the prompt of a group, or the turns before, once. Nothing is shared between versions of the weights."""
-    cpu_threads: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
+    cpu_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Threads of an engine without a GPU; null is one less than the cores shared among the engines, at least 1."""
-    engine_args: Annotated[dict[str, Any], OnResume.FREE] = {}
+    engine_args: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
     """Further engine arguments of vLLM, by their Python names, such as `{max_num_batched_tokens: 8192}`; they take
     precedence over everything above."""
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()

@@ -40,7 +40,7 @@ class HarnessConfig(EnvironmentConfig):
     ignore_sampling: bool = False
     """Leave out of account what a request says of temperature, top_p, top_k, penalties and seed, instead of refusing it
     where the run samples differently."""
-    max_turns: int = Field(default=128, gt=0)
+    max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
     """Turns of the model that one attempt may ask for; further requests are refused."""
     model_name: Annotated[str, OnResume.FREE] = Field(default="policy", min_length=1)
     """The model that `/v1/models` lists; requests may name any."""

@@ -239,19 +239,26 @@ class Scheduler:
             "left_out": self._num_used_up(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
         """Go on after the last batch taken, with the weights made from it. Groups that were under way are pending
-        again, before any further draw: what they had generated is gone."""
+        again, before any further draw: what they had generated is gone. So are finished ones without `keep_groups`,
+        as (1) need not hold for them under other limits than those they were admitted with."""
         assert not self.num_drawn, f"restored into a scheduler that has run: {self}"
         states = np.array(state["ledger"]["states"], np.int32)
+        buffered, fillers = state["buffered"], state["fillers"]
+        num_given_up = int(state["left_out"]) - len(fillers)
         states[states == State.RUNNING] = State.PENDING
+        if not keep_groups:
+            states[states == State.BUFFERED] = State.PENDING
+            states[fillers] = State.PENDING
+            buffered, fillers = [], []
         self.num_drawn = len(states)
         self._states = np.concatenate([states, np.zeros(max(1024, len(states)), np.int32)])
         self.version = self.taken = max(0, int(states.max(initial=0)))
         self._pending = deque(self.in_state(State.PENDING))
-        self._buffered = {int(draw): int(version) for draw, version in state["buffered"]}
-        self._filtered = [int(draw) for draw in state["fillers"]]
-        self._num_given_up = int(state["left_out"]) - len(self._filtered)
+        self._buffered = {int(draw): int(version) for draw, version in buffered}
+        self._filtered = [int(draw) for draw in fillers]
+        self._num_given_up = num_given_up
         self.check()
 
     def check(self) -> None:

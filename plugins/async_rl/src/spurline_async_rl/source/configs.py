@@ -5,7 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,22 +24,22 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     """Generate while the model trains."""
 
     name: str = "async_rollouts"
-    max_staleness: int = Field(default=2, ge=0)
+    max_staleness: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
     """Updates of the model that may lie between the weights a token came from and those that are trained on it. A step
     is one update here, however many optimizer steps it has. 0 is synchronous training."""
     max_concurrent_groups: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
     """Groups under way at the same time, at most prompts_per_step x (max_staleness + 1). Fewer are finished sooner each
     and wait less for the slowest; more keep the engines busier; `spurline simulate` shows the trade. null is all of
     prompts_per_step at max_staleness 0, and a quarter of it otherwise."""
-    order: Literal["fifo", "window"] = "window"
+    order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
     """`window`: train on what is finished, a group overtaking another only where that cannot make it too old. `fifo`:
     train in the order of the draws, so that which groups make a batch does not depend on time."""
-    at_bound: Literal["wait", "mask"] = "wait"
+    at_bound: Annotated[Literal["wait", "mask"], OnResume.BY_NAME] = "wait"
     """Where taking what is finished would make other groups too old: wait for them, or take it, and later `mask` their
     tokens over the bound, which get no loss and are counted. `mask` needs order: window."""
-    publish_every: int = Field(default=1, gt=0)
+    publish_every: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Steps between two publishes of the weights; at most max_staleness + 1."""
-    weight_sync: Annotated[WeightSyncConfig, Component("weight_sync")] | None = None
+    weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
     """The way of weights to the engines; null takes the best one that the engine reads."""
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the groups that each step trained on in RUN_DIR/groups; source `recorded_rollouts` trains on them again."""
@@ -66,6 +66,20 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     @property
     def transport(self) -> str | None:
         return None if self.weight_sync is None else self.weight_sync.transport
+
+    def group_terms(self) -> dict[str, Any]:
+        """Settings that a finished group was made under, as plain values for a checkpoint."""
+        bound = {name: getattr(self, name) for name in ("max_staleness", "order", "at_bound")}
+        return {**bound, "sampling": self.sampling.model_dump(mode="json")}
+
+    def may_train_on(self, terms: Mapping[str, Any]) -> bool:
+        """Whether groups made under these `group_terms` keep what this run promises: the bound, and that logprobs are
+        those of the distribution that is sampled from."""
+        own = self.group_terms()
+        return terms["max_staleness"] <= own["max_staleness"] and {**terms, "max_staleness": 0} == {
+            **own,
+            "max_staleness": 0,
+        }
 
     def describe_bound(self) -> list[str]:
         """What is guaranteed, in sentences."""

@@ -104,10 +104,11 @@ class Producer:
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool) -> None:
+        """keep_groups: whether finished groups may be trained on; otherwise their prompts are tried again."""
+        self.scheduler.load_state_dict(state, keep_groups=keep_groups)
         self._costs = {name: int(count) for name, count in state["costs"].items()}
-        self._groups = {group.draw: group for group in groups_of(state["groups"])}
+        self._groups = {group.draw: group for group in groups_of(state["groups"])} if keep_groups else {}
 
     def _admit(self) -> None:
         """Start every group that may start."""

@@ -32,6 +32,8 @@ from spurline_async_rl.source.staleness import staleness_metrics
 _FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
 """What a turn holds before it is prepared for training; values, advantages and returns come afterwards."""
 _ABSENT = -1
+RECORDED_GROUPS = "groups"
+"""Folder of the recorded groups, in the run directory."""
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
@@ -105,7 +107,7 @@ def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
 
 def recorded_step(run_dir: Path, step: int) -> Path:
     """Path of a step's groups, without the suffixes of component state."""
-    return run_dir / "groups" / f"step-{step:06d}"
+    return run_dir / RECORDED_GROUPS / f"step-{step:06d}"
 
 
 class RecordedRolloutSource(PromptSource):

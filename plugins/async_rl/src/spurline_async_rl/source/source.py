@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend
@@ -28,7 +28,7 @@ from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher
-from spurline_async_rl.source.recordings import groups_state, recorded_step
+from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, recorded_step
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
 from spurline_async_rl.timeline.recorder import Timeline
@@ -42,6 +42,8 @@ _BLOCKED_AFTER_S = 5.0
 
 class AsyncRolloutSource(PromptSource):
     """Trains on groups that were generated meanwhile. Its state is the producer's, and that of every prompt source."""
+
+    records = (TIMELINE_FILE, RECORDED_GROUPS)
 
     def __init__(self, config: AsyncRolloutsConfig, context: SourceContext) -> None:
         super().__init__(config, context)
@@ -167,11 +169,12 @@ class AsyncRolloutSource(PromptSource):
 
     def state_dict(self) -> dict[str, object]:
         prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
-        return {**prompts, **state, "groups": groups_state(groups)}
+        return {**prompts, **state, "groups": groups_state(groups), "made_with": self._config.group_terms()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._load_prompts_state(state)
-        self._producer.load_state_dict(state)
+        terms = cast("Mapping[str, Any]", state.get("made_with", self._config.group_terms()))
+        self._producer.load_state_dict(state, keep_groups=self._config.may_train_on(terms))
 
     def close(self) -> None:
         """End generation, engines and threads. What fails on the way never hides the error that ended the run."""

@@ -1,0 +1,70 @@
+"""Keep track of the best checkpoint of a run so far, by one metric of its held-out evaluation.
+
+In: the scores of each evaluation, and what the manifest of the checkpoint that a run continues says. Out: whether this
+step is the best, and what the next manifest says. It writes nothing; `spurline.run.checkpoint` keeps the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spurline.config.run_config import KeepBestConfig
+from spurline.errors import ConfigError, listing, suggestion
+
+
+class BestSoFar:
+    """config: None when no checkpoint is to be kept for its score; then no step is ever the best."""
+
+    def __init__(self, config: KeepBestConfig | None) -> None:
+        self._config = config
+        self.step: int | None = None
+        """Step of the best evaluation so far."""
+        self.value: float | None = None
+        """Its score."""
+
+    def restore(self, saved: Mapping[str, Any] | None, kept_steps: set[int], *, same_data: bool) -> list[str]:
+        """Go on from the best that a checkpoint knew of; returns notes on why that may not be compared.
+
+        saved: `facts` as the checkpoint's manifest has them. kept_steps: those of the checkpoints in this run_dir.
+        same_data: whether it was measured on the data that this run evaluates on.
+        """
+        config = self._config
+        if config is None or saved is None:
+            return []
+        before = f"the best {saved['metric']} so far, {saved['value']:.4g} at step {saved['step']}"
+        if saved["metric"] != config.metric or saved["lower_is_better"] != config.lower_is_better:
+            return [f"checkpoint.keep_best changed: {before}, no longer counts."]
+        if not same_data:
+            return [f"The held-out data changed: {before}, no longer counts."]
+        if saved["step"] not in kept_steps:
+            return [f"The checkpoint of {before}, is not in this run_dir, and no longer counts."]
+        self.step, self.value = saved["step"], saved["value"]
+        return []
+
+    def observe(self, step: int, scores: Mapping[str, float]) -> None:
+        """Look at one evaluation. Raises ConfigError naming the metrics there are when it has not the chosen one."""
+        config = self._config
+        if config is None:
+            return
+        if config.metric not in scores:
+            raise ConfigError.at(
+                "checkpoint.keep_best.metric",
+                f"is {config.metric}, which this evaluation does not measure.{suggestion(config.metric, scores)} "
+                f"Metrics: {listing(scores)}.",
+            )
+        value = float(scores[config.metric])
+        if self.value is None or (value < self.value if config.lower_is_better else value > self.value):
+            self.step, self.value = step, value
+
+    def facts(self) -> dict[str, Any] | None:
+        """What a manifest says of it, None while there is none."""
+        if self._config is None or self.step is None:
+            return None
+        metric = self._config.metric
+        return {
+            "metric": metric,
+            "lower_is_better": self._config.lower_is_better,
+            "step": self.step,
+            "value": self.value,
+        }

@@ -1,0 +1,193 @@
+"""A run that goes on with other settings: what memory and evaluation ask for, and what is allowed by name."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import assert_same_weights, deterministic, read_metrics
+
+from spurline import Run, load_config
+from spurline.errors import CheckpointError
+from spurline.plugins.hookspecs import hookimpl
+from spurline.report.page import write_run_report
+from spurline.run.directory import RunDirectory
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+
+class StopAt:
+    """Asks the run to stop after this step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def train_until(config: dict[str, Any], step: int) -> None:
+    loaded = load_config(config)
+    loaded.host.attach(StopAt(step), "stop")
+    assert Run(loaded).train().step == step
+
+
+def changed(config: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """The config with settings of some sections replaced."""
+    return {**config, **{name: {**config.get(name, {}), **settings} for name, settings in sections.items()}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"backend": {"max_tokens_per_microbatch": 256}},
+        {"backend": {"logits_chunk_tokens": 32}},
+        {"backend": {"activation_checkpointing": True}},
+        {"collator": {"max_tokens": 512}},
+    ],
+)
+def test_a_run_goes_on_with_less_memory_and_learns_the_same(
+    base_config: dict[str, Any], tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    whole = {**base_config, "run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    train_until(base_config, 3)
+    Run(load_config(changed(base_config, **sections))).train()
+    losses, expected = ([line["loss"] for line in read_metrics(config["run_dir"])] for config in (base_config, whole))
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_after_running_out_of_memory_the_run_goes_on_and_says_what_that_means(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    train_until(base_config, 3)
+    code, out, _ = spurline("train", write_config(base_config), "--set", "backend.max_tokens_per_microbatch=256")
+    assert code == 0
+    assert "backend.max_tokens_per_microbatch: None -> 256 (equal to rounding, not bit for bit" in out
+
+
+def test_padded_rows_may_become_packed_ones(base_config: dict[str, Any]) -> None:
+    train_until(base_config, 3)
+    assert Run(load_config({**base_config, "collator": "padded"})).train().step == 6
+
+
+def test_a_faster_prefetch_changes_nothing(base_config: dict[str, Any], tmp_path: Path) -> None:
+    whole = {**base_config, "run_dir": str(tmp_path / "whole"), "plugins": ["collation_fast"]}
+    whole |= {"prefetch": "serial", "tokenization": "sequential"}
+    Run(load_config(whole)).train()
+    pieces = {**whole, "run_dir": str(tmp_path / "pieces")}
+    train_until(pieces, 3)
+    faster = {"prefetch": "async", "tokenization": {"name": "parallel", "workers": 0, "disable_cache": True}}
+    Run(load_config({**pieces, **faster})).train()
+    fields = ("step", "loss", "grad_norm", "lr")
+    assert [[line[name] for name in fields] for line in read_metrics(pieces["run_dir"])] == [
+        [line[name] for name in fields] for line in read_metrics(whole["run_dir"])
+    ]
+    assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
+
+
+def test_other_held_out_data_is_a_note(
+    base_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(spurline_chat_file.read_text().splitlines(keepends=True)[:9]))
+    base_config["data"]["eval"] = str(spurline_chat_file)
+    base_config["evaluation"] = {"every_steps": 2}
+    train_until(base_config, 3)
+    Run(load_config(changed(base_config, data={"eval": str(other)}, evaluation={"every_steps": 1}))).train()
+    out = capsys.readouterr().out
+    assert "The held-out data is not that of the checkpoint: scores before and after do not compare." in out
+    assert "evaluation.every_steps: 2 -> 1." in out
+
+
+def test_held_out_data_may_be_added(base_config: dict[str, Any], spurline_chat_file: Path) -> None:
+    train_until(base_config, 3)
+    Run(load_config(changed(base_config, data={"eval": str(spurline_chat_file)}))).train()
+    assert "eval/loss" in read_metrics(base_config["run_dir"])[-1]
+
+
+def test_an_allowed_change_counts_from_the_checkpoint_on_and_stays_in_the_history(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    base_config["schedule"] = "constant"
+    train_until(base_config, 3)
+    path = write_config(base_config)
+    lower = ("train", path, "--set", "optimizer.learning_rate=1e-4")
+    code, _, err = spurline(*lower)
+    assert code == 2
+    assert "optimizer.learning_rate: 0.001 -> 0.0001" in err
+    allowed = " ".join(["spurline", *map(str, lower), "--allow-change", "optimizer.learning_rate"])
+    assert allowed in err
+    code, out, _ = spurline(*allowed.split()[1:])
+    assert code == 0
+    assert "optimizer.learning_rate: 0.001 -> 0.0001 (allowed by name)." in out
+    run_dir = Path(base_config["run_dir"])
+    assert [line["lr"] for line in read_metrics(run_dir)] == [1e-3] * 3 + [1e-4] * 3
+    entry = {"step": 3, "key": "optimizer.learning_rate", "before": 1e-3, "now": 1e-4}
+    assert json.loads((run_dir / "summary.json").read_text())["history"] == [entry]
+    manifest = json.loads((run_dir / "checkpoints" / "step-00000006" / "manifest.json").read_text())
+    assert manifest["history"] == [entry]
+    # And it is carried on by the resumes after that.
+    assert spurline(*lower, "--set", "steps=8")[0] == 0
+    assert json.loads((run_dir / "summary.json").read_text())["history"] == [entry]
+    page = write_run_report(load_config(base_config), RunDirectory(run_dir)).read_text()
+    assert "Changed on the way" in page
+    assert "after step 3" in page
+
+
+def test_a_change_that_nobody_made_cannot_be_allowed(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    path = write_config(base_config)
+    code, _, err = spurline("train", path, "--allow-change", "seed")
+    assert code == 2
+    assert "this run begins" in err
+    train_until(base_config, 3)
+    code, _, err = spurline("train", path, "--allow-change", "optimizer.eps")
+    assert code == 2
+    assert "optimizer.eps: it is what it was in the checkpoint" in err
+
+
+def test_the_python_interface_allows_changes_as_well(base_config: dict[str, Any]) -> None:
+    train_until(base_config, 3)
+    other = changed(base_config, optimizer={"weight_decay": 0.1})
+    with pytest.raises(CheckpointError, match=r"allow_change=\['optimizer.weight_decay'\]"):
+        Run(load_config(other)).train()
+    assert Run(load_config(other), allow_change=["optimizer.weight_decay"]).train().step == 6
+
+
+def test_rollouts_go_on_with_another_temperature_and_held_out_settings(
+    rl_config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    rl_config |= {"steps": 2}
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    rl_config["source"]["held_out"] = {"max_prompts": 4}
+    train_until(rl_config, 1)
+    source = {**rl_config["source"], "sampling": {"max_new_tokens": 6, "temperature": 0.8}}
+    other = changed(rl_config, source={**source, "held_out": {"max_prompts": 3}})
+    assert Run(load_config(other), allow_change=["source.sampling"]).train().step == 2
+    assert len(deterministic(read_metrics(rl_config["run_dir"]))) == 2
+
+
+@pytest.mark.parametrize("sampling", [{"max_new_tokens": 6}, {"max_new_tokens": 6, "temperature": 0.8}])
+def test_a_lower_bound_of_staleness_makes_finished_groups_again(
+    rl_config: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    rl_config["plugins"] = ["async_rl"]
+    rl_config |= {"steps": 4}
+    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 3, "correction": "tis"}
+    rl_config["checkpoint"] = {"every_steps": 1}
+    train_until(rl_config, 2)
+    source = {**rl_config["source"], "max_staleness": 0 if "temperature" not in sampling else 3, "sampling": sampling}
+    other = changed(rl_config, source=source)
+    names = ["source.max_staleness"] if "temperature" not in sampling else ["source.sampling"]
+    assert Run(load_config(other), allow_change=names).train().step == 4
+    oldest = [line["staleness/max"] for line in read_metrics(rl_config["run_dir"])]
+    assert max(oldest[2:]) <= source["max_staleness"]
