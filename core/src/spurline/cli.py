@@ -213,7 +213,9 @@ def _print_result(result: RunResult) -> None:
         typer.echo(f"{verb} at step {result.step:,}{', with warnings:' if result.warnings else '.'}")
         for warning in result.warnings:
             typer.echo(f"  - {warning}")
-    scores = {name: value for name, value in result.metrics.items() if name.startswith("eval/") and name != "eval/time"}
+    from spurline.trackers.readout import scores_of
+
+    scores = scores_of(result.metrics)
     if scores:
         typer.echo(
             "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())

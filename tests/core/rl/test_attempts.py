@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,9 +63,8 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
         sampling=SamplingConfig(
             temperature=0.7, top_p=0.9, top_k=5, allow_truncated=True, max_new_tokens=9, stop=("x",)
         ),
-        held_out=HeldOutConfig(temperature=0.3, samples_per_prompt=3),
     )
-    run(attempts.evaluate(PROMPTS))
+    run(attempts.evaluate(PROMPTS, HeldOutConfig(temperature=0.3, samples_per_prompt=3)))
     assert [request.sampling for request in engine.requests] == 6 * [
         Sampling(temperature=0.3, max_new_tokens=9, stop=("x",))
     ]
@@ -110,7 +110,7 @@ def test_a_turn_of_another_distribution_cannot_be_trained_on(changes: dict[str, 
 @pytest.mark.parametrize("changes", CHANGES)
 def test_a_turn_of_another_distribution_may_be_evaluated_or_accepted(changes: dict[str, Any]) -> None:
     attempts, _ = make_attempts(with_sampling(**changes))
-    assert returns_of(run(attempts.evaluate(PROMPTS))) == [1.0, 1.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == [1.0, 1.0]
     accepting, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(allow_truncated=True))
     assert returns_of(run(accepting.training.run_groups(PROMPTS))) == 4 * [1.0]
     [(name, value)] = changes.items()
@@ -126,7 +126,8 @@ def test_the_end_of_a_turn_may_be_changed_in_training() -> None:
 
 def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> None:
     attempts, _ = make_attempts(gives_overlong, overlong=OverlongConfig(buffer_tokens=4))
-    for attempt in (attempts.training.run_groups, attempts.evaluate):
+    evaluate = partial(attempts.evaluate, held_out=HeldOutConfig())
+    for attempt in (attempts.training.run_groups, evaluate):
         with pytest.raises(ConfigError, match=r"source\.overlong adds a reward term 'overlong', but the environment"):
             run(attempt(PROMPTS))
 
@@ -134,7 +135,7 @@ def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> No
 def test_without_the_one_of_the_source_a_term_named_overlong_is_one_like_others() -> None:
     attempts, _ = make_attempts(gives_overlong, reward_weights={"overlong": 4.0})
     assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [2.0]
-    assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [2.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == 2 * [2.0]
 
 
 def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_evaluation() -> None:
@@ -144,4 +145,4 @@ def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_e
         sampling=SamplingConfig(max_new_tokens=1),
     )
     assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [1.0 - 3.0]
-    assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [1.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == 2 * [1.0]

@@ -27,6 +27,7 @@ KINDS: dict[str, str] = {
     "reward": "spurline.protocols.reward:Reward",
     "environment": "spurline.protocols.environment:Environment",
     "rollout_engine": "spurline.protocols.rollout_engine:RolloutEngine",
+    "evaluation": "spurline.protocols.evaluation:HeldOutEvaluation",
     "source": "spurline.protocols.source:BatchSource",
     "weight_sync": "spurline.protocols.weight_sync:WeightSync",
     "backend": "spurline.protocols.backend:Backend",

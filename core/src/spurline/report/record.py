@@ -58,11 +58,10 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-HELD_OUT_REWARD = "eval/reward"
-HELD_OUT_TERM = "eval/rewards/"
-GIVEN_UP = "eval/failed"
+GIVEN_UP = "failed"
+"""Held-out prompts given up, within the names of an evaluation."""
 _TERM = "rewards/"
-_OF_ATTEMPTS = ("reward", "failed")
+_OF_ATTEMPTS = ("reward", GIVEN_UP)
 
 
 def setting(config: Any, *keys: str) -> Any:

@@ -15,7 +15,7 @@ from spurline.errors import ConfigError
 from spurline.protocols.environment import Environment, PolicyHandle, Task
 from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source import SourceContext
-from spurline.rl.configs import OVERLONG, PromptSourceConfig
+from spurline.rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline.rl.held_out import deciding_term
@@ -44,9 +44,9 @@ class Attempts:
         self.given_up = GivenUpPrompts(config.faults.max_quarantined)
         self.training = self._make_runner(config.samples_per_prompt, self.given_up)
 
-    async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+    async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
-        held_out, given_up = self._config.held_out, GivenUpPrompts(self._config.faults.max_quarantined)
+        given_up = GivenUpPrompts(self._config.faults.max_quarantined)
         runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
         return await runner.run_groups(prompts)
 

@@ -13,6 +13,7 @@ from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.correction import CorrectionConfig
 from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.protocols.source import SourceConfig
 
@@ -95,7 +96,7 @@ class HeldOutConfig(Section):
             yield Problem(
                 "samples_per_prompt",
                 f"is {self.samples_per_prompt}, but at temperature 0 all attempts at a prompt are the same. Set "
-                "temperature: 1.0 in held_out, or samples_per_prompt: 1.",
+                "temperature: 1.0, or samples_per_prompt: 1.",
             )
 
 
@@ -319,6 +320,19 @@ class PromptSourceConfig(SourceConfig):
     def draw_limit(self) -> int:
         """Prompts that one step may draw."""
         return self.max_draws_per_step or 8 * self.prompts_per_step
+
+
+class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
+    """Attempts at held-out prompts in the run's environment, with the weights as they are."""
+
+    needs_attempts = True
+
+    name: str = "rollouts"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from EvaluationConfig.problems(self, run)
+        yield from HeldOutConfig.problems(self, run)
+        yield from success_problems(self, run.source.reward_terms)
 
 
 class RolloutSourceConfig(PromptSourceConfig):

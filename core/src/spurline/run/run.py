@@ -197,17 +197,23 @@ class Run:
             self._step_under_way = None
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Evaluation metrics when this step is due for one, else nothing.
+        """Metrics of all evaluations that this step is due for.
 
         metrics: of the update just done. When the evaluation fails, they are saved with the weights before the error
         goes on: a mistake in a reward must not cost the training before it. A resume evaluates first.
         """
-        evaluation = self._components.data.evaluation
-        if evaluation is None or not self._is_due(step, self.config.evaluation.every_steps):
+        every = self._components.data.evaluations
+        due = [evaluation for evaluation in every if self._is_due(step, evaluation.every_steps)]
+        if not due:
             return {}
+        scores: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
         try:
-            scores, samples = evaluation.evaluate(self.backend)
-            self._best.observe(step, scores)
+            for evaluation in due:
+                found, answers = evaluation.run(self.backend)
+                scores |= found
+                samples += answers
+            self._best.observe(step, scores, are_all=len(due) == len(every))
         except Exception as error:
             self._save_before_evaluation(step, metrics, error)
             raise

@@ -18,7 +18,7 @@ from spurline.protocols.tracker import RunInfo
 from spurline.run.health import HealthWatch, clip_threshold
 from spurline.trackers.configs import ConsoleTrackerConfig
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
-from spurline.trackers.readout import Smoothed, clock, quantity, seconds_of_generation, training_seconds
+from spurline.trackers.readout import Smoothed, clock, quantity, scores_of, seconds_of_generation, training_seconds
 
 _SEPARATOR = "  "
 _STEPS_BETWEEN_WARNINGS = 50
@@ -72,7 +72,7 @@ class ConsoleTracker:
             self._print(_SEPARATOR.join([self._step_label(step), *plain]))
         self._is_first = False
         self._warn(step, metrics)
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/") and name != "eval/time"}
+        evaluated = scores_of(metrics)
         if evaluated:
             self._print(self._evaluation_line(step, evaluated))
 
@@ -144,7 +144,7 @@ class ConsoleTracker:
         if len(terms) == 1 and evaluated[terms[0]] == evaluated.get("eval/reward"):
             evaluated = {name: value for name, value in evaluated.items() if name != terms[0]}
         named = [(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
-        results = [f"{name} {value:{'.1%' if name.startswith('pass@') else '.4g'}}" for name, value in named]
+        results = [f"{name} {value:{'.1%' if 'pass@' in name else '.4g'}}" for name, value in named]
         return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:

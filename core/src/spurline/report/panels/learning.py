@@ -9,7 +9,15 @@ from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import level, line, raw_and_smoothed, series_color, step_figure
 from spurline.report.markup import Panel, block, caption, columns
 from spurline.report.panels.preference import OF_PAIRS
-from spurline.report.record import GIVEN_UP, evaluation_losses, evaluation_scores, label_of, recorded_names, setting
+from spurline.report.record import (
+    GIVEN_UP,
+    evaluation_losses,
+    evaluation_scores,
+    evaluations_of,
+    label_of,
+    recorded_names,
+    setting,
+)
 from spurline.trackers.readout import score
 
 
@@ -105,11 +113,14 @@ class GradientPanel(Panel):
 
 def _given_up(record: RunRecord) -> str:
     """Held-out prompts that could not be evaluated, which scores count as failed."""
-    steps, counts = record.series(GIVEN_UP)
-    if not counts:
-        return ""
-    worst = max(range(len(counts)), key=counts.__getitem__)
-    return caption(f"Held-out prompts given up: {counts[worst]:,.0f} at step {steps[worst]:,}. They count as failed")
+    found: list[str] = []
+    for prefix in evaluations_of(record):
+        steps, counts = record.series(f"{prefix}{GIVEN_UP}")
+        if counts:
+            worst = max(range(len(counts)), key=counts.__getitem__)
+            of = prefix.removeprefix("eval/").rstrip("/")
+            found.append(f"{f'{of}: ' if of else ''}{counts[worst]:,.0f} at step {steps[worst]:,}")
+    return caption(f"Held-out prompts given up: {'; '.join(found)}. They count as failed") if found else ""
 
 
 def _clip_threshold(record: RunRecord) -> float | None:
