@@ -167,7 +167,7 @@ def test_a_process_that_outlives_a_kill_is_an_error(start: Start, monkeypatch: p
     heard = start("sleeps")
     with monkeypatch.context() as patch:
         patch.setattr(heard.child, "kill", lambda: None)
-        patch.setattr(child_module, "EXIT_TIMEOUT_S", 0.1)
+        patch.setattr(child_module, "KILL_TIMEOUT_S", 0.1)
         with pytest.raises(RunFailedError, match=r"Process \d+ was killed, but has not ended 0\.1 s later"):
             heard.child.end()
 

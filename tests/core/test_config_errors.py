@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spurline import load_config
-from spurline.errors import ConfigError, PluginError
+from spurline.errors import ConfigError, PluginError, misspelling, suggestion
 
 MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
 
@@ -67,6 +67,67 @@ def test_unknown_component_gets_a_near_miss_and_what_is_available(failing: Faili
         "run.yaml:4: loss is 'cros_entropy', but no loss has that name. Did you mean 'cross_entropy'? Available:"
         in line
     )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "beside"),
+    [
+        ("grpo", "loss: ppo"),
+        ("dr_grpo", "loss: ppo and reduction: {name: fixed_norm, length: N}"),
+        ("rloo", "loss: policy_gradient"),
+        ("gae", "loss: ppo and critic: {}"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["loss", "source"])
+def test_an_advantage_where_a_loss_belongs_is_told_its_place_and_the_loss_that_goes_with_it(
+    failing: Failing, setting: str, advantage: str, beside: str
+) -> None:
+    (line,) = failing(MINIMAL + f"{setting}: {advantage}\n")
+    place = f"set source.advantage: {advantage} (with source.name: rollouts), and {beside}. Available: "
+    assert f"{setting} is '{advantage}', but no {setting} has that name. '{advantage}' is an advantage: {place}" in line
+    assert "Did you mean" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "source: {name: rollouts, advantage: ppo, environment: {rewards: exact_match}}",
+            "'ppo' is a loss: set loss: ppo.",
+        ),
+        (
+            "source: {name: rollouts, environment: exact_match}",
+            "is a reward: set source.environment.rewards: exact_match",
+        ),
+        ("loss: sft", "'sft' is a source: set source: sft."),
+    ],
+)
+def test_a_name_of_another_kind_is_told_as_such(failing: Failing, text: str, told: str) -> None:
+    assert told in "".join(failing(MINIMAL + text + "\n"))
+
+
+@pytest.mark.parametrize("algorithm", ["ipo", "dppo", "reinforce", "orpo", "simpo", "gspoo", "cpo"])
+def test_an_algorithm_that_is_not_there_is_never_taken_for_another_one(failing: Failing, algorithm: str) -> None:
+    (line,) = failing(MINIMAL + f"loss: {algorithm}\n")
+    assert ("Did you mean" in line) == (algorithm == "gspoo"), line
+    assert "Available: cispo, " in line
+
+
+def test_a_precision_that_is_not_there_is_never_taken_for_another_one(failing: Failing) -> None:
+    (line,) = failing(MINIMAL + "backend: {precision: fp16}\n")
+    assert line == "run.yaml:4: backend.precision is 'fp16'; it must be 'fp32', 'bf16' or 'fp64'."
+
+
+@pytest.mark.parametrize("written", ["Cross-Entropy", "crossentropy", "cross_entorpy", "cros_entropy"])
+def test_a_slip_of_the_pen_is_corrected(failing: Failing, written: str) -> None:
+    (line,) = failing(MINIMAL + f"loss: {written}\n")
+    assert "Did you mean 'cross_entropy'?" in line
+
+
+def test_no_suggestion_is_the_very_word_that_was_given() -> None:
+    assert suggestion("right", ["right", "wrong"]) == ""
+    assert suggestion("right", ["right", "rights"]) == " Did you mean 'rights'?"
+    assert misspelling("grpo", ["grpo"]) == ""
 
 
 @pytest.mark.parametrize("written", ["5", "[packed]", "{name: 5}", "{name: [packed]}", "null", "{name: null}"])

@@ -185,7 +185,7 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
     """A new setting has to be sorted: mark it, or add it here because it decides what is trained on."""
     registry = PluginHost.load(["collation_fast", "async_rl"]).registry
     free_kinds = {"tracker", "report_panel", "tokenization", "prefetch", "collator", "rollout_engine", "correction"}
-    free_kinds |= {"weight_sync"}
+    free_kinds |= {"weight_sync", "evaluation"}
     refused: set[str] = set()
     for entry in registry.entries():
         if entry.kind not in free_kinds:

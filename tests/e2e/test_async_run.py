@@ -78,7 +78,8 @@ def test_zero_staleness_equals_the_synchronous_run_bit_for_bit_over_two_epochs(
     del async_config["source"]["correction"]
     async_config["steps"] = 34
     async_config["data"]["eval"] = str(spurline_chat_file)
-    async_config["source"]["held_out"] = {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0}
+    held_out = {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0, "success": {"reward": "early"}}
+    async_config["source"]["held_out"] = held_out
     async_config["evaluation"] = {"every_steps": 10}
     lines = assert_equals_synchronous(async_config)
     assert lines[-1]["epoch"] > 2

@@ -24,7 +24,7 @@ from spurline.protocols.source import MODEL_DROPOUT
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
 
-HELD_OUT = {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0}
+HELD_OUT = {"max_prompts": 3, "samples_per_prompt": 2, "temperature": 1.0, "success": {"reward": "early"}}
 
 
 def test_training_writes_health_metrics_evaluation_and_report(
@@ -93,6 +93,43 @@ def test_evaluating_does_not_change_what_is_trained(
     other = rl_config | {"run_dir": str(tmp_path / "other"), "evaluation": {"every_steps": 1}}
     Run(load_config(other)).train()
     assert_same_weights(tmp_path / "run", tmp_path / "other")
+
+
+def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_return(
+    rl_config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    rl_config["source"]["environment"]["rewards"] = {
+        "right": "run_rewards:always_one",
+        "brevity": "run_rewards:brevity",
+    }
+    rl_config["source"]["held_out"] = {"max_prompts": 3, "success": {"reward": "right", "at_least": 1}}
+    Run(load_config(rl_config | {"steps": 1})).train()
+    [line] = read_metrics(rl_config["run_dir"])
+    assert line["eval/reward"] < 1, "the penalty must be felt, or this test says nothing"
+    assert line["eval/pass@1"] == 1
+    samples = (Path(rl_config["run_dir"]) / "eval_samples.jsonl").read_text().splitlines()
+    assert [json.loads(sample)["passed"] for sample in samples] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("held_out", "message"),
+    [
+        ({}, r"source\.held_out\.success does not say which reward decides .* Terms: brevity, early\."),
+        ({"success": {"reward": "erly"}}, r"source\.held_out\.success\.reward is 'erly', .* Did you mean 'early'"),
+        (
+            {"success_reward": 0.5},
+            r"success_reward is not a setting\. .* write `success: \{reward: NAME, at_least: 1\}`",
+        ),
+    ],
+)
+def test_what_a_success_is_must_be_said_where_there_are_several_rewards(
+    rl_config: dict[str, Any], spurline_chat_file: Path, held_out: dict[str, Any], message: str
+) -> None:
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    rl_config["source"]["held_out"] = held_out
+    with pytest.raises(ConfigError, match=message):
+        load_config(rl_config)
 
 
 def test_a_resume_on_other_prompts_is_refused(rl_config: dict[str, Any], spurline_chat_file: Path) -> None:
@@ -167,6 +204,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_replaced_and_a_resume_is_exact
     skipping = {"name": "hf", "on_bad_row": "skip"}
     rl_config["data"]["train"] = skipping | {"path": str(tmp_path / "rows.jsonl")}
     rl_config["data"]["eval"] = skipping | {"path": str(tmp_path / "held_out.jsonl")}
+    rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
     rl_config["source"]["faults"] = {"max_quarantined": 0}
     whole = rl_config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()

@@ -24,7 +24,7 @@ SET_UP = re.compile(
     | spurline/model/(device_profile|loading|probe|weights|generation)\.py
     | spurline/trackers/(console|readout)\.py
     | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py
-    | spurline/rl/(health_words|held_out)\.py
+    | spurline/rl/(health_words|held_out|functions)\.py
     | spurline/data/(tokenizer|file_digest)\.py
     | .*/configs\.py
     | spurline_async_rl/engines/vllm/launch\.py)$""",

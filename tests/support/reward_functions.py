@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from spurline.protocols.reward import Answer
 
@@ -116,3 +117,37 @@ async def named_like_our_own(what: int, function: int, timeout_s: int) -> list[i
 def compares_for_ever(reference: str, response: str) -> bool:
     time.sleep(600)
     return reference == response
+
+
+class Closing:
+    """A reward that counts how often it was closed."""
+
+    closed = 0
+
+    def __init__(self, config: object) -> None:
+        self.config = config
+
+    def score(self, answer: Answer) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        Closing.closed += 1
+
+
+class Careful:
+    """An evaluation by a third party, which answers with its data's size."""
+
+    def __init__(self, config: Any, context: Any) -> None:
+        self.config, self.context = config, context
+
+    def summary(self) -> dict[str, Any]:
+        return {"prompts": 1}
+
+    def fingerprint(self) -> str:
+        return "same"
+
+    def evaluate(self, backend: Any) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        return {self.config.metric: float(self.context.source.total_steps)}, []
+
+    def close(self) -> None:
+        Closing.closed += 1

@@ -8,13 +8,14 @@ from __future__ import annotations
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.data import configs as data
 from spurline.data.orders import configs as orders
+from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
 from spurline.losses import configs as losses
 from spurline.optimizers import configs as optimizers
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline.plugins.registry import CORE
 from spurline.protocols.report_panel import LongPanelConfig, ReportPanelConfig
 from spurline.rl.advantages import configs as advantages
-from spurline.rl.configs import RolloutSourceConfig
+from spurline.rl.configs import RolloutsEvaluationConfig, RolloutSourceConfig
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.environments.configs import SingleTurnConfig, ToolsConfig
 from spurline.rl.rewards import configs as rewards
@@ -41,6 +42,10 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(data.SftSourceConfig, "spurline.data.sft:SftSource", default=True)
     add(data.PreferenceSourceConfig, "spurline.data.preference:PreferenceSource")
     add(RolloutSourceConfig, "spurline.rl.source:RolloutSource")
+
+    add(LossEvaluationConfig, "spurline.evaluation.loss:LossEvaluation")
+    add(AnswersEvaluationConfig, "spurline.evaluation.answers:AnswersEvaluation")
+    add(RolloutsEvaluationConfig, "spurline.rl.held_out:RolloutsEvaluation")
 
     add(WholeBatchConfig, "spurline.update.minibatches:WholeBatch", default=True)
     add(ByPromptConfig, "spurline.update.minibatches:ByPrompt")
@@ -98,6 +103,7 @@ _REPORT_PANELS = {
     "reward": "rollouts:RewardPanel",
     "loss": "learning:LossPanel",
     "evaluation": "learning:EvaluationPanel",
+    "preference": "preference:PreferencePanel",
     "groups": "rollouts:GroupsPanel",
     "responses": "rollouts:ResponsesPanel",
     "policy": "policy:PolicyPanel",

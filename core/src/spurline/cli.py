@@ -210,8 +210,12 @@ def _print_result(result: RunResult) -> None:
         typer.echo(f"Nothing to do: the run already finished at step {result.step:,}. Raise steps or epochs to go on.")
     else:
         verb = "Finished" if result.status == "finished" else "Stopped on request"
-        typer.echo(f"{verb} at step {result.step:,}.")
-    scores = {name: value for name, value in result.metrics.items() if name.startswith("eval/") and name != "eval/time"}
+        typer.echo(f"{verb} at step {result.step:,}{', with warnings:' if result.warnings else '.'}")
+        for warning in result.warnings:
+            typer.echo(f"  - {warning}")
+    from spurline.trackers.readout import scores_of
+
+    scores = scores_of(result.metrics)
     if scores:
         typer.echo(
             "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())

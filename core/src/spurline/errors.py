@@ -105,9 +105,26 @@ def line_of(key: str, lines: dict[str, int]) -> int | None:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest known word, or an empty string when none is close."""
-    match = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    """` Did you mean 'x'?` for the closest other known word, or an empty string when none is close."""
+    match = difflib.get_close_matches(word, sorted(set(known) - {word}), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def misspelling(word: str, known: Iterable[str]) -> str:
+    """As `suggestion`, but only for a slip of the pen.
+
+    For names of which similar ones mean different things: `gspo` is no correction of `grpo`, nor `bf16` of `fp16`.
+    """
+    others = sorted(set(known) - {word})
+    letters = _letters(word)
+    slips = [other for other in others if _letters(other) == letters or sorted(_letters(other)) == sorted(letters)]
+    match = slips or difflib.get_close_matches(word, others, n=1, cutoff=0.87)
+    return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def _letters(word: str) -> str:
+    """Letters and digits alone, without regard to case."""
+    return "".join(letter for letter in word.casefold() if letter.isalnum())
 
 
 def listing(names: Iterable[str]) -> str:

@@ -27,8 +27,10 @@ NAMES = [
     "epoch", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "time/step", "time/batch", "time/evaluate",
     "packing/fill", "packing/rows", "eval/loss", "eval/loss/math", "eval/exact_match", "reward/mean",
 ]  # fmt: skip
-ROLLOUT_PANELS = {"GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "ResponsesPanel", "RewardPanel"}
-SUPERVISED_PANELS = [name for name in CORE_PANELS if name not in ROLLOUT_PANELS]
+PANELS_OF_OTHER_RUNS = {
+    *("GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "PreferencePanel", "ResponsesPanel", "RewardPanel")
+}
+SUPERVISED_PANELS = [name for name in CORE_PANELS if name not in PANELS_OF_OTHER_RUNS]
 
 
 def rendered(name: str, record: RunRecord) -> str | None:

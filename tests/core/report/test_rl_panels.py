@@ -334,3 +334,26 @@ def test_the_page_of_a_run_of_rollouts_has_every_subject(tmp_path: Path, panels:
         "Mismatch of rollout and trainer", "Learning rate", "Gradient norm", "Throughput", "Where the time goes",
         "Data", "Configuration",
     ]  # fmt: skip
+
+
+def test_named_evaluations_by_rollouts_are_drawn_beside_that_of_data_eval() -> None:
+    lines = healthy()
+    lines[3] |= {"eval/pass@1": 0.5, "eval/reward": 0.7, "eval/hard/pass@1": 0.1, "eval/hard/reward": -0.2}
+    lines[3] |= {"eval/hard/rewards/exact_match": 0.1, "eval/hard/failed": 2.0, "eval/hard/time": 3.0}
+    record = record_of(lines, config={"evaluations": {"hard": {"name": "rollouts"}}})
+    drawn = traces(shown("RewardPanel", record))
+    assert drawn["held-out reward"]["y"] == [0.7]
+    assert drawn["hard reward"]["y"] == [-0.2]
+    evaluation = shown("EvaluationPanel", record)
+    assert list(traces(evaluation)) == ["hard/pass@1", "pass@1"]
+    assert "Held-out prompts given up: hard: 2 at step 4." in words(evaluation)
+
+
+def test_answers_are_shown_under_the_name_of_their_evaluation(tmp_path: Path) -> None:
+    answers = [
+        {"step": 1, "prompt": "a", "response": "b"},
+        {"step": 1, "evaluation": "hard", "prompt": "a", "response": "c"},
+    ]
+    (tmp_path / "eval_samples.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    fragment = shown("SamplesPanel", RunRecord(tmp_path, [], {}))
+    assert fragment.index(">b<") < fragment.index("<h3>hard</h3>") < fragment.index(">c<")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +17,23 @@ from spurline.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline.rl.advantages.configs import GrpoConfig
 from spurline.rl.attempts import Attempts
-from spurline.rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig
+from spurline.rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConfig, SamplingConfig, SuccessConfig
 from spurline.rl.trajectory import Group, Trajectory, group_returns
 from spurline.testing.environment_contract import ScriptedEngine
 
 PROMPTS: Any = [Prompt(0), Prompt(1)]
 
 
-def make_attempts(behaviour: Behaviour = answer, **source: Any) -> tuple[Attempts, ScriptedEngine]:
+def make_attempts(
+    behaviour: Behaviour = answer, *, held_out_data: Sequence[str] = (), **source: Any
+) -> tuple[Attempts, ScriptedEngine]:
     engine = ScriptedEngine(one_token)
     made = {"rollout_engine": engine, "environment": Scripted(behaviour)}
     registry = SimpleNamespace(create=lambda kind, config, **dependencies: made[kind])
     context: Any = SimpleNamespace(
-        config=SimpleNamespace(seed=0, data=None), host=SimpleNamespace(registry=registry), tokenizer=None
+        config=SimpleNamespace(seed=0, data=SimpleNamespace(eval=held_out_data)),
+        host=SimpleNamespace(registry=registry),
+        tokenizer=None,
     )
     parts = {"environment": EnvironmentConfig(name="any"), "engine": RolloutEngineConfig(name="any")}
     settings = {"prompts_per_step": 2, "samples_per_prompt": 2, "advantage": GrpoConfig(), **source}
@@ -58,9 +63,8 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
         sampling=SamplingConfig(
             temperature=0.7, top_p=0.9, top_k=5, allow_truncated=True, max_new_tokens=9, stop=("x",)
         ),
-        held_out=HeldOutConfig(temperature=0.3, samples_per_prompt=3),
     )
-    run(attempts.evaluate(PROMPTS))
+    run(attempts.evaluate(PROMPTS, HeldOutConfig(temperature=0.3, samples_per_prompt=3)))
     assert [request.sampling for request in engine.requests] == 6 * [
         Sampling(temperature=0.3, max_new_tokens=9, stop=("x",))
     ]
@@ -69,6 +73,26 @@ def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() 
     assert [request.sampling for request in engine.requests] == 4 * [
         Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9, stop=("x",))
     ]
+
+
+async def gives_two_terms(task: Task, policy: PolicyHandle) -> Trajectory:
+    await policy.generate([1, 2])
+    return policy.finish({"right": 1.0, "short": -0.1})
+
+
+def test_training_notices_at_once_that_nothing_says_what_a_held_out_success_is() -> None:
+    attempts, _ = make_attempts(gives_two_terms, held_out_data=["rows.jsonl"])
+    with pytest.raises(ConfigError, match=r"source\.held_out\.success does not say which reward .* right, short"):
+        run(attempts.training.run_groups(PROMPTS))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"held_out_data": ["rows.jsonl"], "held_out": HeldOutConfig(success=SuccessConfig(reward="right"))}],
+)
+def test_several_terms_are_fine_without_held_out_data_and_with_a_named_success(settings: dict[str, Any]) -> None:
+    attempts, _ = make_attempts(gives_two_terms, **settings)
+    assert returns_of(run(attempts.training.run_groups(PROMPTS))) == pytest.approx([0.9] * 4)
 
 
 CHANGES = [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 20}]
@@ -86,7 +110,7 @@ def test_a_turn_of_another_distribution_cannot_be_trained_on(changes: dict[str, 
 @pytest.mark.parametrize("changes", CHANGES)
 def test_a_turn_of_another_distribution_may_be_evaluated_or_accepted(changes: dict[str, Any]) -> None:
     attempts, _ = make_attempts(with_sampling(**changes))
-    assert returns_of(run(attempts.evaluate(PROMPTS))) == [1.0, 1.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == [1.0, 1.0]
     accepting, engine = make_attempts(with_sampling(**changes), sampling=SamplingConfig(allow_truncated=True))
     assert returns_of(run(accepting.training.run_groups(PROMPTS))) == 4 * [1.0]
     [(name, value)] = changes.items()
@@ -102,7 +126,8 @@ def test_the_end_of_a_turn_may_be_changed_in_training() -> None:
 
 def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> None:
     attempts, _ = make_attempts(gives_overlong, overlong=OverlongConfig(buffer_tokens=4))
-    for attempt in (attempts.training.run_groups, attempts.evaluate):
+    evaluate = partial(attempts.evaluate, held_out=HeldOutConfig())
+    for attempt in (attempts.training.run_groups, evaluate):
         with pytest.raises(ConfigError, match=r"source\.overlong adds a reward term 'overlong', but the environment"):
             run(attempt(PROMPTS))
 
@@ -110,7 +135,7 @@ def test_a_term_named_overlong_cannot_stand_beside_the_one_of_the_source() -> No
 def test_without_the_one_of_the_source_a_term_named_overlong_is_one_like_others() -> None:
     attempts, _ = make_attempts(gives_overlong, reward_weights={"overlong": 4.0})
     assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [2.0]
-    assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [2.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == 2 * [2.0]
 
 
 def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_evaluation() -> None:
@@ -120,4 +145,4 @@ def test_the_penalty_on_length_counts_in_training_with_its_weight_and_never_in_e
         sampling=SamplingConfig(max_new_tokens=1),
     )
     assert returns_of(run(attempts.training.run_groups(PROMPTS))) == 4 * [1.0 - 3.0]
-    assert returns_of(run(attempts.evaluate(PROMPTS))) == 2 * [1.0]
+    assert returns_of(run(attempts.evaluate(PROMPTS, HeldOutConfig()))) == 2 * [1.0]

@@ -12,12 +12,15 @@ import pytest
 import reward_functions
 from rl_attempts import run
 
+from spurline import load_config
 from spurline.errors import ConfigError, PluginError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
+from spurline.rl.functions import load_function
 from spurline.rl.rewards.configs import FunctionRewardConfig
 from spurline.rl.rewards.function import FunctionReward
 from spurline.rl.scoring import checked_score, reward_terms
+from spurline_async_rl.harness.configs import HarnessConfig
 
 ANSWER = Answer("a prompt", "four", "4", {"difficulty": 3})
 
@@ -124,7 +127,8 @@ def test_a_function_with_other_arguments_is_refused_at_the_start():
 def test_what_cannot_be_called_or_found_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="reward_functions:NOT_A_FUNCTION is of type int, not a function"):
         make_reward("NOT_A_FUNCTION")
-    with pytest.raises(PluginError, match="names 'reward_functions:lenght', but reward_functions has no 'lenght'"):
+    has_no = r"names 'reward_functions:lenght', but reward_functions has no 'lenght'\. Did you mean 'length'\? It has: "
+    with pytest.raises(PluginError, match=has_no):
         make_reward("lenght")
     with pytest.raises(PluginError, match="reward function cannot be imported from 'no_such_module:f': ModuleNotFound"):
         FunctionReward(FunctionRewardConfig(path="no_such_module:f"))
@@ -142,3 +146,55 @@ def test_a_file_in_the_working_directory_can_be_named(tmp_path, monkeypatch):
 def test_a_path_must_have_module_and_function():
     with pytest.raises(ValueError, match="path"):
         FunctionRewardConfig(path="length")
+
+
+def test_a_file_can_be_named_by_its_path_whatever_the_working_directory(tmp_path):
+    (tmp_path / "beside.py").write_text("SCORE = 0.25\n")
+    (tmp_path / "my rewards.py").write_text("from beside import SCORE\n\ndef quarter(answer):\n    return SCORE\n")
+    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/my rewards.py:quarter"))
+    assert reward.score(ANSWER) == 0.25
+
+
+def test_a_file_is_imported_once_as_long_as_it_stays_as_it_is(tmp_path):
+    file = tmp_path / "counted.py"
+    file.write_text("def one(answer):\n    return 1.0\n\ndef two(answer):\n    return 2.0\n")
+    one, two = (load_function(f"{file}:{name}", "reward function") for name in ("one", "two"))
+    assert one.__globals__ is two.__globals__
+    file.write_text("def one(answer):\n    return 11.0\n")
+    assert load_function(f"{file}:one", "reward function")(ANSWER) == 11.0
+
+
+def test_the_home_folder_and_variables_are_expanded_in_the_path_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "of_home.py").write_text("def one(answer):\n    return 1.0\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_function("~/of_home.py:one", "reward function")(ANSWER) == 1.0
+    assert load_function("$HOME/of_home.py:one", "reward function")(ANSWER) == 1.0
+
+
+def test_what_is_wrong_with_a_file_is_said_with_its_place_and_a_way_out(tmp_path):
+    missing = (
+        r"reward function cannot be imported from .*none\.py:f': .*none\.py cannot be read: No such file .* Give the"
+    )
+    with pytest.raises(PluginError, match=missing):
+        load_function(f"{tmp_path}/none.py:f", "reward function")
+    (tmp_path / "broken.py").write_text("import math\n\nRATE = 1 / 0\n")
+    with pytest.raises(PluginError, match=r"ZeroDivisionError: division by zero \(.*broken\.py:3\)"):
+        load_function(f"{tmp_path}/broken.py:f", "tool 'x'")
+    with pytest.raises(
+        PluginError, match=r"No module named 'not_there'.* give the file itself: `path/to/not_there\.py"
+    ):
+        load_function("not_there:f", "tool 'x'")
+
+
+def test_the_same_name_works_in_every_setting_that_takes_a_function(tmp_path):
+    named = f"{tmp_path}/mine.py:one"
+    assert FunctionRewardConfig(path=named).path == named
+    assert HarnessConfig(agent=named).agent == named
+    run_of = {"model": {"path": "m"}, "data": {"train": "t.jsonl", "eval": "e.jsonl"}, "steps": 1}
+    for rewards, term in (({"mine": named}, "mine"), (named, "one")):
+        environment = {"name": "tools", "tools": {"one": named}, "rewards": rewards}
+        source = {"name": "rollouts", "environment": environment, "held_out": {"success": {"reward": term}}}
+        loaded = load_config({**run_of, "source": source})
+        assert loaded.config.source.environment.rewards[term].path == named
+        sft = load_config({**run_of, "evaluation": {"generate": {"rewards": rewards}}})
+        assert sft.config.evaluation.generate.rewards[term].path == named

@@ -18,6 +18,7 @@ from spurline.errors import ConfigError, DataError, PluginError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
 from spurline.rl.concurrency import in_thread
+from spurline.rl.rewards import killable
 from spurline.rl.rewards.configs import MathVerifyConfig
 from spurline.rl.rewards.killable import KillablePool, TookTooLong
 from spurline.rl.rewards.math_verify import MathVerify
@@ -146,6 +147,31 @@ def test_a_pool_serves_more_callers_than_it_has_workers():
         pool.close()
     with pytest.raises(RunFailedError, match="is closed"):
         pool.call()
+
+
+@pytest.mark.processes
+def test_a_call_that_gets_no_answer_takes_no_other_call_with_it(monkeypatch):
+    pool = KillablePool("reward_functions:sleeps", GENEROUS_S, workers=2)
+
+    async def stop_the_pool() -> tuple[BaseException | float, BaseException | float]:
+        assert await in_thread(pool.call, 0) == 0
+        os.kill(pool._child.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(killable, "START_TIMEOUT_S", 1.0 - GENEROUS_S)
+            patch.setattr(killable, "ANSWER_TIMEOUT_S", 0.0)
+            unanswered = asyncio.ensure_future(in_thread(pool.call, 0))
+            await asyncio.sleep(0.2)
+        neighbour = asyncio.ensure_future(in_thread(pool.call, 0.001))
+        first, second = await asyncio.gather(unanswered, neighbour, return_exceptions=True)
+        return first, second
+
+    try:
+        failed, answered = run(stop_the_pool())
+    finally:
+        pool.close()
+    assert isinstance(failed, RunFailedError)
+    assert "answered in 1 s" in str(failed)
+    assert answered == 0.001
 
 
 @pytest.mark.processes

@@ -72,8 +72,8 @@ class Parts:
     def evaluate(self) -> list[TrainingBatch]:
         """The batches that an evaluation hands to the backend."""
         recorder = Recorder()
-        assert self.data.evaluation is not None
-        self.data.evaluation.evaluate(cast(Backend, recorder))
+        [evaluation] = self.data.evaluations
+        evaluation.run(cast(Backend, recorder))
         return recorder.seen
 
 

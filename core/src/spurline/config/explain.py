@@ -14,8 +14,8 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from spurline.config.section import ComponentConfig
-from spurline.errors import Problem, listing, suggestion
-from spurline.plugins.registry import Registry
+from spurline.errors import Problem, listing, misspelling, suggestion
+from spurline.plugins.registry import CORE, Registration, Registry
 
 
 def explain(
@@ -62,14 +62,14 @@ def _message(
         elsewhere = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
         return _unknown_key(path, owner, model, registry) + elsewhere
     if kind == "unknown_component":
-        return _unknown_component(details, registry)
+        return _unknown_component(details, registry, model)
     if kind == "missing":
         field = owner.model_fields.get(path[-1]) if owner is not None else None
         return f"is required. {field.description}" if field is not None and field.description else "is required."
     if kind == "literal_error":
         expected = str(context.get("expected", ""))
         choices = [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
-        close = suggestion(str(details["input"]), choices)
+        close = misspelling(str(details["input"]), choices)
         return f"is {details['input']!r}; it must be {expected}.{close}"
     if kind in ("model_type", "dict_type"):
         return f"is {details['input']!r}; it must be a mapping, written `key: value`."
@@ -104,19 +104,24 @@ _OTHER_NAMES = {
 
 
 _REPLACED = {
-    "shuffle": "The order of samples is data.order: `order: sequential` for file order, `order: uniform` (the default) "
-    "for a new shuffle in each epoch.",
+    "shuffle": (
+        " The order of samples is data.order: `order: sequential` for file order, `order: uniform` (the default) for a "
+        "new shuffle in each epoch."
+    ),
+    "success_reward": (
+        " A success is judged by one named reward, no longer by the weighted sum: write `success: {reward: NAME, "
+        "at_least: 1}`."
+    ),
 }
-"""Settings of which another one of the same section does the work -> how to say it there."""
+"""A setting of earlier versions or of other toolkits -> what to write in its place."""
 
 
 def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel], registry: Registry) -> str:
     key = path[-1]
     names = list(owner.model_fields)
-    if key in _REPLACED and "order" in names:
-        return f"is not a setting. {_REPLACED[key]}"
     wanted = _OTHER_NAMES.get(key, key)
-    hint = f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names)
+    replaced = _REPLACED.get(key, "")
+    hint = replaced or (f" Did you mean '{wanted}'?" if wanted in names else suggestion(key, names))
     others = _components_with(key, owner, registry)
     if not hint and others:
         hint = f" It is a setting of {' and '.join(others)}: add `name: {others[0]}`."
@@ -158,7 +163,7 @@ def _component_name(owner: type[BaseModel]) -> str | None:
     return field.default if field is not None and isinstance(field.default, str) else None
 
 
-def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
+def _unknown_component(details: ErrorDetails, registry: Registry, model: type[BaseModel]) -> str:
     kind, shorthand = details["msg"].split(" ")
     value = details["input"]
     name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
@@ -166,10 +171,42 @@ def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
     if not isinstance(name, str):
         article = "an" if kind[0] in "aeiou" else "a"
         return f"must be {article} {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
+    elsewhere = "".join(_of_another_kind(name, entry, model) for entry in registry.entries() if entry.name == name)
     return (
-        f"is '{name}', but no {kind} has that name.{suggestion(str(name), names)} Available: {listing(names)}. "
-        "A component of a plugin needs that plugin in `plugins`."
+        f"is '{name}', but no {kind} has that name.{elsewhere or misspelling(name, names)} Available: "
+        f"{listing(names)}. A component of a plugin needs that plugin in `plugins`."
     )
+
+
+def _of_another_kind(name: str, entry: Registration, model: type[BaseModel]) -> str:
+    """Where a component of this name belongs, and what goes with it there."""
+    kind = entry.kind.replace("_", " ")
+    found = dict(_places_of_kind(entry.kind, model))
+    if not found:
+        return ""
+    place = min(found, key=lambda place: place.count("."))
+    within = f" (with {found[place]})" if found[place] else ""
+    beside = f", and {entry.config.goes_with}" if entry.config.goes_with else ""
+    return f" '{name}' is {'an' if kind[0] in 'aeiou' else 'a'} {kind}: set {place}: {name}{within}{beside}."
+
+
+def _places_of_kind(
+    kind: str, section: type[BaseModel], prefix: str = "", chosen: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Key paths that take components of this kind, each with the choice of another component that it needs."""
+    for name, field in section.model_fields.items():
+        annotation, place = _field_type(field), f"{prefix}{name}"
+        if _as_model(annotation) is None:
+            annotation = _item_type(annotation)
+        tagged = dict(_tagged_members(annotation))
+        if any(getattr(member, "kind", "") == kind for member in tagged.values()):
+            yield place, chosen
+            continue
+        members = {f"{place}.name: {tag}": member for tag, member in tagged.items() if not tag.startswith(f"{CORE}/")}
+        for choice, member in members.items() if tagged else [(chosen, annotation)]:
+            inner = _as_model(member)
+            if inner is not None:
+                yield from _places_of_kind(kind, inner, f"{place}.", chosen or choice)
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:

@@ -7,6 +7,7 @@ configs that core and the enabled plugins registered for that kind.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,23 +19,23 @@ from spurline.config.section import (
     Component,
     NamedSection,
     OnResume,
-    SchemaOfOneOrMany,
     SchemaOfShorthand,
     Section,
-    as_list,
     expand_shorthand,
 )
-from spurline.errors import Problem
+from spurline.errors import Problem, listing
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.collator import CollatorConfig
-from spurline.protocols.dataset import DatasetConfig
+from spurline.protocols.dataset import DatasetConfig as DatasetConfig
+from spurline.protocols.dataset import DatasetList as DatasetList
+from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline.protocols.order import OrderConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.report_panel import ReportPanelConfig
-from spurline.protocols.reward import RewardConfig
+from spurline.protocols.reward import RewardTable
 from spurline.protocols.schedule import ScheduleConfig
 from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
@@ -103,14 +104,6 @@ class ReductionConfig(NamedSection):
                 "length",
                 f"is for fixed_norm and has no meaning with {self.name}. Set reduction.name: fixed_norm, or remove it.",
             )
-
-
-DatasetList = Annotated[
-    tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...],
-    BeforeValidator(as_list),
-    SchemaOfOneOrMany(),
-]
-"""Datasets; a single one may be written without a list around it."""
 
 
 class DataConfig(Section):
@@ -198,13 +191,14 @@ class CheckpointConfig(Section):
                 f"is {metric}, which is no metric of the held-out evaluation: their names begin with eval/, such as "
                 "eval/loss. Choose one of these.",
             )
-        if not run.data.eval:
+        name = metric.split("/")[1] if metric.count("/") > 1 else ""
+        if not run.data.eval and name not in run.evaluations:
             yield Problem(
                 "keep_best",
                 f"goes by {metric}, but nothing is evaluated: `data.eval` is empty. Set data.eval and "
                 "evaluation.every_steps, or remove keep_best.",
             )
-        elif run.evaluation.every_steps is None:
+        elif run.evaluations.get(name, run.evaluation).every_steps is None:
             yield Problem(
                 "keep_best",
                 f"goes by {metric}, but the run evaluates only once, at its end. Set evaluation.every_steps, or remove "
@@ -215,8 +209,9 @@ class CheckpointConfig(Section):
 class GenerationEvalConfig(Section):
     """Generate answers to held-out prompts and score them."""
 
-    rewards: dict[str, Annotated[RewardConfig, Component("reward")]] = Field(min_length=1)
-    """Named scores, each a reward component: `{exact_match: exact_match}` logs `eval/exact_match`."""
+    rewards: RewardTable = Field(min_length=1)
+    """Named scores, each a reward component, `module:function` or `file.py:function`: `{right: exact_match}` logs
+    `eval/right`."""
     max_new_tokens: int = Field(default=128, gt=0)
     """Longest answer in tokens."""
     max_samples: int | None = Field(default=200, gt=0)
@@ -225,8 +220,8 @@ class GenerationEvalConfig(Section):
     """Prompts generated together."""
 
 
-class EvaluationConfig(Section):
-    """Held-out loss and, if asked for, scores of generated answers."""
+class DataEvaluationConfig(Section):
+    """Held-out loss and, if asked for, scores of generated answers, on `data.eval`; `evaluations` has further ones."""
 
     every_steps: int | None = Field(default=None, gt=0)
     """Evaluate each time this many steps are done; it always runs once at the end."""
@@ -253,6 +248,9 @@ class ReportConfig(Section):
     """Write the page when the run ends."""
     panels: tuple[Annotated[ReportPanelConfig, Component("report_panel")], ...] | None = None
     """Panels in page order; null shows every panel of core and of the enabled plugins."""
+
+
+_METRICS_OF_DATA_EVAL = ("loss", "rewards", "time")
 
 
 class RunConfig(Section):
@@ -296,8 +294,10 @@ class RunConfig(Section):
     """The critic of an advantage that needs one, `gae`; null for none."""
     backend: Annotated[BackendConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
-    evaluation: Annotated[EvaluationConfig, OnResume.FREE] = EvaluationConfig()
-    """Held-out evaluation."""
+    evaluation: Annotated[DataEvaluationConfig, OnResume.FREE] = DataEvaluationConfig()
+    """Held-out evaluation on `data.eval`."""
+    evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}
+    """Further evaluations by name, each with data, rhythm and settings of its own; metrics are `eval/NAME/...`."""
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     """Saving."""
     trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()
@@ -309,6 +309,13 @@ class RunConfig(Section):
         if (self.steps is None) == (self.epochs is None):
             both = "both given" if self.steps is not None else "both missing"
             yield Problem("steps", f"and 'epochs' are {both}. Set exactly one, for example `epochs: 3`.")
+        for name in self.evaluations:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in _METRICS_OF_DATA_EVAL:
+                yield Problem(
+                    f"evaluations.{name}",
+                    "cannot be called so: a name is letters, digits, dots, dashes and underscores, and none of "
+                    f"{listing(_METRICS_OF_DATA_EVAL)}, which metrics of data.eval begin with. Rename it.",
+                )
         names = [tracker.name for tracker in self.trackers]
         for position, name in enumerate(names):
             if name in names[:position]:

@@ -52,6 +52,8 @@ class ComponentConfig(Section):
 
     kind: ClassVar[str] = ""
     """Which kind of component this configures. The kind's own base class in `spurline.protocols` says it."""
+    goes_with: ClassVar[str] = ""
+    """Settings of the run beside it that its usual recipe has, as they are written: `loss: ppo`; for messages."""
 
     name: str = Field(min_length=1)
     """Which component to use."""

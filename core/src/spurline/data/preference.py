@@ -293,6 +293,6 @@ class PreferenceSource(SftSource):
     def summary(self) -> Mapping[str, object]:
         return {**super().summary(), "step_of": f"{self._batch_size} pairs"}
 
-    def held_out(self) -> Samples:
-        """The pairs of `data.eval`."""
-        return PairSet(self._context.config.data.eval, self._context)
+    def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples:
+        """Their pairs."""
+        return PairSet(datasets, self._context)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spurline.config.section import ComponentConfig
-from spurline.errors import PluginError, SpurlineError, listing, suggestion
+from spurline.errors import PluginError, SpurlineError, listing, misspelling, suggestion
 
 KINDS: dict[str, str] = {
     "dataset": "spurline.protocols.dataset:Dataset",
@@ -28,6 +28,7 @@ KINDS: dict[str, str] = {
     "reward": "spurline.protocols.reward:Reward",
     "environment": "spurline.protocols.environment:Environment",
     "rollout_engine": "spurline.protocols.rollout_engine:RolloutEngine",
+    "evaluation": "spurline.protocols.evaluation:HeldOutEvaluation",
     "source": "spurline.protocols.source:BatchSource",
     "weight_sync": "spurline.protocols.weight_sync:WeightSync",
     "optimizer": "spurline.protocols.optimizer:Optimizer",
@@ -118,7 +119,7 @@ class Registry:
         entry = self._entries.get((kind, name))
         if entry is None:
             names = self.names(kind)
-            raise PluginError(f"No {kind} is named '{name}'.{suggestion(name, names)} Available: {listing(names)}.")
+            raise PluginError(f"No {kind} is named '{name}'.{misspelling(name, names)} Available: {listing(names)}.")
         return entry
 
     def names(self, kind: str) -> list[str]:

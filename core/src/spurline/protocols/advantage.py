@@ -38,6 +38,8 @@ class Advantage(Protocol):
 class AdvantageConfig(ComponentConfig):
     """Settings of an advantage."""
 
+    goes_with = "loss: ppo"
+
     kind: ClassVar[str] = "advantage"
     uses_critic: ClassVar[bool] = False
     """Whether the algorithm reads a critic's values, so that the run needs the section `critic`."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from spurline.config.section import ComponentConfig
+from spurline.config.section import Component, ComponentConfig, SchemaOfOneOrMany, as_list
 
 
 class DatasetConfig(ComponentConfig):
@@ -25,6 +25,14 @@ class DatasetConfig(ComponentConfig):
     """Stop at the first malformed row, or leave it out and count it."""
     label: str | None = None
     """Short name in reports and row uids; default is the file or hub name."""
+
+
+DatasetList = Annotated[
+    tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...],
+    BeforeValidator(as_list),
+    SchemaOfOneOrMany(),
+]
+"""Datasets; a single one may be written without a list around it."""
 
 
 class Dataset(Protocol):

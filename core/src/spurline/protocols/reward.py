@@ -4,6 +4,7 @@
 
 rewards: exact_match                               one reward; the term is called like it
 rewards: my_module:my_function                     the reward `function`; the term is called `my_function`
+rewards: path/to/file.py:my_function               likewise, of a file
 rewards: {name: exact_match, ignore_case: true}    one reward with settings
 rewards: {right: exact_match, short: my_module:f}  terms by name, each written in any of these ways
 """
@@ -79,7 +80,7 @@ def _expand(value: Any) -> Any:
 
 
 def _expand_function(reward: Any) -> Any:
-    """`module:function` as the settings of the reward `function`; anything else unchanged."""
+    """`module:function` or `file.py:function` as the settings of the reward `function`; anything else unchanged."""
     settings = expand_shorthand(reward, "path")
     if settings is reward or ":" not in str(settings["path"]):
         return reward

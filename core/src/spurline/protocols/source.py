@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from spurline.plugins.host import PluginHost
     from spurline.protocols.backend import Backend
     from spurline.protocols.collator import ParallelLayout
+    from spurline.protocols.dataset import DatasetConfig
+    from spurline.protocols.evaluation import HeldOutEvaluation
     from spurline.protocols.tokenization import DatasetToTokenize
 
 
@@ -33,6 +35,8 @@ class SourceConfig(ComponentConfig):
     kind: ClassVar[str] = "source"
     supplies: ClassVar[Literal["samples", "pairs", "rollouts"]] = "samples"
     """What the rows of its batches are: samples of the data, pairs of answers, or generated turns with advantages."""
+    makes_attempts: ClassVar[bool] = False
+    """Whether its source can make attempts at any prompts with the weights as they are, for evaluations."""
     compares_logprobs: ClassVar[bool] = False
     """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     run_defaults: ClassVar[Mapping[str, str]] = {}
@@ -41,6 +45,11 @@ class SourceConfig(ComponentConfig):
     @property
     def num_prompts(self) -> int | None:
         """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
+        return None
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
         return None
 
     @property
@@ -137,11 +146,8 @@ class BatchSource(ABC):
         """
         return None
 
-    def held_out(self) -> Samples | None:
-        """The samples of `data.eval`, where a sample is not one row's tokens, else None; for the loss on them.
-
-        The run asks once, and only when there is held-out data and no `evaluation`.
-        """
+    def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
+        """The samples of held-out data, where a sample is not one row's tokens, else None; for evaluations of it."""
         return None
 
     def given_up(self) -> Sequence[str]:
@@ -150,22 +156,6 @@ class BatchSource(ABC):
 
     def close(self) -> None:  # noqa: B027 - many have nothing to stop
         """Stop all work of the source."""
-
-
-class HeldOutEvaluation(ABC):
-    """Measures a backend on held-out data. Draws no random numbers that training could miss."""
-
-    @abstractmethod
-    def summary(self) -> Mapping[str, Any]:
-        """JSON-able facts about the data; see `spurline.data.token_store`."""
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Changes when the held-out data does; a resume then says that scores before and after do not compare."""
-
-    @abstractmethod
-    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics, whose names begin with `eval/`, and sample answers: prompt, response, reference and scores."""
 
 
 class Samples(Protocol):

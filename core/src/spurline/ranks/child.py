@@ -30,7 +30,9 @@ from spurline.errors import RunFailedError
 Message = Mapping[str, Any]
 
 EXIT_TIMEOUT_S = 30.0
-"""Seconds a process may take to be gone after it was killed, or after it has closed its output."""
+"""Seconds a process may take to end by itself after it has closed its output; then it is killed."""
+KILL_TIMEOUT_S = 30.0
+"""Seconds a process may take to be gone after it was killed."""
 
 _LAST_WORDS_BYTES = 3000
 _PR_SET_PDEATHSIG = 1
@@ -128,9 +130,9 @@ class ChildProcess:
         self._reader.join(patience_s)
         self.kill()
         for thread in (self._reader, self._writer):
-            thread.join(EXIT_TIMEOUT_S)
+            thread.join(KILL_TIMEOUT_S)
         if self._reader.is_alive():
-            raise RunFailedError(f"Process {self.pid} was killed, but has not ended {EXIT_TIMEOUT_S:g} s later.")
+            raise RunFailedError(f"Process {self.pid} was killed, but has not ended {KILL_TIMEOUT_S:g} s later.")
 
     def _live(self, start: Callable[[], subprocess.Popen[bytes]], started: Future[subprocess.Popen[bytes]]) -> None:
         """Start it, take what it says, and see it end. Linux kills it when the thread that started it ends, so that

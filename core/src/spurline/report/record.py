@@ -58,9 +58,10 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-HELD_OUT_REWARD = "eval/reward"
-HELD_OUT_TERM = "eval/rewards/"
-GIVEN_UP = "eval/failed"
+GIVEN_UP = "failed"
+"""Held-out prompts given up, within the names of an evaluation."""
+_TERM = "rewards/"
+_OF_ATTEMPTS = ("reward", GIVEN_UP)
 
 
 def setting(config: Any, *keys: str) -> Any:
@@ -75,21 +76,34 @@ def recorded_names(record: RunRecord, prefix: str) -> list[str]:
     return sorted({name for line in record.metrics for name in line if name.startswith(prefix)})
 
 
+def evaluations_of(record: RunRecord) -> list[str]:
+    """Prefixes of the run's evaluations: `eval/` of `data.eval`, and `eval/NAME/` of each with a name."""
+    named = setting(record.config, "evaluations")
+    return ["eval/", *(f"eval/{name}/" for name in (named if isinstance(named, Mapping) else ()))]
+
+
 def evaluation_losses(record: RunRecord) -> list[str]:
-    """Names of held-out losses, such as `eval/loss` or `eval/loss/math`."""
-    return [name for name in _evaluation_names(record) if "loss" in name.split("/")]
+    """Names of held-out losses, such as `eval/loss`, `eval/loss/math` or `eval/NAME/loss`."""
+    return [name for name, metric in _evaluation_metrics(record) if "loss" in metric.split("/")]
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Names of all other evaluation metrics: those that stay within 0..1, where more is better, and the rest."""
+    """Names of all other evaluation metrics: shares, of which more is better, and the rest.
+
+    A score of answers is a share when it stays within 0..1. A metric of the loss, which training has too, is one when
+    it is called so: a margin of 0.4 is no 40 %.
+    """
     shares, others = list[str](), list[str]()
-    names = _evaluation_names(record)
-    for name in names:
-        is_reward = name in (HELD_OUT_REWARD, GIVEN_UP) or name.startswith(HELD_OUT_TERM)
-        if "loss" in name.split("/") or (is_reward and "eval/pass@1" in names):
+    metrics = _evaluation_metrics(record)
+    judged = {name.removesuffix(metric) for name, metric in metrics if metric == "pass@1"}
+    trained = {name for line in record.metrics for name in line if not name.startswith("eval/")}
+    for name, metric in metrics:
+        is_reward = metric in _OF_ATTEMPTS or metric.startswith(_TERM)
+        if "loss" in metric.split("/") or (is_reward and name.removesuffix(metric) in judged):
             continue
         _, values = record.series(name)
-        (shares if all(0 <= value <= 1 for value in values) else others).append(name)
+        is_share = _is_share(metric) if metric in trained else all(0 <= value <= 1 for value in values)
+        (shares if is_share else others).append(name)
     return shares, others
 
 
@@ -99,5 +113,16 @@ def label_of(name: str, kind: str = "") -> str:
     return f"{kind} {label}" if kind else label
 
 
-def _evaluation_names(record: RunRecord) -> list[str]:
-    return [name for name in recorded_names(record, "eval/") if name != "eval/time"]
+def _is_share(metric: str) -> bool:
+    return metric.rpartition("/")[2].endswith(("accuracy", "fraction", "share"))
+
+
+def _evaluation_metrics(record: RunRecord) -> list[tuple[str, str]]:
+    """(whole name, name within its evaluation) of what evaluations measured, their time left out."""
+    prefixes = evaluations_of(record)[::-1]
+    found: list[tuple[str, str]] = []
+    for name in recorded_names(record, "eval/"):
+        metric = name.removeprefix(next(prefix for prefix in prefixes if name.startswith(prefix)))
+        if metric != "time":
+            found.append((name, metric))
+    return found

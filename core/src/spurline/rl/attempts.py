@@ -15,9 +15,10 @@ from spurline.errors import ConfigError
 from spurline.protocols.environment import Environment, PolicyHandle, Task
 from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source import SourceContext
-from spurline.rl.configs import OVERLONG, PromptSourceConfig
+from spurline.rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
+from spurline.rl.held_out import deciding_term
 from spurline.rl.policy import EnginePolicy
 from spurline.rl.scoring import overlong_penalty, score
 from spurline.rl.trajectory import Trajectory
@@ -33,6 +34,7 @@ class Attempts:
         run, registry = context.config, context.host.registry
         self._config = config
         self._run_seed = run.seed
+        self._is_evaluated = bool(run.data.eval)
         self.engine: RolloutEngine = registry.create(
             "rollout_engine", config.engine, run=run, tokenizer=context.tokenizer
         )
@@ -42,9 +44,9 @@ class Attempts:
         self.given_up = GivenUpPrompts(config.faults.max_quarantined)
         self.training = self._make_runner(config.samples_per_prompt, self.given_up)
 
-    async def evaluate(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+    async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
-        held_out, given_up = self._config.held_out, GivenUpPrompts(self._config.faults.max_quarantined)
+        given_up = GivenUpPrompts(self._config.faults.max_quarantined)
         runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
         return await runner.run_groups(prompts)
 
@@ -89,9 +91,13 @@ class Attempts:
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
         """The trajectory with the weighted sum of its terms on its tokens; `source.overlong` adds a term in training.
 
-        Raises ConfigError when the environment's terms leave no room for that term, besides what `score` raises.
+        Raises ConfigError when the environment's terms leave no room for that term, or do not say what a success is,
+        besides what `score` raises.
         """
         overlong, weights = self._config.overlong, self._config.reward_weights
+        if self._is_evaluated:
+            # The first attempts of training tell what the held-out ones would only after many steps.
+            deciding_term(trajectory.rewards, self._config.held_out.success)
         if overlong is None:
             return score(trajectory, weights)
         if OVERLONG in trajectory.rewards:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -13,6 +13,7 @@ from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.correction import CorrectionConfig
 from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.protocols.source import SourceConfig
 
@@ -68,6 +69,16 @@ class KlInRewardConfig(Section):
     """Estimator of the divergence (Schulman 2020)."""
 
 
+class SuccessConfig(Section):
+    """When an attempt at a held-out prompt has passed."""
+
+    reward: str | None = None
+    """Reward term that decides, before weights; null is the environment's only one, or the sum of the rewards of turns
+    where it names none."""
+    at_least: float = Field(default=1.0, allow_inf_nan=False)
+    """The attempt passes when that term reaches this."""
+
+
 class HeldOutConfig(Section):
     """Rollouts of held-out prompts, `data.eval`."""
 
@@ -77,16 +88,44 @@ class HeldOutConfig(Section):
     """0 is greedy."""
     max_prompts: int | None = Field(default=200, gt=0)
     """Use the first prompts of the held-out data; null uses all."""
-    success_reward: float = Field(default=1.0, allow_inf_nan=False)
-    """An attempt whose return, the weighted sum of its rewards, reaches this counts as a pass."""
+    success: SuccessConfig = SuccessConfig()
+    """Which attempts count as a pass: those whose named reward reaches a number, whatever the weighted sum is."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
             yield Problem(
                 "samples_per_prompt",
                 f"is {self.samples_per_prompt}, but at temperature 0 all attempts at a prompt are the same. Set "
-                "temperature: 1.0 in held_out, or samples_per_prompt: 1.",
+                "temperature: 1.0, or samples_per_prompt: 1.",
             )
+
+
+def success_problems(held_out: HeldOutConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
+    """What keeps attempts from being judged. terms: names of all reward terms, None where only attempts tell.
+
+    prefix: of the keys, up to the settings of `held_out`.
+    """
+    reward = held_out.success.reward
+    if terms is None or (reward is None and len(terms) < 2):
+        return
+    if reward is None:
+        yield Problem(f"{prefix}success", several_terms(terms))
+    elif reward not in terms:
+        yield Problem(f"{prefix}success.reward", unknown_term(reward, terms))
+
+
+def several_terms(terms: Collection[str]) -> str:
+    """Why a success has to be named, for messages."""
+    return (
+        "does not say which reward decides whether an attempt has passed, and there are several; their weighted sum "
+        f"says nothing of right or wrong. Set it, as in {{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}."
+    )
+
+
+def unknown_term(reward: str, terms: Collection[str]) -> str:
+    """What is wrong with a name that no reward term has, for messages."""
+    close = suggestion(reward, terms)
+    return f"is '{reward}', which names no reward term of the environment.{close} Terms: {listing(terms)}."
 
 
 class FaultsConfig(Section):
@@ -104,6 +143,7 @@ class PromptSourceConfig(SourceConfig):
     """Base of the configs of sources that train on rollouts."""
 
     supplies = "rollouts"
+    makes_attempts = True
     compares_logprobs = True
     run_defaults: ClassVar[Mapping[str, str]] = {"collator": "rollouts", "minibatches": "by_prompt", "loss": "ppo"}
 
@@ -149,6 +189,8 @@ class PromptSourceConfig(SourceConfig):
         yield from self._run_problems(run)
         yield from super().problems(run)
         yield from self._reward_weight_problems()
+        if run.data.eval:
+            yield from success_problems(self.held_out, self.reward_terms, "held_out.")
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
                 "zero_variance",
@@ -259,6 +301,10 @@ class PromptSourceConfig(SourceConfig):
             )
 
     @property
+    def reward_terms(self) -> Collection[str] | None:
+        return self.environment.reward_terms
+
+    @property
     def num_prompts(self) -> int:
         return self.prompts_per_step
 
@@ -274,6 +320,19 @@ class PromptSourceConfig(SourceConfig):
     def draw_limit(self) -> int:
         """Prompts that one step may draw."""
         return self.max_draws_per_step or 8 * self.prompts_per_step
+
+
+class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
+    """Attempts at held-out prompts in the run's environment, with the weights as they are."""
+
+    needs_attempts = True
+
+    name: str = "rollouts"
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from EvaluationConfig.problems(self, run)
+        yield from HeldOutConfig.problems(self, run)
+        yield from success_problems(self, run.source.reward_terms)
 
 
 class RolloutSourceConfig(PromptSourceConfig):

@@ -14,14 +14,15 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.orders.configs import SequentialOrderConfig
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend
-from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
+from spurline.protocols.evaluation import HeldOutEvaluation
+from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
-from spurline.rl.configs import PromptSourceConfig
+from spurline.rl.configs import HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.health import length_metrics, reward_metrics
-from spurline.rl.held_out import RolloutEvaluation
+from spurline.rl.held_out import HELD_OUT, OF_SOURCE, AttemptsEvaluation
 from spurline.rl.preparation import Preparation
 from spurline.rl.trajectory import Group, has_equal_returns, turns_of
 
@@ -106,7 +107,7 @@ class PromptSource(BatchSource):
                 context,
                 order=SequentialOrderConfig(name="core/sequential"),
                 per_step=per_step,
-                namespace="held-out ",
+                namespace=HELD_OUT,
             )
         self._preparation = Preparation(config, context)
         self._attempts = Attempts(config, context)
@@ -126,14 +127,14 @@ class PromptSource(BatchSource):
     def evaluation(self) -> HeldOutEvaluation:
         """Attempts at the held-out prompts with the weights as they are."""
         assert self._held_out is not None, "there is no held-out data"
-        return RolloutEvaluation(self._settings.held_out, self._held_out, self._run_held_out)
+        return AttemptsEvaluation(self._settings.held_out, self._held_out, self, OF_SOURCE)
 
     def given_up(self) -> Sequence[str]:
         return [prompt.reason for prompt in self._attempts.given_up.prompts]
 
     @abstractmethod
-    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
-        """Make attempts at held-out prompts and wait for them."""
+    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
+        """Make attempts at held-out prompts with the weights as they are, and wait for them."""
 
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float

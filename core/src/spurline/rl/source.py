@@ -16,7 +16,7 @@ from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import SharesWeights
 from spurline.protocols.source import SourceContext
-from spurline.rl.configs import RolloutSourceConfig
+from spurline.rl.configs import HeldOutConfig, RolloutSourceConfig
 from spurline.rl.draws import Draw, SkippedRow
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import PromptSource, collect_groups
@@ -81,8 +81,8 @@ class RolloutSource(PromptSource):
         self._engine.set_version(step)
         return {}
 
-    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
-        return self._loop.run(self._attempts.evaluate(prompts))
+    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
+        return self._loop.run(self._attempts.evaluate(prompts, held_out))
 
     def state_dict(self) -> dict[str, object]:
         return {**self._prompts_state(), "next_draw": self._next_draw}

@@ -42,10 +42,21 @@ class BestSoFar:
         self.step, self.value = saved["step"], saved["value"]
         return []
 
-    def observe(self, step: int, scores: Mapping[str, float]) -> None:
-        """Look at one evaluation. Raises ConfigError naming the metrics there are when it has not the chosen one."""
+    def is_same_data(self, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+        """Whether the evaluation of its metric has the same fingerprint, by `eval` or `eval/NAME`, as before."""
+        if self._config is None:
+            return True
+        of_metric = self._config.metric.rpartition("/")[0]
+        label = next((label for label in sorted(now, reverse=True) if f"{of_metric}/".startswith(f"{label}/")), "eval")
+        return before.get(label) == now.get(label)
+
+    def observe(self, step: int, scores: Mapping[str, float], *, are_all: bool = True) -> None:
+        """Look at the evaluations of a step. are_all: whether every evaluation of the run is among them.
+
+        Raises ConfigError naming the metrics there are when they have not the chosen one.
+        """
         config = self._config
-        if config is None:
+        if config is None or (config.metric not in scores and not are_all):
             return
         if config.metric not in scores:
             raise ConfigError.at(

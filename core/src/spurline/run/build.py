@@ -9,11 +9,12 @@ from typing import Any
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.protocols.backend import Backend
+from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
-from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
+from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
-from spurline.run.evaluation import Evaluation
+from spurline.run.evaluation import ScheduledEvaluation, build_evaluations
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
@@ -27,7 +28,8 @@ class DataComponents:
     source: BatchSource
     minibatches: MiniBatches
     loss: Loss
-    evaluation: HeldOutEvaluation | None
+    evaluations: tuple[ScheduledEvaluation, ...]
+    """That of `data.eval` first, if there is one."""
 
     @property
     def total_updates(self) -> int:
@@ -46,7 +48,7 @@ class Components:
 
 
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
-    """Tokenizer, source, mini-batches, loss and evaluation. The stack closes them."""
+    """Tokenizer, source, mini-batches, loss and evaluations. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
     context = SourceContext(config, loaded.host, load_tokenizer(config.model), config.backend.layout(), row_limit)
     source: BatchSource = registry.create("source", config.source, context=context)
@@ -57,15 +59,8 @@ def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = N
         source=source,
         minibatches=registry.create("minibatches", config.minibatches, run=config, layout=context.layout),
         loss=loss,
-        evaluation=_evaluation(context, source, loss),
+        evaluations=build_evaluations(EvaluationContext(context, source, loss), stack),
     )
-
-
-def _evaluation(context: SourceContext, source: BatchSource, loss: Loss) -> HeldOutEvaluation | None:
-    if not context.config.data.eval:
-        return None
-    own = source.evaluation()
-    return Evaluation(context, loss, source.held_out()) if own is None else own
 
 
 def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
@@ -119,8 +114,8 @@ def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
 def summarize_run(components: Components, loaded: LoadedConfig) -> dict[str, Any]:
     """Facts about data, model and versions, for summary.json."""
     data: dict[str, Any] = {"train": dict(components.data.source.summary())}
-    if components.data.evaluation is not None:
-        data["eval"] = dict(components.data.evaluation.summary())
+    for evaluation in components.data.evaluations:
+        data[evaluation.label] = dict(evaluation.held_out.summary())
     return {
         "data": data,
         **components.backend.facts(),

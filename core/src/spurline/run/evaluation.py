@@ -1,148 +1,109 @@
-"""Held-out evaluation: mean loss per token with the loss's own metrics, and scores of generated answers.
+"""All evaluations of a run: that of `data.eval`, and those under `evaluations`, each with its rhythm and its name.
 
-Place on the way: eval datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> `eval/...`
-metrics; and prompts -> answers of the backend -> rewards, called as those of rollouts are. Draws no random numbers that
-training could miss, so evaluating more or less often never changes what is trained.
+The section `evaluation` is a short way to write the evaluations `loss` and `answers` on `data.eval`, or what the source
+has of its own for that data; the rest of a run knows only a list of scheduled evaluations.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from spurline.config.run_config import GenerationEvalConfig
-from spurline.data.batch import TrainingBatch
-from spurline.data.prompts import read_examples
-from spurline.data.sft import SampleSet
-from spurline.errors import RunFailedError
-from spurline.protocols.backend import Backend, Generates
-from spurline.protocols.environment import AttemptFailedError
-from spurline.protocols.loss import Loss, Objective
-from spurline.protocols.prefetch import Prefetch
-from spurline.protocols.reward import Answer, Reward
-from spurline.protocols.source import HeldOutEvaluation, Samples, SourceContext
-from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.rl.scoring import reward_terms
-from spurline.update.update import with_reference_logprobs
+from spurline.config.run_config import RunConfig
+from spurline.errors import PluginError
+from spurline.evaluation.answers import AnswersEvaluation
+from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
+from spurline.evaluation.loss import LossEvaluation
+from spurline.protocols.backend import Backend
+from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
 
 
-class Evaluation(HeldOutEvaluation):
-    """Evaluates a backend on the config's `data.eval`. samples: how that data is read, when not one sample per row."""
+@dataclass(frozen=True)
+class ScheduledEvaluation:
+    """One evaluation of a run.
 
-    def __init__(self, context: SourceContext, loss: Loss, samples: Samples | None = None) -> None:
-        run = context.config
-        self._loss = loss
-        self._config = run
-        self._registry = context.host.registry
-        self._samples = SampleSet(run.data.eval, context) if samples is None else samples
-        generate = run.evaluation.generate
-        answered = self._samples.answered()
-        self._answers = GeneratedAnswers(generate, answered, context) if generate is not None else None
+    name: as under `evaluations`; empty for that of `data.eval`. every_steps: None for the end of the run alone.
+    """
+
+    name: str
+    every_steps: int | None
+    held_out: HeldOutEvaluation
+
+    @property
+    def prefix(self) -> str:
+        """Begins the names of its metrics."""
+        return f"eval/{self.name}/" if self.name else "eval/"
+
+    @property
+    def label(self) -> str:
+        """What its data is called in plans, summaries and reports."""
+        return f"eval/{self.name}" if self.name else "eval"
+
+    def run(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics under their whole names, time included, and sample answers, marked with the name if there is one."""
+        begin = time.perf_counter()
+        metrics, samples = self.held_out.evaluate(backend)
+        for name in metrics:
+            if name.startswith("eval/"):
+                raise PluginError(
+                    f"{type(self.held_out).__name__} calls a metric '{name}'. Leave eval/ out: the run puts "
+                    f"'{self.prefix}' in front of each."
+                )
+        metrics = {f"{self.prefix}{name}": value for name, value in metrics.items()}
+        mark = {"evaluation": self.name} if self.name else {}
+        return {**metrics, f"{self.prefix}time": time.perf_counter() - begin}, [mark | sample for sample in samples]
+
+
+class DataEvaluation(HeldOutEvaluation):
+    """What the section `evaluation` asks for: the loss on `data.eval`, and scores of answers to its prompts."""
+
+    def __init__(self, config: RunConfig, context: EvaluationContext) -> None:
+        data, settings = config.data.eval, config.evaluation
+        self._loss = LossEvaluation(LossEvaluationConfig(data=data, batch_size=settings.batch_size), context)
+        self._answers: AnswersEvaluation | None = None
+        if settings.generate is not None:
+            generate = {name: getattr(settings.generate, name) for name in type(settings.generate).model_fields}
+            answers = AnswersEvaluationConfig(data=data, **generate)
+            self._answers = AnswersEvaluation(answers, context, self._loss.samples.answered())
 
     def summary(self) -> Mapping[str, Any]:
-        return self._samples.summary()
+        return self._loss.summary()
 
     def fingerprint(self) -> str:
-        return self._samples.fingerprint()
+        return self._loss.fingerprint()
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics and sample answers.
-
-        `eval/loss` in nats per token, `eval/NAME` per metric of the loss and per reward, `eval/time` in seconds.
-        """
-        begin = time.perf_counter()
-        metrics = self._means(backend)
-        samples: list[dict[str, Any]] = []
+        metrics, samples = self._loss.evaluate(backend)
         if self._answers is not None:
-            scores, samples = self._answers.score(backend)
+            scores, samples = self._answers.evaluate(backend)
             metrics |= scores
-        return {**metrics, "eval/time": time.perf_counter() - begin}, samples
+        return metrics, samples
 
-    def _means(self, backend: Backend) -> dict[str, float]:
-        """Means of the loss and of its own metrics, by loss weight."""
-        size = self._config.evaluation.batch_size or self._config.batch_size
-        count = sum(self._samples.sizes())
-        num_batches = math.ceil(count / size)
-
-        def build(number: int) -> TrainingBatch:
-            numbers = np.arange((number - 1) * size, min(number * size, count), dtype=np.int64)
-            return self._samples.batch(numbers, training=False)
-
-        prefetch: Prefetch = self._registry.create(
-            "prefetch", self._config.prefetch, build=build, last_step=num_batches
-        )
-        totals: dict[str, float] = {}
-        weight = 0.0
-        try:
-            prefetch.start(1)
-            for number in range(1, num_batches + 1):
-                batch = prefetch.next(number)
-                complete = with_reference_logprobs(batch, self._loss, backend)
-                sums = backend.evaluate(complete, Objective(self._loss, normalizer=1.0))
-                for name, total in {"loss": sums.loss, **sums.metrics}.items():
-                    totals[f"eval/{name}"] = totals.get(f"eval/{name}", 0.0) + total
-                weight += sums.weight
-                batch.release()
-        finally:
-            prefetch.close()
-        return {name: total / weight for name, total in totals.items()}
+    def close(self) -> None:
+        if self._answers is not None:
+            self._answers.close()
 
 
-class GeneratedAnswers:
-    """Greedy answers to held-out prompts, scored by reward components."""
+def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[ScheduledEvaluation, ...]:
+    """Every evaluation of the run, that of `data.eval` first. The stack closes them."""
+    config, registry = context.run.config, context.run.host.registry
+    built: list[ScheduledEvaluation] = []
 
-    def __init__(
-        self, config: GenerationEvalConfig, datasets: Sequence[DatasetToTokenize], context: SourceContext
-    ) -> None:
-        self._config = config
-        self._tokenizer = context.tokenizer
-        self._rewards: dict[str, Reward] = {
-            name: context.host.registry.create("reward", reward) for name, reward in config.rewards.items()
-        }
-        every = (item for source in datasets for item in read_examples(source, self._tokenizer, context.config.data))
-        self._examples = list(islice(every, config.max_samples))
+    def add(name: str, every_steps: int | None, held_out: HeldOutEvaluation) -> None:
+        stack.callback(held_out.close)
+        built.append(ScheduledEvaluation(name, every_steps, held_out))
 
-    def score(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Mean of each reward as `eval/NAME`, and every answer with its scores. Raises RunFailedError."""
-        assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, whatever its config says"
-        answers: list[Answer] = []
-        scores: list[dict[str, float]] = []
-        for start in range(0, len(self._examples), self._config.batch_size):
-            chunk = self._examples[start : start + self._config.batch_size]
-            prompts = [example.prompt_ids for _, example in chunk]
-            responses = backend.generate(prompts, max_new_tokens=self._config.max_new_tokens)
-            answered = [
-                Answer(
-                    example.prompt_text,
-                    str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)),
-                    example.reference_text,
-                    row,
-                )
-                for (row, example), tokens in zip(chunk, responses, strict=True)
-            ]
-            answers += answered
-            scores += self._scored(answered)
-        means = {f"eval/{name}": sum(each[name] for each in scores) / len(scores) for name in self._rewards}
-        samples = [
-            {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": terms}
-            for answer, terms in zip(answers, scores, strict=True)
-        ]
-        return means, samples
+    if config.data.eval:
+        own = context.source.evaluation()
+        add("", config.evaluation.every_steps, DataEvaluation(config, context) if own is None else own)
+    for name, settings in config.evaluations.items():
+        add(name, settings.every_steps, registry.create("evaluation", settings, context=context))
+    return tuple(built)
 
-    def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        async def score() -> list[dict[str, float]]:
-            return [await reward_terms(self._rewards, answer) for answer in answers]
 
-        # On a thread of its own: whoever trains in a notebook has an event loop on this one.
-        with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
-            try:
-                return scoring.submit(asyncio.run, score()).result()
-            except AttemptFailedError as error:
-                raise RunFailedError(str(error)) from error
+def fingerprints(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, str]:
+    """Of the held-out data by `label`."""
+    return {evaluation.label: evaluation.held_out.fingerprint() for evaluation in evaluations}

@@ -79,8 +79,8 @@ def _plugins(loaded: LoadedConfig) -> list[str]:
 
 def _data(data: DataComponents, row_limit: int | None) -> list[str]:
     lines = describe("train", dict(data.source.summary()))
-    if data.evaluation is not None:
-        lines += describe("eval", dict(data.evaluation.summary()))
+    for evaluation in data.evaluations:
+        lines += describe(evaluation.label, dict(evaluation.held_out.summary()))
     rounded = data.source.summary().get("rounded")
     lines += rounded if isinstance(rounded, list) else []
     if data.source.summary().get("read_in_part"):

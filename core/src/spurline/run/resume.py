@@ -19,6 +19,7 @@ from spurline.run.build import Components
 from spurline.run.changes import PermittedChanges, ResumeRequest
 from spurline.run.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, read_state, write_state
 from spurline.run.directory import RunDirectory
+from spurline.run.evaluation import fingerprints
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,7 @@ def save_state(
 
     store = CheckpointStore(directory.checkpoints)
     facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **record.facts()}
-    if components.data.evaluation is not None:
-        facts["held_out"] = components.data.evaluation.fingerprint()
+    facts["held_out"] = fingerprints(components.data.evaluations)
     path = store.save(step, write, facts, record.best.step)
     store.prune(loaded.config.checkpoint.keep_last, record.best.step)
     return path
@@ -166,13 +166,15 @@ def _compare_held_out(
     checkpoint: Checkpoint, components: Components, best: BestSoFar, store: CheckpointStore
 ) -> list[str]:
     """Held-out data may change, as nothing is trained on it; scores before and after do not compare then."""
-    before = checkpoint.manifest.get("held_out")
-    now = None if components.data.evaluation is None else components.data.evaluation.fingerprint()
-    notes: list[str] = []
-    if before is not None and now is not None and before != now:
-        notes.append("The held-out data is not that of the checkpoint: scores before and after do not compare.")
+    before: Mapping[str, str] = checkpoint.manifest.get("held_out") or {}
+    now = fingerprints(components.data.evaluations)
+    notes = [
+        f"The held-out data of {label} is not that of the checkpoint: scores before and after do not compare."
+        for label in now
+        if label in before and before[label] != now[label]
+    ]
     kept = {int(path.name.removeprefix("step-")) for path in store.paths()}
-    return notes + best.restore(checkpoint.manifest.get("best"), kept, same_data=before == now)
+    return notes + best.restore(checkpoint.manifest.get("best"), kept, same_data=best.is_same_data(before, now))
 
 
 def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import NonFiniteLossError, RunDirectoryLostError, RunFailedError
+from spurline.errors import NonFiniteLossError, RunDirectoryError, RunDirectoryLostError, RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
@@ -31,8 +31,10 @@ from spurline.run.build import build_components, build_update, summarize_run
 from spurline.run.changes import ResumeRequest
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.export import export_hf
+from spurline.run.health import findings
 from spurline.run.rescue import rescue
 from spurline.run.resume import Resume, RunRecord, find_resume, restore, save_state
+from spurline.trackers.jsonl import read_json_lines
 
 
 @dataclass
@@ -51,6 +53,7 @@ class RunResult:
 
     status: `finished`, or `stopped` by a signal after a checkpoint. metrics: of the last step.
     checkpoint: the newest one. report: the HTML page, if written. signal: what stopped the run, if anything.
+    warnings: what was off and lasted, in sentences; the report also has what passed by.
     go_on: how to continue a stopped run, as a sentence.
     """
 
@@ -61,6 +64,7 @@ class RunResult:
     report: Path | None
     signal: signal.Signals | None = None
     go_on: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 class Run:
@@ -133,6 +137,7 @@ class Run:
                 report,
                 self._stop.signal,
                 self._go_on(),
+                tuple(found["words"] for found in self._files.summary["warnings"] if found["lasts"]),
             )
 
     def _build(self, stack: ExitStack) -> None:
@@ -192,17 +197,23 @@ class Run:
             self._step_under_way = None
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Evaluation metrics when this step is due for one, else nothing.
+        """Metrics of all evaluations that this step is due for.
 
         metrics: of the update just done. When the evaluation fails, they are saved with the weights before the error
         goes on: a mistake in a reward must not cost the training before it. A resume evaluates first.
         """
-        evaluation = self._components.data.evaluation
-        if evaluation is None or not self._is_due(step, self.config.evaluation.every_steps):
+        every = self._components.data.evaluations
+        due = [evaluation for evaluation in every if self._is_due(step, evaluation.every_steps)]
+        if not due:
             return {}
+        scores: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
         try:
-            scores, samples = evaluation.evaluate(self.backend)
-            self._best.observe(step, scores)
+            for evaluation in due:
+                found, answers = evaluation.run(self.backend)
+                scores |= found
+                samples += answers
+            self._best.observe(step, scores, are_all=len(due) == len(every))
         except Exception as error:
             self._save_before_evaluation(step, metrics, error)
             raise
@@ -266,11 +277,21 @@ class Run:
         try:
             failed = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             status = self._status() if error is None else failed
+            self._files.summary["warnings"] = self._warnings()
             self._files.finish(status, None if error is None else str(error), self.source.given_up())
-        except OSError as failure:
+        except (OSError, RunDirectoryError) as failure:
             if error is None:
                 raise RunFailedError(f"{self.directory.summary} cannot be written: {failure}.") from failure
             error.add_note(f"{self.directory.summary} could not be written either: {failure}")
+
+    def _warnings(self) -> list[dict[str, Any]]:
+        """What was off at any step, as the report says it."""
+        lines = read_json_lines(self.directory.metrics)
+        steps = [int(line["step"]) for line in lines]
+        return [
+            {"kind": found.kind, "words": f"{found.words} {found.when(steps)}.", "lasts": found.lasts}
+            for found in findings(lines, self.loaded.resolved())
+        ]
 
     def _explained(self, error: BaseException) -> BaseException:
         """What ended the run, with what is left of it and how to go on."""

@@ -1,7 +1,8 @@
 """Progress of a run on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
-Reads only the metrics it is given; writes to stdout. Always on, next to the JSONL tracker. Steps of reinforcement
-learning show their reward where others show the loss, which tells nothing there, and say in words what is off.
+Reads the metrics it is given, and after a resume those before it; writes to stdout. Always on, next to the JSONL
+tracker. Steps of reinforcement learning show their reward where others show the loss, which tells nothing there. What
+is off is said in words.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from spurline.protocols.tracker import RunInfo
-from spurline.rl.health_words import health_words
+from spurline.run.health import HealthWatch, clip_threshold
 from spurline.trackers.configs import ConsoleTrackerConfig
-from spurline.trackers.readout import Smoothed, clock, quantity, seconds_of_generation, training_seconds
+from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
+from spurline.trackers.readout import Smoothed, clock, quantity, scores_of, seconds_of_generation, training_seconds
 
 _SEPARATOR = "  "
 _STEPS_BETWEEN_WARNINGS = 50
@@ -40,11 +42,17 @@ class ConsoleTracker:
         self._step_s = Smoothed(span=100)
         self._generated = Smoothed(span=20)
         self._generation_s = Smoothed(span=20)
+        self._health = HealthWatch()
         self._warned_at: dict[str, int] = {}
 
     def start(self, info: RunInfo) -> None:
         """Print the notes on the start, and open the live bar when the output is a terminal."""
         self._total_steps = info.total_steps
+        self._health = HealthWatch(clip_threshold(info.config))
+        if info.resume_step:
+            # What comes is compared with what was, also before a resume.
+            for metrics in read_json_lines(info.run_dir / METRICS_FILE):
+                self._health.judge(int(metrics["step"]), metrics)
         for note in info.notes:
             self._print(note)
         # FORCE_COLOR makes rich take a log file for a terminal; a moving bar belongs on real ones only.
@@ -64,7 +72,7 @@ class ConsoleTracker:
             self._print(_SEPARATOR.join([self._step_label(step), *plain]))
         self._is_first = False
         self._warn(step, metrics)
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/") and name != "eval/time"}
+        evaluated = scores_of(metrics)
         if evaluated:
             self._print(self._evaluation_line(step, evaluated))
 
@@ -136,12 +144,12 @@ class ConsoleTracker:
         if len(terms) == 1 and evaluated[terms[0]] == evaluated.get("eval/reward"):
             evaluated = {name: value for name, value in evaluated.items() if name != terms[0]}
         named = [(name.removeprefix("eval/"), value) for name, value in evaluated.items()]
-        results = [f"{name} {value:{'.1%' if name.startswith('pass@') else '.4g'}}" for name, value in named]
+        results = [f"{name} {value:{'.1%' if 'pass@' in name else '.4g'}}" for name, value in named]
         return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print what is off, each kind of it at most once in a while."""
-        for kind, words in health_words(metrics).items():
+        for kind, words in self._health.judge(step, metrics).items():
             last = self._warned_at.get(kind)
             if last is None or step - last >= _STEPS_BETWEEN_WARNINGS:
                 self._warned_at[kind] = step

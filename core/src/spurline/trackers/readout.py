@@ -52,6 +52,11 @@ def seconds_of_generation(metrics: Mapping[str, float]) -> float:
     return metrics.get("time/generating", metrics.get("time/generate", 0.0))
 
 
+def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What the evaluations of a step measured, under the same names; how long they took is left out."""
+    return {name: value for name, value in metrics.items() if name.startswith("eval/") and not name.endswith("/time")}
+
+
 def quantity(value: float) -> str:
     """Three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
     if not math.isfinite(value):

@@ -8,7 +8,16 @@ from typing import Any
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import level, line, raw_and_smoothed, series_color, step_figure
 from spurline.report.markup import Panel, block, caption, columns
-from spurline.report.record import GIVEN_UP, evaluation_losses, evaluation_scores, label_of, setting
+from spurline.report.panels.preference import OF_PAIRS
+from spurline.report.record import (
+    GIVEN_UP,
+    evaluation_losses,
+    evaluation_scores,
+    evaluations_of,
+    label_of,
+    recorded_names,
+    setting,
+)
 from spurline.trackers.readout import score
 
 
@@ -32,7 +41,8 @@ class LossPanel(Panel):
             return None
         _, rewards = record.series("reward/mean")
         if not rewards:
-            return block(step_figure(traces, "Loss (nats per token)", label="Loss over steps"), wide=True)
+            unit = "per pair" if recorded_names(record, OF_PAIRS) else "nats per token"
+            return block(step_figure(traces, f"Loss ({unit})", label="Loss over steps"), wide=True)
         head = caption("Of the policy: near 0 whatever is learned. The reward tells how training goes")
         return block(head, step_figure(traces, "Loss", label="Loss over steps"))
 
@@ -43,8 +53,8 @@ class EvaluationPanel(Panel):
     title = "Evaluation"
 
     def render(self, record: RunRecord) -> str | None:
-        """None when evaluation recorded no scores."""
-        shares, others = evaluation_scores(record)
+        """None when evaluation recorded no scores. What the panel of preferences draws is left to it."""
+        shares, others = ([name for name in names if OF_PAIRS not in name] for names in evaluation_scores(record))
         drawn = ((shares, "Score", {"tickformat": ".0%", "range": [-0.02, 1.02]}), (others, "Value", {}))
         plots = [self._plot(record, names, y_title, y_axis) for names, y_title, y_axis in drawn if names]
         if not plots:
@@ -103,11 +113,14 @@ class GradientPanel(Panel):
 
 def _given_up(record: RunRecord) -> str:
     """Held-out prompts that could not be evaluated, which scores count as failed."""
-    steps, counts = record.series(GIVEN_UP)
-    if not counts:
-        return ""
-    worst = max(range(len(counts)), key=counts.__getitem__)
-    return caption(f"Held-out prompts given up: {counts[worst]:,.0f} at step {steps[worst]:,}. They count as failed")
+    found: list[str] = []
+    for prefix in evaluations_of(record):
+        steps, counts = record.series(f"{prefix}{GIVEN_UP}")
+        if counts:
+            worst = max(range(len(counts)), key=counts.__getitem__)
+            of = prefix.removeprefix("eval/").rstrip("/")
+            found.append(f"{f'{of}: ' if of else ''}{counts[worst]:,.0f} at step {steps[worst]:,}")
+    return caption(f"Held-out prompts given up: {'; '.join(found)}. They count as failed") if found else ""
 
 
 def _clip_threshold(record: RunRecord) -> float | None:

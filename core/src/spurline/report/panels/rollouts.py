@@ -18,7 +18,7 @@ from spurline.report.figure import (
     thinned,
 )
 from spurline.report.markup import Panel, block, caption, columns, table, text
-from spurline.report.record import HELD_OUT_REWARD, HELD_OUT_TERM, recorded_names, setting
+from spurline.report.record import evaluations_of, recorded_names, setting
 
 REWARD = "reward/mean"
 """Steps of reinforcement learning have this metric, and no others do."""
@@ -105,9 +105,11 @@ def _spread(record: RunRecord) -> list[Trace]:
 def _mean_reward(record: RunRecord) -> list[Trace]:
     steps, values = record.series(REWARD)
     traces = raw_and_smoothed("reward", steps, values, "--series-1")
-    held_out_steps, held_out = record.series(HELD_OUT_REWARD)
-    if held_out:
-        traces.append(line("held-out reward", held_out_steps, held_out, "--series-2", mode="lines+markers"))
+    for index, prefix in enumerate(evaluations_of(record)):
+        held_out_steps, held_out = record.series(f"{prefix}reward")
+        if held_out:
+            label, color = f"{_of(prefix)} reward", series_color(index + 1)
+            traces.append(line(label, held_out_steps, held_out, color, mode="lines+markers"))
     return traces
 
 
@@ -117,11 +119,18 @@ def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
     for index, term in enumerate(terms):
         name, color = term.removeprefix(_TERM), series_color(index + 2)
         traces += one_of_several(name.replace("_", " "), *record.series(term), color)
-        steps, values = record.series(HELD_OUT_TERM + name)
-        if values:
-            dashed = line(f"{name.replace('_', ' ')} (held out)", steps, values, color, mode="lines+markers")
-            traces.append(dashed | {"line": {"color": color, "width": 1.5, "dash": "dot"}})
+        for prefix in evaluations_of(record):
+            steps, values = record.series(f"{prefix}{term}")
+            if values:
+                label = f"{name.replace('_', ' ')} ({_of(prefix).replace('-', ' ')})"
+                dashed = line(label, steps, values, color, mode="lines+markers")
+                traces.append(dashed | {"line": {"color": color, "width": 1.5, "dash": "dot"}})
     return step_figure(traces, "Term before weights", label="Reward terms over steps")
+
+
+def _of(prefix: str) -> str:
+    """What an evaluation is called in a legend."""
+    return prefix.removeprefix("eval/").rstrip("/") or "held-out"
 
 
 def _fates(record: RunRecord) -> str:

@@ -1,7 +1,7 @@
 """What the model answered: held-out prompts with the first and the latest answers side by side.
 
 In: lines of `eval_samples.jsonl` with `prompt`, `response` and `reference`, which are texts or, for conversations,
-lists of messages, and `scores` by name. Attempts judged by the sum of their terms also have `reward` and `passed`.
+lists of messages, and `scores` by name. Attempts also have `reward` and `passed`, those of an evaluation with a name `evaluation`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,18 @@ class SamplesPanel(Panel):
 
     def render(self, record: RunRecord) -> str | None:
         """None when no answers were generated."""
-        by_step = _answers_by_step(read_json_lines(record.run_dir / SAMPLES_FILE))
-        if not by_step:
-            return None
+        by_evaluation: dict[str, list[Answer]] = {}
+        for answer in read_json_lines(record.run_dir / SAMPLES_FILE):
+            by_evaluation.setdefault(str(answer.get("evaluation", "")), []).append(answer)
+        parts: list[str] = []
+        for name, answers in by_evaluation.items():
+            parts += [f"<h3>{text(name)}</h3>"] if name else []
+            parts += self._table(_answers_by_step(answers))
+        return block(*parts, wide=True) if parts else None
+
+    @staticmethod
+    def _table(by_step: Mapping[int, Mapping[tuple[str, int], Answer]]) -> list[str]:
+        """The answers of one evaluation."""
         first, latest = min(by_step), max(by_step)
         shown_steps = [first, latest] if first != latest else [latest]
         headings = ["Prompt", "Reference", *(_heading(step, first, latest) for step in shown_steps)]
@@ -48,7 +57,7 @@ class SamplesPanel(Panel):
         if len(rows) > _SHOWN:
             more = table(headings, rows[_SHOWN:], css="answers")
             fragments.append(f"<details><summary>{len(rows) - _SHOWN} more answers</summary>{more}</details>")
-        return block(*fragments, wide=True)
+        return fragments
 
 
 def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:

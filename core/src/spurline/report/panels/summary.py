@@ -10,11 +10,10 @@ from spurline.report.markup import Card, Panel, block, cards, text
 from spurline.report.panels.rollouts import REWARD
 from spurline.report.panels.speed import generation_speed, training_speed
 from spurline.report.record import evaluation_losses, evaluation_scores, label_of
-from spurline.rl.health_words import health_words
+from spurline.run.health import findings
 from spurline.trackers.readout import clock, quantity, score
 
 _MAX_SCORES = 3
-_MAX_STRETCHES = 8
 
 
 class SummaryPanel(Panel):
@@ -84,7 +83,7 @@ def _size_cards(record: RunRecord) -> list[Card]:
 
 
 class HealthPanel(Panel):
-    """What was off in an RL run, in the sentences that the terminal shows, with the steps at which it was.
+    """What was off in the run, in the sentences that the terminal shows, with the steps at which it was.
 
     It has one entry for each kind of trouble, the most frequent first, in the words of the last step that had it.
     """
@@ -93,37 +92,15 @@ class HealthPanel(Panel):
 
     def render(self, record: RunRecord) -> str | None:
         """None when nothing was off."""
-        places: dict[str, list[int]] = {}
-        latest: dict[str, str] = {}
-        for place, metrics in enumerate(record.metrics):
-            for kind, words in health_words(metrics).items():
-                places.setdefault(kind, []).append(place)
-                latest[kind] = words
-        if not places:
+        found = findings(record.metrics, record.config)
+        if not found:
             return None
         steps = [int(metrics["step"]) for metrics in record.metrics]
         entries = "".join(
-            f"<li><span>{text(latest[kind])}</span> <small>{text(_when(places[kind], steps))}</small></li>"
-            for kind in sorted(places, key=lambda kind: -len(places[kind]))
+            f"<li><span>{text(finding.words)}</span> <small>{text(finding.when(steps))}</small></li>"
+            for finding in found
         )
         return block(f'<ul class="warnings">{entries}</ul>', wide=True)
-
-
-def _when(places: Sequence[int], steps: Sequence[int]) -> str:
-    """`Steps 3 to 7, 12 (6 of 60)`; places: indices into `steps`, ascending."""
-    if len(places) == len(steps):
-        return "Every step" if len(steps) > 1 else f"Step {steps[0]:,}"
-    stretches: list[list[int]] = []
-    for place in places:
-        if stretches and place == stretches[-1][1] + 1:
-            stretches[-1][1] = place
-        else:
-            stretches.append([place, place])
-    ends = [(f"{steps[first]:,}", f"{steps[last]:,}") for first, last in stretches[:_MAX_STRETCHES]]
-    shown = [first if first == last else f"{first} to {last}" for first, last in ends]
-    more = f" and later, last {steps[places[-1]]:,}" if len(stretches) > _MAX_STRETCHES else ""
-    noun = "Step" if len(places) == 1 else "Steps"
-    return f"{noun} {', '.join(shown)}{more} ({len(places):,} of {len(steps):,})"
 
 
 class ConfigPanel(Panel):

@@ -35,11 +35,15 @@ class GrpoConfig(GroupAdvantageConfig):
 class DrGrpoConfig(GroupAdvantageConfig):
     """Return minus the group's mean, not divided by anything (Liu et al. 2025, arXiv:2503.20783)."""
 
+    goes_with = "loss: ppo and reduction: {name: fixed_norm, length: N}"
+
     name: str = "dr_grpo"
 
 
 class RlooConfig(GroupAdvantageConfig):
     """Return minus the mean of the group's other samples (Ahmadian et al. 2024, arXiv:2402.14740)."""
+
+    goes_with = "loss: policy_gradient"
 
     name: str = "rloo"
 
@@ -76,6 +80,7 @@ class GaeConfig(AdvantageConfig):
     """Generalised advantage estimation with a critic (Schulman et al. 2016, arXiv:1506.02438)."""
 
     uses_critic: ClassVar[bool] = True
+    goes_with = "loss: ppo and critic: {}"
 
     name: str = "gae"
     gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)

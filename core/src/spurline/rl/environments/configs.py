@@ -12,7 +12,7 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.reward import RewardTable
-from spurline.rl.rewards.configs import FUNCTION_PATH
+from spurline.rl.functions import FUNCTION_PATH
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -26,7 +26,8 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
     """Base of environments that score an attempt with reward components."""
 
     rewards: RewardTable = Field(min_length=1)
-    """Named reward terms, each a reward component or `module:function`; `source.reward_weights` weighs them."""
+    """Named reward terms, each a reward component, `module:function` or `file.py:function`; `source.reward_weights`
+    weighs them."""
 
     @property
     def reward_terms(self) -> Collection[str]:
@@ -51,7 +52,8 @@ class ToolsConfig(RewardedEnvironmentConfig):
     tools: Annotated[dict[str, str], BeforeValidator(_named_tools)] = Field(
         default={"calculator": "calculator"}, min_length=1
     )
-    """Functions by the name the model calls them with: `module:function`, or the built-in `calculator`."""
+    """Functions by the name the model calls them with: `module:function`, `path/to/file.py:function`, or the built-in
+    `calculator`."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
     """Turns the model may take, the answer included."""
     tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
@@ -67,6 +69,6 @@ class ToolsConfig(RewardedEnvironmentConfig):
             if path not in BUILT_IN_TOOLS and not re.match(FUNCTION_PATH, path):
                 yield Problem(
                     f"tools.{name}",
-                    f"is '{path}', which is neither `module:function` nor a built-in tool."
+                    f"is '{path}', which is no function (`module:function` or `file.py:function`) and no built-in tool."
                     f"{suggestion(path, BUILT_IN_TOOLS)} Built-in: {listing(BUILT_IN_TOOLS)}.",
                 )

@@ -29,7 +29,7 @@ from spurline.protocols.reward import Answer, Reward
 from spurline.rl.chat_front import ChatFront, PrefixError, Reply
 from spurline.rl.concurrency import within
 from spurline.rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
-from spurline.rl.rewards.function import load_function
+from spurline.rl.functions import load_function
 from spurline.rl.scoring import close_all, reward_terms
 from spurline.rl.trajectory import Trajectory
 
@@ -74,8 +74,8 @@ def parse_calls(text: str) -> list[ToolCall]:
 class Toolbox:
     """Functions by the names that the model calls them with.
 
-    paths: name -> `module:function` or the name of a built-in tool. A function gets the call's arguments by name; what
-    it returns is told as text. It may be async; it may run several times at once.
+    paths: name -> what `load_function` takes, or the name of a built-in tool. A function gets the call's arguments by
+    name; what it returns is told as text. It may be async; it may run several times at once.
     """
 
     def __init__(self, paths: Mapping[str, str], timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from spurline.config.section import OnResume
 from spurline.protocols.reward import RewardConfig
+from spurline.rl.functions import FUNCTION_PATH
 
 
 class ExactMatchConfig(RewardConfig):
@@ -18,15 +19,12 @@ class ExactMatchConfig(RewardConfig):
     """Compare without regard to case."""
 
 
-FUNCTION_PATH = r"^[\w.]+:\w+$"
-
-
 class FunctionRewardConfig(RewardConfig):
     """A Python function called with one argument, the `spurline.protocols.reward.Answer`; may be async."""
 
     name: str = "function"
     path: str = Field(pattern=FUNCTION_PATH)
-    """`module:function`, installed or in the working directory."""
+    """`module:function`, installed or in the working directory, or `path/to/file.py:function`."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
 

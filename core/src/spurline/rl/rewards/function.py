@@ -1,6 +1,4 @@
-"""Import functions that a config names as `module:function`: rewards and tools that need no plugin.
-
-Reward `function`: a Python function named in the config, with a time limit.
+"""Reward `function`: a Python function named in the config, with a time limit.
 
 def short_and_right(answer: Answer) -> float:
     return float(answer.reference in answer.response) - 0.001 * len(answer.response)
@@ -10,25 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from spurline.errors import ConfigError
-from spurline.plugins.registry import resolve
 from spurline.protocols.reward import Answer
 from spurline.rl.concurrency import within
+from spurline.rl.functions import load_function
 from spurline.rl.rewards.configs import FunctionRewardConfig
-
-
-def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function, from anything importable or a file in the working directory. Raises PluginError naming `what`."""
-    # A console script does not see the folder it is started in, where a config's functions usually are. Last on the
-    # path, so that no file there hides an installed module.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return resolve(path, what)
 
 
 class FunctionReward:
@@ -50,7 +36,7 @@ class FunctionReward:
 
 def _check_signature(function: Any, path: str) -> None:
     """Raise ConfigError for a function that one argument does not fit."""
-    name = path.partition(":")[2]
+    name = path.rpartition(":")[2]
     signature: inspect.Signature | None = None
     try:
         signature = inspect.signature(function)

@@ -26,10 +26,12 @@ from pebble import ProcessExpired, ProcessPool
 
 from spurline.errors import PluginError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
-from spurline.ranks.child import EXIT_TIMEOUT_S, ChildProcess, Parent, end_with
+from spurline.ranks.child import ChildProcess, Parent, end_with
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
+ANSWER_TIMEOUT_S = 30.0
+"""Seconds beyond the limits of import and call after which the pool itself must hang."""
 _CLOSE_PATIENCE_S = 2.0
 """Seconds the workers have to end by themselves when the pool is closed; they may be importing something large."""
 MEMORY_LIMIT_BYTES = 8 << 30
@@ -52,6 +54,9 @@ _PROBLEMS: dict[str, tuple[type[Exception], str]] = {
 Outcome = tuple[str, Any]
 """`value` and the value, or a problem and its detail."""
 
+_ENDED_WITH_ANOTHER: Outcome = ("ended_with_another", None)
+"""Of a call whose child was killed as another call got no answer: it is made again."""
+
 
 class KillablePool:
     """Processes for one function, for calls from any thread. They start with the first call, and again after a death.
@@ -67,6 +72,7 @@ class KillablePool:
         self._lock = threading.Lock()
         self._closed = False
         self._child: ChildProcess | None = None
+        self._hung: ChildProcess | None = None
         self._numbers = count()
         self._outcomes: dict[int, Future[Outcome]] = {}
 
@@ -76,30 +82,38 @@ class KillablePool:
         Raises TookTooLong, AttemptFailedError when it raises or its process dies, PluginError when it cannot be
         imported, and RunFailedError once the pool is closed.
         """
-        limit_s = START_TIMEOUT_S + self._timeout_s + EXIT_TIMEOUT_S
         with self._free:
-            number, outcome = next(self._numbers), Future[Outcome]()
-            with self._lock:
-                if self._closed:
-                    raise RunFailedError("The pool of worker processes is closed.")
-                child = self._child = self._child or ChildProcess(
-                    __name__, self._arguments, take=self._take, on_end=self._note_end
-                )
-                self._outcomes[number] = outcome
-            child.send({"id": number, "arguments": arguments})
-            try:
-                kind, detail = outcome.result(limit_s)
-            except TimeoutError as error:
-                child.kill()
-                raise RunFailedError(f"No worker process of {self._function} answered in {limit_s:g} s.") from error
-            finally:
-                self._outcomes.pop(number, None)
+            kind, detail = _ENDED_WITH_ANOTHER
+            while (kind, detail) == _ENDED_WITH_ANOTHER:
+                # Each time round, the call that the child was killed for has failed: there is an end to them.
+                child, (kind, detail) = self._answer(arguments)
         if kind == "value":
             return detail
         if kind == "died":
             detail = f"{detail}. {child.last_words()}".strip()
         error, text = _PROBLEMS[kind]
         raise error(text.format(function=self._function, timeout_s=self._timeout_s, detail=detail))
+
+    def _answer(self, arguments: Sequence[Any]) -> tuple[ChildProcess, Outcome]:
+        """What came of one call, and the child that it went to."""
+        limit_s = START_TIMEOUT_S + self._timeout_s + ANSWER_TIMEOUT_S
+        number, outcome = next(self._numbers), Future[Outcome]()
+        with self._lock:
+            if self._closed:
+                raise RunFailedError("The pool of worker processes is closed.")
+            child = self._child = self._child or ChildProcess(
+                __name__, self._arguments, take=self._take, on_end=self._note_end
+            )
+            self._outcomes[number] = outcome
+        child.send({"id": number, "arguments": arguments})
+        try:
+            return child, outcome.result(limit_s)
+        except TimeoutError as error:
+            self._hung = child
+            child.kill()
+            raise RunFailedError(f"No worker process of {self._function} answered in {limit_s:g} s.") from error
+        finally:
+            self._outcomes.pop(number, None)
 
     def close(self) -> None:
         """End every process. Calls under way fail, those that wait for a worker too."""
@@ -116,9 +130,10 @@ class KillablePool:
     def _note_end(self, child: ChildProcess) -> None:
         with self._lock:
             self._child = None
+            ended = _ENDED_WITH_ANOTHER if child is self._hung and not self._closed else ("died", child.exit_code)
             for outcome in tuple(self._outcomes.values()):
                 if not outcome.done():
-                    outcome.set_result(("died", child.exit_code))
+                    outcome.set_result(ended)
 
 
 def main(parent: Parent) -> None:

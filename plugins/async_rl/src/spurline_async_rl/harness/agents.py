@@ -26,7 +26,7 @@ import numpy as np
 from spurline.errors import PluginError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.rl.concurrency import in_thread, is_async
-from spurline.rl.rewards.function import load_function
+from spurline.rl.functions import load_function
 
 CANCEL_TIMEOUT_S = 20.0
 """Seconds that a cancelled part of an attempt may take to end; less than the attempt itself has to."""
@@ -67,7 +67,7 @@ Agent = Callable[[Session], Awaitable[Any]]
 
 
 def function_agent(path: str) -> Agent:
-    """`module:function`, async or not."""
+    """`module:function` or `file.py:function`, async or not."""
     function = load_function(path, "environment's agent")
     return function if is_async(function) else partial(in_thread, function)
 

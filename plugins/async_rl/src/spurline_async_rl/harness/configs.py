@@ -11,6 +11,7 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.reward import RewardTable
+from spurline.rl.functions import FUNCTION_PATH
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -24,8 +25,9 @@ class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
 
     name: str = "harness"
-    agent: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
-    """`my_module:my_function`, which gets a session (base URL, key, row) and returns the attempt's rewards."""
+    agent: str | None = Field(default=None, pattern=FUNCTION_PATH)
+    """`my_module:my_function` or `file.py:my_function`, which gets a session (base URL, key, row) and returns the
+    attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
     """A program with its arguments instead, started for each attempt: the row comes as JSON on its standard input, the
     last line it prints is the rewards as JSON."""

@@ -147,6 +147,8 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 class RecordedRolloutsConfig(AsyncRolloutsConfig):
     """Train on the groups that another run has recorded; all other settings are those of `async_rollouts`."""
 
+    makes_attempts = False
+
     name: str = "recorded_rollouts"
     recorded: str = Field(min_length=1)
     """Run directory of a run with `record_groups: true`."""

@@ -21,6 +21,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
+from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
@@ -138,5 +139,5 @@ class RecordedRolloutSource(PromptSource):
     def epoch(self, step: int) -> float:
         return step * self._config.prompts_per_step / self._prompts.prompts_per_epoch
 
-    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         raise AssertionError("its config refuses held-out prompts")

@@ -19,6 +19,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline.protocols.weight_sync import SyncReport
+from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
@@ -148,12 +149,12 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.write(step)
         return metrics
 
-    def _run_held_out(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
+    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts with the newest weights, beside those of training."""
         if self._producer.scheduler.version < self._updates:
             self._advance()
         self._timeline.began("evaluate")
-        evaluating = self._loop.start(self._attempts.evaluate(prompts))
+        evaluating = self._loop.start(self._attempts.evaluate(prompts, held_out))
         evaluating.add_done_callback(lambda _: self._changed.set())
         watchdog = self._watchdog(partial(held_out_report, self._observed))
         try:

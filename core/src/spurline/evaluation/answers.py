@@ -1,0 +1,109 @@
+"""Evaluation `answers`: greedy answers to held-out prompts, scored by reward components.
+
+Place on the way: rows -> prompts -> answers of the backend -> rewards, called as those of rollouts are -> metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+from spurline.data.prompts import read_examples
+from spurline.data.token_store import fingerprint_of
+from spurline.data.tokenization import open_datasets, store_labels
+from spurline.errors import DataError, RunFailedError
+from spurline.evaluation.configs import AnswersEvaluationConfig
+from spurline.protocols.backend import Backend, Generates
+from spurline.protocols.environment import AttemptFailedError
+from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
+from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.tokenization import DatasetToTokenize
+from spurline.rl.scoring import close_all, reward_terms
+
+
+class AnswersEvaluation(HeldOutEvaluation):
+    """Owns its rewards. datasets: rows of a prompt with its answer, where they have been opened already."""
+
+    def __init__(
+        self,
+        config: AnswersEvaluationConfig,
+        context: EvaluationContext,
+        datasets: Sequence[DatasetToTokenize] | None = None,
+    ) -> None:
+        self._config = config
+        self._tokenizer = context.run.tokenizer
+        self._datasets = _rows(config, context) if datasets is None else datasets
+        data = context.run.config.data
+        every = (item for source in self._datasets for item in read_examples(source, self._tokenizer, data))
+        self._examples = list(islice(every, config.max_samples))
+        if not self._examples:
+            labels = ", ".join(source.dataset.label for source in self._datasets)
+            raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
+        # Last: from here on there is something to close.
+        self._rewards: dict[str, Reward] = {
+            name: context.run.host.registry.create("reward", reward) for name, reward in config.rewards.items()
+        }
+
+    def summary(self) -> Mapping[str, Any]:
+        sizes = [len(source.dataset) for source in self._datasets]
+        return {
+            "prompts": len(self._examples),
+            "sources": dict(zip(store_labels(self._datasets), sizes, strict=True)),
+            "read_in_part": False,
+        }
+
+    def fingerprint(self) -> str:
+        return fingerprint_of([source.dataset.fingerprint() for source in self._datasets])
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Mean of each reward by its name, and every answer with its scores. Raises RunFailedError."""
+        assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, whatever its config says"
+        answers: list[Answer] = []
+        scores: list[dict[str, float]] = []
+        for start in range(0, len(self._examples), self._config.batch_size):
+            chunk = self._examples[start : start + self._config.batch_size]
+            prompts = [example.prompt_ids for _, example in chunk]
+            responses = backend.generate(prompts, max_new_tokens=self._config.max_new_tokens)
+            answered = [
+                Answer(
+                    example.prompt_text,
+                    str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)),
+                    example.reference_text,
+                    row,
+                )
+                for (row, example), tokens in zip(chunk, responses, strict=True)
+            ]
+            answers += answered
+            scores += self._scored(answered)
+        means = {name: sum(each[name] for each in scores) / len(scores) for name in self._rewards}
+        samples = [
+            {"prompt": answer.prompt, "response": answer.response, "reference": answer.reference, "scores": terms}
+            for answer, terms in zip(answers, scores, strict=True)
+        ]
+        return means, samples
+
+    def close(self) -> None:
+        """Close the rewards."""
+        close_all(self._rewards)
+
+    def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
+        async def score() -> list[dict[str, float]]:
+            return [await reward_terms(self._rewards, answer) for answer in answers]
+
+        # On a thread of its own: whoever trains in a notebook has an event loop on this one.
+        with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
+            try:
+                return scoring.submit(asyncio.run, score()).result()
+            except AttemptFailedError as error:
+                raise RunFailedError(str(error)) from error
+
+
+def _rows(config: AnswersEvaluationConfig, context: EvaluationContext) -> Sequence[DatasetToTokenize]:
+    """The datasets as rows of a prompt with its answer, as the source reads them."""
+    own = context.source.held_out(config.data)
+    if own is not None:
+        return own.answered()
+    return open_datasets(config.data, context.run.host.registry, context.run.row_limit)

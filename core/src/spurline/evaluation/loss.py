@@ -1,0 +1,68 @@
+"""Evaluation `loss`: mean held-out loss per token, with the loss's own metrics.
+
+Place on the way: datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.sft import SampleSet
+from spurline.evaluation.configs import LossEvaluationConfig
+from spurline.protocols.backend import Backend
+from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
+from spurline.protocols.loss import Objective
+from spurline.protocols.prefetch import Prefetch
+from spurline.protocols.source import Samples
+from spurline.update.update import with_reference_logprobs
+
+
+class LossEvaluation(HeldOutEvaluation):
+    """Measures the run's loss on samples as the source reads them: pairs where it trains on pairs."""
+
+    def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
+        run = context.run.config
+        self._context = context
+        self._size = config.batch_size or run.batch_size
+        own = context.source.held_out(config.data)
+        self.samples: Samples = SampleSet(config.data, context.run) if own is None else own
+
+    def summary(self) -> Mapping[str, Any]:
+        return self.samples.summary()
+
+    def fingerprint(self) -> str:
+        return self.samples.fingerprint()
+
+    def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Means of the loss and of its own metrics, by loss weight."""
+        count, loss = sum(self.samples.sizes()), self._context.loss
+        num_batches = math.ceil(count / self._size)
+
+        def build(number: int) -> TrainingBatch:
+            numbers = np.arange((number - 1) * self._size, min(number * self._size, count), dtype=np.int64)
+            return self.samples.batch(numbers, training=False)
+
+        run = self._context.run
+        prefetch: Prefetch = run.host.registry.create(
+            "prefetch", run.config.prefetch, build=build, last_step=num_batches
+        )
+        totals: dict[str, float] = {}
+        weight = 0.0
+        try:
+            prefetch.start(1)
+            for number in range(1, num_batches + 1):
+                batch = prefetch.next(number)
+                complete = with_reference_logprobs(batch, loss, backend)
+                sums = backend.evaluate(complete, Objective(loss, normalizer=1.0))
+                for name, total in {"loss": sums.loss, **sums.metrics}.items():
+                    totals[name] = totals.get(name, 0.0) + total
+                weight += sums.weight
+                batch.release()
+        finally:
+            prefetch.close()
+        return {name: total / weight for name, total in totals.items()}, []

@@ -1,0 +1,96 @@
+"""Import functions that a config names: rewards, tools and agents that need no plugin.
+
+There are two ways to write one: `module:function`, of anything importable or a file in the working directory, and
+`path/to/file.py:function`. One loader serves every setting that holds such a name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from spurline.errors import PluginError, SpurlineError, listing, suggestion
+
+FUNCTION_PATH = r"^([\w.]+|.+\.py):\w+$"
+"""Pattern of the settings that name a function."""
+
+
+def load_function(path: str, what: str) -> Callable[..., Any]:
+    """The function. what: names the setting in messages, such as `reward function`.
+
+    Raises PluginError when module or file cannot be found or imported, or has no such name.
+    """
+    source, _, name = path.rpartition(":")
+    try:
+        module = _from_file(Path(source), path, what) if source.endswith(".py") else _from_name(source)
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise PluginError(f"The {what} cannot be imported from '{path}': {_explain(error, source)}") from error
+    if not hasattr(module, name):
+        functions = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        raise PluginError(
+            f"The {what} names '{path}', but {source} has no '{name}'.{suggestion(name, functions)} "
+            f"It has: {listing(functions)}."
+        )
+    return getattr(module, name)
+
+
+def _from_name(name: str) -> ModuleType:
+    # A console script does not see the folder it is started in, where a config's functions usually are.
+    _make_importable(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _from_file(file: Path, path: str, what: str) -> ModuleType:
+    """The module of a file, imported once as long as the file stays as it is."""
+    file = Path(os.path.expandvars(file)).expanduser().absolute()
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise PluginError(
+            f"The {what} cannot be imported from '{path}': {file} cannot be read: {error.strerror}. Give the path of "
+            "a Python file, or write `module:function` for an installed module."
+        ) from error
+    # By its content too: a notebook that changed the file wants the new one.
+    name = f"{file.stem}-{xxhash.xxh3_64_hexdigest(os.fsencode(file) + content)}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, file
+    assert spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    # What lies beside it can be imported, as from a script.
+    _make_importable(file.parent)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _make_importable(folder: Path) -> None:
+    # Last on the path, so that no file there hides an installed module.
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _explain(error: Exception, source: str) -> str:
+    """The error, where in the code it came from, and what to do about a module that is not there."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and source.split(".")[0] == error.name:
+        return f"{text}. Install it, start in its folder, or give the file itself: `path/to/{source}.py:...`."
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{text}{place}."
