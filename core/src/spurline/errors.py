@@ -16,6 +16,14 @@ class SpurlineError(Exception):
     """Base of every expected failure. `exit_code` is what the command line returns for it."""
 
     exit_code = 1
+    where: str | None = None
+    """The plugin and hook that raised it, where that was one; then the text begins with it."""
+
+    def say_where(self, where: str) -> None:
+        """Begin the text with this place, unless it has one already."""
+        if self.where is None:
+            self.where = where
+            self.args = (f"{where}: {self}",)
 
 
 class UserError(SpurlineError):
@@ -46,6 +54,14 @@ class RunDirectoryError(UserError):
 
 class RunFailedError(SpurlineError):
     """The run itself failed; what had been saved before is intact."""
+
+
+class HookFailedError(RunFailedError):
+    """A hook of a plugin raised what is no SpurlineError; the text names both, and the cause is what it raised."""
+
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class NonFiniteLossError(RunFailedError):

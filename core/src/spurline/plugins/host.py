@@ -21,6 +21,7 @@ import pluggy
 from spurline.config.section import Section
 from spurline.errors import PluginError, listing, suggestion
 from spurline.plugins import hookspecs
+from spurline.plugins.calls import TRAIN_STEP, HookCalls
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
 API_VERSION = 1
@@ -29,7 +30,7 @@ API_VERSION = 1
 ENTRY_POINT_GROUP = "spurline.plugins"
 COMMAND_GROUP = "spurline.commands"
 BUILTIN_MODULE = "spurline.builtin"
-REPLACEABLE_BY_CORE_ONLY = "train_step"
+REGISTER = "register_components"
 
 OFFICIAL = ("async_rl", "collation_fast", "fsdp_backend", "megatron_backend")
 """Plugins of this project. A hint to install is given for these alone: any other name may be anybody's package."""
@@ -96,6 +97,7 @@ class PluginHost:
     def __init__(self) -> None:
         self.registry = Registry()
         self.plugins: dict[str, LoadedPlugin] = {}
+        self.calls = HookCalls()
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -123,13 +125,30 @@ class PluginHost:
         return host
 
     def attach(self, implementations: object, name: str) -> None:
-        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if invalid."""
-        check_hookimpls(implementations, name, may_replace_train_step=True)
+        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if invalid.
+
+        name: of these implementations. They belong to the plugin whose hook attaches them; outside of hooks to the part
+        of the name before a slash.
+        """
+        check_hookimpls(implementations, name, may_replace_train_step=name.startswith(f"{CORE}/"))
         self._manager.register(implementations, name)
+        self._name_calls(implementations, self.calls.plugin or name.partition("/")[0])
 
     def detach(self, name: str) -> None:
         """Take back what was attached under this name."""
         self._manager.unregister(name=name)
+
+    def _name_calls(self, implementations: object, plugin: str) -> None:
+        """Have what these hookimpls raise and return carry the plugin's name. What core does is its own."""
+        if plugin == CORE:
+            return
+        for caller in self._manager.get_hookcallers(implementations) or ():
+            for implementation in caller.get_hookimpls():
+                # Components are registered while the plugin is loaded, whose errors name it in their own way.
+                if implementation.plugin is implementations and caller.name != REGISTER:
+                    implementation.function = self.calls.named(
+                        implementation.function, plugin, caller.name, wrapper=implementation.wrapper
+                    )
 
     def versions(self) -> dict[str, str]:
         """Distribution name -> version of core and of every enabled plugin."""
@@ -154,13 +173,14 @@ class PluginHost:
         for name, plugin in reversed(list(self.plugins.items())):
             check_hookimpls(plugin.module, name)
             self._manager.register(plugin.module, name)
+            self._name_calls(plugin.module, name)
         self._manager.check_pending()
         for name, plugin in self.plugins.items():
             others = [other.module for other in self.plugins.values() if other is not plugin]
             self._register_components(name, plugin, others)
 
     def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[ModuleType]) -> None:
-        call = self._manager.subset_hook_caller("register_components", remove_plugins=others)
+        call = self._manager.subset_hook_caller(REGISTER, remove_plugins=others)
         try:
             call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
         except PluginError:
@@ -263,8 +283,13 @@ def check_hookimpls(implementations: object, plugin: str, *, may_replace_train_s
                 f"Hooks: {listing(names)}."
             )
         _check_arguments(function, hook, plugin)
-        is_wrapper = options.get("wrapper") or options.get("hookwrapper")
-        if hook == REPLACEABLE_BY_CORE_ONLY and not is_wrapper and not may_replace_train_step:
+        if options.get("hookwrapper"):
+            raise PluginError(
+                f"Plugin '{plugin}' marks '{hook}' with hookwrapper=True. Mark it with @hookimpl(wrapper=True), where "
+                "`yield` gives the result itself and the function returns it."
+            )
+        is_wrapper = options.get("wrapper")
+        if hook == TRAIN_STEP and not is_wrapper and not may_replace_train_step:
             raise PluginError(
                 f"Plugin '{plugin}' implements '{hook}', which core alone does. Wrap it: mark the function with "
                 "@hookimpl(wrapper=True) and `return (yield)` inside."

@@ -8,7 +8,7 @@ from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, Role
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
@@ -101,7 +101,11 @@ def build_update(components: Components, loaded: LoadedConfig) -> Update:
             minibatches=registry.create("minibatches", minibatches, run=config, layout=data.context.layout),
             loss=registry.create("loss", config.critic.loss),
         )
-    return Update(components.backend, policy, critic)
+
+    def stepped(update: int, role: Role) -> None:
+        loaded.host.hooks.on_optimizer_step(update=update, role=role)
+
+    return Update(components.backend, policy, critic, stepped)
 
 
 def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
