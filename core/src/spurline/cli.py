@@ -197,7 +197,8 @@ def _print_result(result: RunResult) -> None:
         typer.echo(f"Nothing to do: the run already finished at step {result.step:,}. Raise steps or epochs to go on.")
     else:
         verb = "Finished" if result.status == "finished" else "Stopped on request"
-        typer.echo(f"{verb} at step {result.step:,}.")
+        why = f": {result.stop_reason}" if result.stop_reason else "."
+        typer.echo(f"{verb} at step {result.step:,}{why}")
     scores = {name: value for name, value in result.metrics.items() if name.startswith("eval/") and name != "eval/time"}
     if scores:
         typer.echo(

@@ -1,7 +1,7 @@
 """Put a name to what hooks raise and return: which plugin, which hook.
 
-pluggy calls all implementations of a hook as one. Here each is wrapped, so that an error says whose it is, what a wrapper
-of `train_step` returns is judged where it is returned, and the run knows which plugin it is called by.
+pluggy calls all implementations of a hook as one. Here each is wrapped, so that an error says whose it is, what a
+wrapper of `train_step` returns is judged where it is returned, and the run knows which plugin it is called by.
 """
 
 from __future__ import annotations

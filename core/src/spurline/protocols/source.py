@@ -156,6 +156,9 @@ class HeldOutEvaluation(ABC):
     other_data: ClassVar[str]
     """What a person reads when a resume finds other held-out data than the checkpoint was evaluated on."""
 
+    measures_copies: bool = False
+    """Whether it asks engines with weights of their own, so that weights swapped in the backend would not count."""
+
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
         """JSON-able facts about the data; see `spurline.data.token_store`."""

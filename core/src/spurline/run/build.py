@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
@@ -14,6 +14,7 @@ from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
 from spurline.protocols.tracker import Tracker
 from spurline.run.evaluation import Evaluation
+from spurline.run.hook_state import HookStates
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
@@ -43,6 +44,8 @@ class Components:
     backend: Backend
     trackers: dict[str, Tracker]
     """By the names that the config gives them, in the order in which they are called."""
+    hook_states: HookStates = field(default_factory=HookStates)
+    """What plugins keep from their hooks."""
 
 
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:

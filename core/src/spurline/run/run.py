@@ -1,33 +1,39 @@
 """One run from config to result: builds the components, restores a checkpoint, trains, writes the record.
 
-`Run(load_config("run.yaml")).train()` is the whole Python API; the command line does the same. SIGINT and SIGTERM ask a
-run to stop after the step it is in; a second one stops it at once.
+`Run(load_config("run.yaml")).train()` is what the command line does. Hooks get the run too: the class says what they
+can do with it. SIGINT and SIGTERM ask a run to stop after the step it is in; a second one stops it at once.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import NonFiniteLossError, RunFailedError
-from spurline.protocols.backend import Backend
+from spurline.errors import ConfigError, NonFiniteLossError, RunFailedError, UserError
+from spurline.protocols.backend import Backend, LendsParameters
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
+from spurline.protocols.stateful import Stateful
 from spurline.protocols.tracker import RunInfo
 from spurline.report.page import write_run_report
 from spurline.run import loop
 from spurline.run.build import build_components, build_update, summarize_run
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.export import export_hf
+from spurline.run.hook_state import HookStates
 from spurline.run.resume import Resume, find_resume, restore, save_state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -46,6 +52,7 @@ class RunResult:
 
     status: `finished`, or `stopped` by a signal after a checkpoint. metrics: of the last step.
     checkpoint: the newest one. report: the HTML page, if written. signal: what stopped the run, if anything.
+    stop_reason: what `request_stop` was given, if that stopped the run.
     """
 
     status: Literal["finished", "stopped"]
@@ -54,18 +61,33 @@ class RunResult:
     checkpoint: Path | None
     report: Path | None
     signal: signal.Signals | None = None
+    stop_reason: str | None = None
 
 
 class Run:
-    """One training run. `source`, `backend` and `batches` exist while `train` runs; hooks get the run as an argument.
+    """One training run, and what a program or a hook can do with it. Hooks get it in `on_run_start`.
 
     resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that has
     one; anything else is the path of a checkpoint folder.
+
+    Always there:
+        config: RunConfig, every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
+        loaded: LoadedConfig, the same with the plugin host; `loaded.host.attach` adds hooks to this run.
+        hooks: calls all implementations of a hook, `run.hooks.on_step_start(step=1)`.
+        directory: RunDirectory, the paths of what the run writes; `directory.path` is run_dir.
+        state: RunState, the last finished step with its metrics, and the newest checkpoint.
+    While `train` runs, from `on_run_start` to `on_run_end`:
+        backend: Backend, which holds the model; see `spurline.protocols.backend` for what some can besides.
+        source: BatchSource, where batches come from; `source.total_steps` is the length of the run.
+        tokenizer: the tokenizer of the model, of Hugging Face transformers.
+        batches: Prefetch, which hands out the batches; from the first step on.
+    All methods but `keep_state` are for the loop's thread, which is the one that calls hooks.
     """
 
     source: BatchSource
     backend: Backend
     batches: Prefetch
+    tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, loaded: LoadedConfig, resume: str = "auto") -> None:
         self.loaded = loaded
@@ -77,6 +99,15 @@ class Run:
         self._resumed = Resume(None)
         self._notes: list[str] = []
         self._stop = StopRequest()
+        self._hook_states = HookStates()
+        self._is_started = False
+        self._scores: dict[str, float] | None = None
+        """What hooks have evaluated in the step under way; None between the record of a step and the next one."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("source", "backend", "batches", "tokenizer"):
+            raise AttributeError(f"Run.{name} exists while the run trains. Read it in a hook, such as on_step_start.")
+        raise AttributeError(f"'Run' object has no attribute '{name}'")
 
     def train(self) -> RunResult:
         """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact.
@@ -90,8 +121,9 @@ class Run:
             stack.enter_context(self._stop)
             error: BaseException | None = None
             try:
-                self._start_trackers(stack)
                 self.hooks.on_run_start(run=self)
+                self._notes += self._hook_states.close()
+                self._start_trackers(stack)
                 self._start_batches(stack)
                 self._settle_resume()
                 loop.train(self)
@@ -108,13 +140,84 @@ class Run:
                 self._end(error)
             report = write_run_report(self.loaded, self.directory) if self.config.report.enabled else None
             return RunResult(
-                self._status(), self.state.step, self.state.metrics, self.state.checkpoint, report, self._stop.signal
+                self._status(),
+                self.state.step,
+                self.state.metrics,
+                self.state.checkpoint,
+                report,
+                self._stop.signal,
+                stop_reason=self._stop_reason(),
             )
+
+    def keep_state(self, name: str, state: Stateful) -> None:
+        """Save the state of a plugin in every checkpoint, under `hooks/PLUGIN/NAME`, and restore it on a resume.
+
+        Call it in `on_run_start`, in new and resumed runs alike: in a resumed one, `state.load_state_dict` has got what
+        the checkpoint holds when this returns. A program may also call it before `train`.
+        name: one of the plugin's own. state: `state_dict` returns nested dicts and lists of JSON values and numpy arrays; it is asked for when the
+        checkpoint is written, after the step's `on_step_end`.
+        Raises PluginError for a name that is taken, for what is no `Stateful`, and once training has begun.
+        """
+        self._hook_states.keep(self.loaded.host.calls.plugin, name, state)
+
+    def evaluate(self, prefix: str) -> dict[str, float]:
+        """Evaluate on `data.eval` now, with the weights that the backend has at this moment.
+
+        Returns the metrics of a held-out evaluation with `PREFIX/` in place of `eval/`: `ema/loss`. Called between
+        `on_step_start` and the end of `on_eval_end`, they are also recorded with those of the step. Fires no hook and
+        keeps no sample answers.
+        Raises UserError when there is no held-out data or the prefix is taken, RunFailedError before the first step and
+        where the evaluation asks engines with weights of their own while the backend's are swapped.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix) or prefix == "eval":
+            raise UserError(
+                f"run.evaluate({prefix!r}): a prefix is letters, digits, dots, dashes and underscores, and not 'eval'."
+            )
+        evaluation = self._components.data.evaluation
+        if evaluation is None:
+            raise ConfigError.at("data.eval", f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it.")
+        if not self._is_started:
+            raise RunFailedError(
+                f"run.evaluate({prefix!r}) came before the run has started its source. Call it in on_step_start or "
+                "later."
+            )
+        if evaluation.measures_copies and isinstance(self.backend, LendsParameters) and self.backend.is_swapped:
+            raise RunFailedError(
+                f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
+                "swapped in the backend would not count. Use source: rollouts, or evaluate an export."
+            )
+        scores, _ = evaluation.evaluate(self.backend)
+        renamed = {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in scores.items()}
+        if self._scores is not None:
+            if taken := sorted(renamed.keys() & self._scores.keys()):
+                raise UserError(
+                    f"run.evaluate({prefix!r}): this step has a '{taken[0]}' already. Give each evaluation of a step a "
+                    "prefix of its own."
+                )
+            self._scores |= renamed
+        return renamed
+
+    def export(self, path: Path | str) -> Path:
+        """Write the weights that the backend has at this moment as a Hugging Face folder, adapters merged.
+
+        path: a new or empty folder. Returns it. Raises UserError when something is there already.
+        """
+        return export_hf(self.backend, self.loaded, self.tokenizer, Path(path))
+
+    def request_stop(self, reason: str) -> None:
+        """End the run in good order after the step it is in: with a checkpoint, a report and status `stopped`.
+
+        reason: for people; on the terminal, in summary.json and in the result. The first one given stands. The same
+        command trains on from there.
+        """
+        self._stop.reason = self._stop.reason or reason or "no reason was given"
 
     def _build(self, stack: ExitStack) -> None:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._resume)
-        components = self._components = build_components(self.loaded, stack)
+        components = replace(build_components(self.loaded, stack), hook_states=self._hook_states)
+        self._components = components
         self.source, self.backend = components.data.source, components.backend
+        self.tokenizer = components.data.context.tokenizer
         self._notes = [*resume.notes]
         if resume.checkpoint is not None:
             self._notes += restore(resume.checkpoint, components, self.loaded)
@@ -137,6 +240,7 @@ class Run:
     def _start_batches(self, stack: ExitStack) -> None:
         first = self.state.step + 1
         self.source.start(first, self.backend)
+        self._is_started = True
         # A batch that depends on the weights cannot be built ahead of the update before it.
         prefetch = self.config.prefetch if self.source.pure else SerialPrefetchConfig(name="core/serial")
         self.batches = self.loaded.host.registry.create(
@@ -150,8 +254,10 @@ class Run:
         if self._resumed.pending is not None:
             step = self.state.step
             metrics = {**self._resumed.pending}
+            self._scores = {}
             metrics |= self.maybe_evaluate(step, metrics)
             self.record(step, metrics)
+            self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
             self._save(step)
         elif self._resumed.foreign:
             # A kill before the first own checkpoint must not leave this run without the weights it began with.
@@ -160,25 +266,26 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to train, 1-based, until the last one or a stop signal."""
         while self.state.step < self.source.total_steps and not self._stop:
+            self._scores = {}
             yield self.state.step + 1
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Evaluation metrics when this step is due for one, else nothing.
+        """Evaluation metrics when this step is due for one, and those of `evaluate`; else nothing.
 
         metrics: of the update just done. When the evaluation fails, they are saved with the weights before the error
         goes on: a mistake in a reward must not cost the training before it. A resume evaluates first.
         """
         evaluation = self._components.data.evaluation
         if evaluation is None or not self._is_due(step, self.config.evaluation.every_steps):
-            return {}
+            return {**(self._scores or {})}
         try:
             scores, samples = evaluation.evaluate(self.backend)
         except Exception as error:
-            self._save_before_evaluation(step, metrics, error)
+            self._save_before_evaluation(step, {**metrics, **(self._scores or {})}, error)
             raise
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
-        return scores
+        return {**scores, **(self._scores or {})}
 
     def _save_before_evaluation(self, step: int, metrics: Mapping[str, float], error: Exception) -> None:
         try:
@@ -190,6 +297,8 @@ class Run:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the step as done and send its metrics to every tracker."""
+        self.loaded.host.calls.check_recorded(metrics)
+        self._scores = None
         self.state.step = step
         self.state.metrics = dict(metrics)
         for tracker in self._components.trackers.values():
@@ -214,10 +323,12 @@ class Run:
     def _status(self) -> Literal["finished", "stopped"]:
         return "finished" if self.state.step >= self.source.total_steps else "stopped"
 
+    def _stop_reason(self) -> str | None:
+        return self._stop.reason if self._status() == "stopped" else None
+
     def _export_if_finished(self) -> None:
         if self.config.checkpoint.export_hf and self._status() == "finished":
-            tokenizer = self._components.data.context.tokenizer
-            export_hf(self.backend, self.loaded, tokenizer, self.directory.exported_model, replace=True)
+            export_hf(self.backend, self.loaded, self.tokenizer, self.directory.exported_model, replace=True)
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the hooks and write the status; a failure here never hides the error that ended the run."""
@@ -230,6 +341,8 @@ class Run:
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
         try:
             status = self._status() if error is None else "failed"
+            if error is None and self._stop_reason() is not None:
+                self._files.summary["stop_reason"] = self._stop_reason()
             self._files.finish(status, None if error is None else str(error), self.source.given_up())
         except OSError as failure:
             if error is None:
@@ -249,14 +362,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Set while a run is to end after its current step. Signals are caught only inside `with` on the main thread."""
+    """Set while a run is to end after its current step, by a signal or for a reason that was given.
+
+    Signals are caught only inside `with` on the main thread.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.reason: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.signal is not None or self.reason is not None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
