@@ -57,7 +57,9 @@ def test_an_error_of_a_hook_names_plugin_hook_and_place_and_keeps_its_cause(plug
         raise ValueError("out of ideas")
 
     host = PluginHost.load(["clumsy"], plugins.add("clumsy", hooks=(on_step_end,)))
-    with pytest.raises(HookFailedError, match=r"^plugin 'clumsy', hook on_step_end: ValueError: out of ideas") as raised:
+    with pytest.raises(
+        HookFailedError, match=r"^plugin 'clumsy', hook on_step_end: ValueError: out of ideas"
+    ) as raised:
         host.hooks.on_step_end(step=3, metrics={})
     assert isinstance(raised.value.__cause__, ValueError)
     assert f"{__file__}, line" in str(raised.value)
@@ -69,7 +71,7 @@ def test_a_users_mistake_found_by_a_hook_keeps_its_class_and_exit_code(plugins: 
         raise ModelError("no such layer")
 
     host = PluginHost.load(["strict"], plugins.add("strict", hooks=(on_step_end,)))
-    with pytest.raises(ModelError, match="^plugin 'strict', hook on_step_end: no such layer$") as raised:
+    with pytest.raises(ModelError, match=r"^plugin 'strict', hook on_step_end: no such layer$") as raised:
         host.hooks.on_step_end(step=3, metrics={})
     assert raised.value.exit_code == 2
 
@@ -85,14 +87,14 @@ def test_an_attached_objects_errors_are_those_of_the_plugin_that_attached_it(plu
 
     host = PluginHost.load(["owner"], plugins.add("owner", hooks=(on_run_start,)))
     host.hooks.on_run_start(run=host)
-    with pytest.raises(HookFailedError, match="^plugin 'owner', hook on_step_end: KeyError"):
+    with pytest.raises(HookFailedError, match=r"^plugin 'owner', hook on_step_end: KeyError"):
         host.hooks.on_step_end(step=1, metrics={})
     assert host.calls.plugin is None
 
 
 def test_an_error_of_the_update_passes_through_wrappers_as_it_is(plugins: FakePlugins) -> None:
     host = host_of(plugins, "outer", "inner", core=Core(NonFiniteLossError("loss is nan")), train_step=wrapping(dict))
-    with pytest.raises(NonFiniteLossError, match="^loss is nan$"):
+    with pytest.raises(NonFiniteLossError, match=r"^loss is nan$"):
         step(host)
     assert host.calls.plugin is None
 
@@ -106,7 +108,7 @@ def test_an_error_of_the_inner_wrapper_is_not_laid_to_the_outer_one(plugins: Fak
     plugins.add("outer", train_step=wrapping(dict))
     host = PluginHost.load(["outer", "inner"], plugins.add("inner", train_step=train_step))
     host.attach(Core(), "core/update")
-    with pytest.raises(HookFailedError, match="^plugin 'inner', hook train_step: ValueError: before the update"):
+    with pytest.raises(HookFailedError, match=r"^plugin 'inner', hook train_step: ValueError: before the update"):
         step(host)
 
 
@@ -119,7 +121,7 @@ def test_a_wrapper_that_turns_an_error_into_another_one_answers_for_that(plugins
             raise ValueError("gave up") from error
 
     host = host_of(plugins, "guard", core=Core(NonFiniteLossError("loss is nan")), train_step=train_step)
-    with pytest.raises(HookFailedError, match="plugin 'guard', hook train_step: ValueError: gave up"):
+    with pytest.raises(HookFailedError, match=r"plugin 'guard', hook train_step: ValueError: gave up"):
         step(host)
 
 
@@ -158,14 +160,16 @@ def test_two_wrappers_that_give_one_metric_are_refused_with_the_outer_one_named(
     plugins.add("outer", train_step=wrapping(lambda metrics: {**metrics, "norm": 2.0}))
     host = PluginHost.load(["outer", "inner"], plugins.available)
     host.attach(Core(), "core/update")
-    with pytest.raises(PluginError, match="plugin 'outer', hook train_step: its wrapper changed the metric 'norm'"):
+    with pytest.raises(PluginError, match=r"plugin 'outer', hook train_step: its wrapper changed the metric 'norm'"):
         step(host)
 
 
 def test_a_metric_that_the_run_reports_later_in_the_step_is_refused_when_it_is_recorded(plugins: FakePlugins) -> None:
     host = host_of(plugins, "mine", train_step=wrapping(lambda metrics: {**metrics, "time/step": 1.0}))
     recorded = {**step(host), "time/step": 2.0}
-    with pytest.raises(PluginError, match="plugin 'mine', hook train_step: the metric 'time/step' that it adds is taken"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'mine', hook train_step: the metric 'time/step' that it adds is taken"
+    ):
         host.calls.check_recorded(recorded)
 
 
@@ -195,5 +199,5 @@ def test_the_other_kind_of_wrapper_is_refused_with_the_one_to_use(plugins: FakeP
 
 
 def test_an_attached_object_cannot_take_the_place_of_cores_update(plugins: FakePlugins) -> None:
-    with pytest.raises(PluginError, match="Plugin 'mine' implements 'train_step', which core alone does"):
+    with pytest.raises(PluginError, match=r"Plugin 'mine' implements 'train_step', which core alone does"):
         PluginHost.load([]).attach(Core(), "mine")

@@ -185,7 +185,7 @@ def test_an_unwritable_summary_does_not_hide_what_ended_the_run(
 def test_metrics_that_hooks_see_are_read_only(base_config: dict[str, Any]) -> None:
     loaded = load_config(base_config)
     loaded.host.attach(Meddler(), "meddler")
-    with pytest.raises(HookFailedError, match="TypeError: .*does not support item assignment"):
+    with pytest.raises(HookFailedError, match=r"TypeError: .*does not support item assignment"):
         Run(loaded).train()
 
 

@@ -154,8 +154,8 @@ class Run:
 
         Call it in `on_run_start`, in new and resumed runs alike: in a resumed one, `state.load_state_dict` has got what
         the checkpoint holds when this returns. A program may also call it before `train`.
-        name: one of the plugin's own. state: `state_dict` returns nested dicts and lists of JSON values and numpy arrays; it is asked for when the
-        checkpoint is written, after the step's `on_step_end`.
+        name: one of the plugin's own. state: what its `state_dict` returns is nested dicts and lists of JSON values and
+        numpy arrays; it is asked for when a checkpoint is written, after the step's `on_step_end`.
         Raises PluginError for a name that is taken, for what is no `Stateful`, and once training has begun.
         """
         self._hook_states.keep(self.loaded.host.calls.plugin, name, state)
@@ -197,12 +197,13 @@ class Run:
             self._scores |= renamed
         return renamed
 
-    def export(self, path: Path | str) -> Path:
+    def export(self, path: Path | str, *, replace: bool = False) -> Path:
         """Write the weights that the backend has at this moment as a Hugging Face folder, adapters merged.
 
-        path: a new or empty folder. Returns it. Raises UserError when something is there already.
+        path: a new or empty folder, which is returned. replace: remove what is there. Raises UserError when something
+        is there that may not be replaced.
         """
-        return export_hf(self.backend, self.loaded, self.tokenizer, Path(path))
+        return export_hf(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace)
 
     def request_stop(self, reason: str) -> None:
         """End the run in good order after the step it is in: with a checkpoint, a report and status `stopped`.
