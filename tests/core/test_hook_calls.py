@@ -198,6 +198,19 @@ def test_the_other_kind_of_wrapper_is_refused_with_the_one_to_use(plugins: FakeP
         host_of(plugins, "old", train_step=train_step)
 
 
+def test_a_name_that_is_attached_already_is_refused() -> None:
+    class Watch:
+        @hookimpl
+        def on_step_end(self) -> None: ...
+
+    host = PluginHost.load([])
+    host.attach(Watch(), "watch")
+    with pytest.raises(PluginError, match="'watch' is attached already"):
+        host.attach(Watch(), "watch")
+    host.detach("watch")
+    host.attach(Watch(), "watch")
+
+
 def test_an_attached_object_cannot_take_the_place_of_cores_update(plugins: FakePlugins) -> None:
     with pytest.raises(PluginError, match=r"Plugin 'mine' implements 'train_step', which core alone does"):
         PluginHost.load([]).attach(Core(), "mine")

@@ -130,25 +130,17 @@ class PluginHost:
         name: of these implementations. They belong to the plugin whose hook attaches them; outside of hooks to the part
         of the name before a slash.
         """
+        if self._manager.has_plugin(name):
+            raise PluginError(
+                f"'{name}' is attached already. Give each object a name of its own, detach the first one, or load the "
+                "config anew for another run."
+            )
         check_hookimpls(implementations, name, may_replace_train_step=name.startswith(f"{CORE}/"))
-        self._manager.register(implementations, name)
-        self._name_calls(implementations, self.calls.plugin or name.partition("/")[0])
+        self._manager.register(self._named(implementations, self.calls.plugin or name.partition("/")[0]), name)
 
     def detach(self, name: str) -> None:
         """Take back what was attached under this name."""
         self._manager.unregister(name=name)
-
-    def _name_calls(self, implementations: object, plugin: str) -> None:
-        """Have what these hookimpls raise and return carry the plugin's name. What core does is its own."""
-        if plugin == CORE:
-            return
-        for caller in self._manager.get_hookcallers(implementations) or ():
-            for implementation in caller.get_hookimpls():
-                # Components are registered while the plugin is loaded, whose errors name it in their own way.
-                if implementation.plugin is implementations and caller.name != REGISTER:
-                    implementation.function = self.calls.named(
-                        implementation.function, plugin, caller.name, wrapper=implementation.wrapper
-                    )
 
     def versions(self) -> dict[str, str]:
         """Distribution name -> version of core and of every enabled plugin."""
@@ -170,16 +162,30 @@ class PluginHost:
 
     def _register(self) -> None:
         # pluggy calls the last registered first, so registering in reverse makes list order the call order.
+        registered: dict[str, object] = {}
         for name, plugin in reversed(list(self.plugins.items())):
             check_hookimpls(plugin.module, name)
-            self._manager.register(plugin.module, name)
-            self._name_calls(plugin.module, name)
+            registered[name] = self._named(plugin.module, name)
+            self._manager.register(registered[name], name)
         self._manager.check_pending()
         for name, plugin in self.plugins.items():
-            others = [other.module for other in self.plugins.values() if other is not plugin]
-            self._register_components(name, plugin, others)
+            self._register_components(name, plugin, [registered[other] for other in registered if other != name])
 
-    def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[ModuleType]) -> None:
+    def _named(self, implementations: object, plugin: str) -> object:
+        """The hookimpls as pluggy gets them: with the plugin's name on what they raise. What core does is its own."""
+        if plugin == CORE:
+            return implementations
+        named = _NamedHooks()
+        for number, (function, hook, options) in enumerate(_hookimpls(implementations)):
+            call = function
+            # Components are registered while the plugin is loaded, whose errors name it in their own way.
+            if hook != REGISTER:
+                call = self.calls.named(function, plugin, hook, wrapper=bool(options.get("wrapper")))
+                setattr(call, f"{hookspecs.PROJECT}_impl", {**options, "specname": hook})
+            setattr(named, hook if hook == REGISTER else f"{hook}_{number}", call)
+        return named
+
+    def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[object]) -> None:
         call = self._manager.subset_hook_caller(REGISTER, remove_plugins=others)
         try:
             call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
@@ -190,6 +196,10 @@ class PluginHost:
                 f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in register_components: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+class _NamedHooks:
+    """What stands for a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
 
 
 def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
