@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from spurline import testing
 from spurline.config.run_config import RunConfig
-from spurline.config.section import Component, OnResume, Section
+from spurline.config.section import Component, OnResume, Section, summary_of
 from spurline.plugins import hookspecs
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import KINDS, Registration
@@ -78,7 +78,7 @@ def _plugin(name: str) -> list[str]:
     for entry in registry.entries(name):
         if entry.kind == "report_panel":
             continue
-        lines += [f"### {entry.kind} `{entry.name}`", "", inspect.getdoc(entry.config) or "", ""]
+        lines += [f"### {entry.kind} `{entry.name}`", "", summary_of(entry.config), ""]
         own = _own_fields(entry.config)
         others = [field for field in entry.config.model_fields if field not in {*own, "name"}]
         if own:
@@ -138,18 +138,18 @@ def _nested(path: str, section: type[BaseModel]) -> list[str]:
 
 
 def _section(title: str, section: type[BaseModel], path: str) -> list[str]:
-    return [f"## {title}", "", inspect.getdoc(section) or "", "", *_table(section, skip=()), ""]
+    return [f"## {title}", "", summary_of(section), "", *_table(section, skip=()), ""]
 
 
 def _component(entry: Registration, default: bool) -> list[str]:
     heading = f"#### `{entry.name}`" + (" (default)" if default else "")
-    lines = [heading, "", inspect.getdoc(entry.config) or "", ""]
+    lines = [heading, "", summary_of(entry.config), ""]
     if set(entry.config.model_fields) - {"name"}:
         lines += [*_table(entry.config, skip=("name",)), ""]
     for name, field in entry.config.model_fields.items():
         inner = _section_type(field)
         if inner is not None:
-            lines += [f"`{name}`: {inspect.getdoc(inner)}", "", *_table(inner, skip=()), ""]
+            lines += [f"`{name}`: {summary_of(inner)}", "", *_table(inner, skip=()), ""]
     return lines
 
 

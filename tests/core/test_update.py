@@ -122,3 +122,24 @@ def test_a_critic_has_minibatches_and_metrics_of_its_own_and_no_correction() -> 
     }
     assert {name: metrics[name] for name in expected} == expected
     assert "time/optimizer" not in metrics
+
+
+def test_each_optimizer_step_is_told_with_its_number_in_the_whole_run_and_its_role() -> None:
+    backend: Any = Recording([{"lr": 0.1}] * 6)
+    told: list[tuple[int, str, int]] = []
+
+    def stepped(update: int, role: str) -> None:
+        told.append((update, role, len(backend.asked)))
+
+    critic = Recipe(Cut([0, 1, 2]), ValueLoss(ValueLossConfig()))
+    update = Update(backend, Recipe(Cut([0], [1, 2]), CROSS_ENTROPY), critic, stepped)
+    for step in (4, 5):
+        update.train_step(step=step, batch=three_rows())
+    assert told == [
+        (4, "critic", 1),
+        (7, "policy", 2),
+        (8, "policy", 3),
+        (5, "critic", 4),
+        (9, "policy", 5),
+        (10, "policy", 6),
+    ]

@@ -210,7 +210,8 @@ def _print_result(result: RunResult) -> None:
         typer.echo(f"Nothing to do: the run already finished at step {result.step:,}. Raise steps or epochs to go on.")
     else:
         verb = "Finished" if result.status == "finished" else "Stopped on request"
-        typer.echo(f"{verb} at step {result.step:,}{', with warnings:' if result.warnings else '.'}")
+        why = f": {result.stop_reason}" if result.stop_reason else ""
+        typer.echo(f"{verb} at step {result.step:,}{why}{', with warnings:' if result.warnings else '.'}")
         for warning in result.warnings:
             typer.echo(f"  - {warning}")
     from spurline.trackers.readout import scores_of

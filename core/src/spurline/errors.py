@@ -16,6 +16,14 @@ class SpurlineError(Exception):
     """Base of every expected failure. `exit_code` is what the command line returns for it."""
 
     exit_code = 1
+    where: str | None = None
+    """The plugin and hook that raised it, where that was one; then the text begins with it."""
+
+    def say_where(self, where: str) -> None:
+        """Begin the text with this place, unless it has one already."""
+        if self.where is None:
+            self.where = where
+            self.args = (f"{where}: {self}",)
 
 
 class UserError(SpurlineError):
@@ -50,6 +58,14 @@ class RunFailedError(SpurlineError):
 
 class RunDirectoryLostError(RunFailedError):
     """The run directory was removed or moved while the run was going on."""
+
+
+class HookFailedError(RunFailedError):
+    """A hook of a plugin raised what is no SpurlineError; the text names both, and the cause is what it raised."""
+
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class NonFiniteLossError(RunFailedError):

@@ -16,6 +16,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.sft import SftSource
 from spurline.data.token_store import TokenView
+from spurline.errors import HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run.checkpoint import CheckpointStore
 
@@ -137,10 +138,11 @@ def test_a_failing_step_with_a_failing_build_behind_it_ends_the_run_with_the_err
 ) -> None:
     built = record_builds(monkeypatch, broken_from=4)
     before = set(threading.enumerate())
-    with pytest.raises(ZeroDivisionError, match="step 3") as raised:
+    with pytest.raises(HookFailedError, match="train_step: ZeroDivisionError: step 3") as raised:
         train(config | {"prefetch": {"name": "async", "depth": depth}}, FailOnceBegun(3, built))
     assert not hasattr(raised.value, "__notes__")
-    assert raised.value.__context__ is None
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert raised.value.__cause__.__context__ is None
     assert set(threading.enumerate()) <= before
 
 

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 from pydantic.fields import FieldInfo
 
 from spurline.config.run_config import RunConfig
-from spurline.config.section import Component, ComponentConfig, SchemaOfShorthand, Section, expand_shorthand
+from spurline.config.section import Component, ComponentConfig, SchemaOfShorthand, Section, expand_shorthand, summary_of
 from spurline.errors import PluginError
 from spurline.plugins.registry import Registry
 
@@ -32,7 +32,7 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
     for name, section in plugin_sections.items():
         if name in RunConfig.model_fields:
             raise PluginError(f"Plugin '{name}' has the name of a core setting; its config section needs another name.")
-        default = Field(default_factory=dict, validate_default=True, description=section.__doc__)
+        default = Field(default_factory=dict, validate_default=True, description=summary_of(section))
         fields[name] = (builder.specialized(section), default)
     return cast("type[RunConfig]", builder.specialized(RunConfig, fields))
 

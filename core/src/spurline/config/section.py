@@ -8,6 +8,8 @@ short ways as loading does. Light on purpose: pydantic and the standard library 
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,9 +30,39 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Put what the fields mean into the class's docstring, where `help()` finds it."""
+        super().__pydantic_init_subclass__(**kwargs)
+        summary = _own_summary(cls)
+        meanings = [f"{name}: {_meaning(cls, name)}" for name in cls.model_fields]
+        cls.__doc__ = f"{summary_of(cls)}\n\n{_SETTINGS}\n{textwrap.indent(chr(10).join(meanings), '    ')}"
+        # The schema describes each field where it stands.
+        cls.model_config = {**cls.model_config, "json_schema_extra": {"description": summary} if summary else None}
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         """Checks that need other sections. Keys are relative to this section; override where a field needs one."""
         return ()
+
+
+_SETTINGS = "Settings:"
+"""The line between a section's own docstring and that of its fields."""
+
+
+def summary_of(section: type[BaseModel]) -> str:
+    """The docstring of a section as it was written, or of the nearest base that has one."""
+    return next((text for text in map(_own_summary, section.__mro__) if text), "")
+
+
+def _own_summary(section: type) -> str:
+    return inspect.cleandoc(section.__doc__ or "").partition(f"{_SETTINGS}\n")[0].strip()
+
+
+def _meaning(section: type[BaseModel], name: str) -> str:
+    """What the field's docstring says, or that of the field it takes the place of."""
+    bases = [base for base in section.__mro__ if issubclass(base, BaseModel) and name in base.model_fields]
+    meanings = [base.model_fields[name].description or "" for base in bases]
+    return next((text for text in meanings if text), "")
 
 
 def sections_within(value: Any, path: str = "") -> Iterator[tuple[str, Section]]:

@@ -2,7 +2,8 @@
 
 All hooks run on the loop's thread of the controller process, in the order of the config's `plugins` list. Anything that
 exactly one plugin must answer is a component instead (see `spurline.plugins.registry.KINDS`). Hookimpls take any subset
-of the arguments and give them no defaults.
+of the arguments and give them no defaults. What one raises reaches the user with the plugin's and the hook's name: a
+`SpurlineError` as it is, anything else as the cause of a `HookFailedError`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pluggy
 if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
     from spurline.plugins.registry import ComponentRegistrar
+    from spurline.protocols.backend import Role
     from spurline.protocols.weight_sync import SyncReport
     from spurline.rl.trajectory import Group
     from spurline.run.run import Run
@@ -40,7 +42,8 @@ def register_components(registry: ComponentRegistrar) -> None:
 def on_run_start(run: Run) -> None:
     """Called once before the first step, after a checkpoint (if any) was loaded.
 
-    run: the run with all components built; `run.state.step` is the last finished step (0 in a new run).
+    run: the run with all components built; `run.state.step` is the last finished step (0 in a new run). This is the
+        place for `run.keep_state`, which puts the state of a resumed run back at once.
     Errors: any exception ends the run before it trained.
     """
 
@@ -59,18 +62,31 @@ def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  
     """Update the model with one batch. Core alone implements this; plugins may only wrap it (`wrapper=True`).
 
     step: 1-based. batch: read-only, valid until the step ends.
-    Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ...
+    Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ... A wrapper returns all of
+        them unchanged and may add finite numbers under names that are not taken.
+    Errors: any exception ends the run; no checkpoint is written after it. So does a wrapper that returns anything else.
+    """
+
+
+@hookspec
+def on_optimizer_step(update: int, role: Role) -> None:
+    """Called within `train_step` after each optimizer step, when the backend has the new weights.
+
+    update: 1-based number of the optimizer step of that role in the whole run, across resumes.
+    role: `policy` or `critic`, whichever model was trained.
     Errors: any exception ends the run; no checkpoint is written after it.
     """
 
 
 @hookspec
 def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """Called after the optimizer step, any weight publish, evaluation and checkpoint of this step.
+    """Called after the optimizer step, any weight publish, evaluation and record of this step, before its checkpoint.
 
+    What hooks keep with `run.keep_state` is thus saved as it is after the whole step.
     step: 1-based number of the finished step.
     metrics: what was recorded for it, already reduced; `loss` in nats per token, `time/step` in seconds,
-        evaluation (`time/evaluate`) included. Read-only.
+        evaluation (`time/evaluate`) included. Read-only. A step whose evaluation failed and was made up for by a resume
+        has no `time/...` of the loop.
     Errors: any exception ends the run; the last checkpoint stands.
     """
 

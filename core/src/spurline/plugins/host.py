@@ -21,6 +21,7 @@ import pluggy
 from spurline.config.section import Section
 from spurline.errors import PluginError, listing, suggestion
 from spurline.plugins import hookspecs
+from spurline.plugins.calls import TRAIN_STEP, HookCalls
 from spurline.plugins.registry import CORE, ComponentRegistrar, Registry
 
 API_VERSION = 1
@@ -29,7 +30,7 @@ API_VERSION = 1
 ENTRY_POINT_GROUP = "spurline.plugins"
 COMMAND_GROUP = "spurline.commands"
 BUILTIN_MODULE = "spurline.builtin"
-REPLACEABLE_BY_CORE_ONLY = "train_step"
+REGISTER = "register_components"
 
 OFFICIAL = ("async_rl", "collation_fast", "fsdp_backend", "megatron_backend")
 """Plugins of this project. A hint to install is given for these alone: any other name may be anybody's package."""
@@ -96,6 +97,7 @@ class PluginHost:
     def __init__(self) -> None:
         self.registry = Registry()
         self.plugins: dict[str, LoadedPlugin] = {}
+        self.calls = HookCalls()
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
 
@@ -123,9 +125,18 @@ class PluginHost:
         return host
 
     def attach(self, implementations: object, name: str) -> None:
-        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if invalid."""
-        check_hookimpls(implementations, name, may_replace_train_step=True)
-        self._manager.register(implementations, name)
+        """Register more hookimpls for this run, called before those of every plugin. Raises PluginError if invalid.
+
+        name: of these implementations. They belong to the plugin whose hook attaches them; outside of hooks to the part
+        of the name before a slash.
+        """
+        if self._manager.has_plugin(name):
+            raise PluginError(
+                f"'{name}' is attached already. Give each object a name of its own, detach the first one, or load the "
+                "config anew for another run."
+            )
+        check_hookimpls(implementations, name, may_replace_train_step=name.startswith(f"{CORE}/"))
+        self._manager.register(self._named(implementations, self.calls.plugin or name.partition("/")[0]), name)
 
     def detach(self, name: str) -> None:
         """Take back what was attached under this name."""
@@ -151,16 +162,31 @@ class PluginHost:
 
     def _register(self) -> None:
         # pluggy calls the last registered first, so registering in reverse makes list order the call order.
+        registered: dict[str, object] = {}
         for name, plugin in reversed(list(self.plugins.items())):
             check_hookimpls(plugin.module, name)
-            self._manager.register(plugin.module, name)
+            registered[name] = self._named(plugin.module, name)
+            self._manager.register(registered[name], name)
         self._manager.check_pending()
         for name, plugin in self.plugins.items():
-            others = [other.module for other in self.plugins.values() if other is not plugin]
-            self._register_components(name, plugin, others)
+            self._register_components(name, plugin, [registered[other] for other in registered if other != name])
 
-    def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[ModuleType]) -> None:
-        call = self._manager.subset_hook_caller("register_components", remove_plugins=others)
+    def _named(self, implementations: object, plugin: str) -> object:
+        """The hookimpls as pluggy gets them: with the plugin's name on what they raise. What core does is its own."""
+        if plugin == CORE:
+            return implementations
+        named = _NamedHooks()
+        for number, (function, hook, options) in enumerate(_hookimpls(implementations)):
+            call = function
+            # Components are registered while the plugin is loaded, whose errors name it in their own way.
+            if hook != REGISTER:
+                call = self.calls.named(function, plugin, hook, wrapper=bool(options.get("wrapper")))
+                setattr(call, f"{hookspecs.PROJECT}_impl", {**options, "specname": hook})
+            setattr(named, hook if hook == REGISTER else f"{hook}_{number}", call)
+        return named
+
+    def _register_components(self, name: str, plugin: LoadedPlugin, others: Sequence[object]) -> None:
+        call = self._manager.subset_hook_caller(REGISTER, remove_plugins=others)
         try:
             call(registry=ComponentRegistrar(self.registry, name, plugin.distribution))
         except PluginError:
@@ -170,6 +196,10 @@ class PluginHost:
                 f"Plugin '{name}' ({plugin.distribution} {plugin.version}) failed in register_components: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+class _NamedHooks:
+    """What stands for a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
 
 
 def _checked_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> Iterable[str]:
@@ -263,8 +293,13 @@ def check_hookimpls(implementations: object, plugin: str, *, may_replace_train_s
                 f"Hooks: {listing(names)}."
             )
         _check_arguments(function, hook, plugin)
-        is_wrapper = options.get("wrapper") or options.get("hookwrapper")
-        if hook == REPLACEABLE_BY_CORE_ONLY and not is_wrapper and not may_replace_train_step:
+        if options.get("hookwrapper"):
+            raise PluginError(
+                f"Plugin '{plugin}' marks '{hook}' with hookwrapper=True. Mark it with @hookimpl(wrapper=True), where "
+                "`yield` gives the result itself and the function returns it."
+            )
+        is_wrapper = options.get("wrapper")
+        if hook == TRAIN_STEP and not is_wrapper and not may_replace_train_step:
             raise PluginError(
                 f"Plugin '{plugin}' implements '{hook}', which core alone does. Wrap it: mark the function with "
                 "@hookimpl(wrapper=True) and `return (yield)` inside."

@@ -140,6 +140,37 @@ class LendsModel(Protocol):
         ...
 
 
+@runtime_checkable
+class LendsParameters(Protocol):
+    """A backend whose trained parameters can be read, and replaced for a while; its config sets `lends_parameters`.
+
+    For averages of weights, probes and guards. Names are the model's own; adapters are parameters like any other, and
+    what they adapt is not, since it is not trained. Both methods raise ModelError for a role that is not trained.
+    """
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether a context of `swapped` is open."""
+        ...
+
+    def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
+        """The parameters that the optimizer of this role changes: name -> the tensor itself, in its dtype and place.
+
+        Detached and for reading: the next optimizer step changes what the tensors hold. Clone what you keep.
+        """
+        ...
+
+    def swapped(self, role: Role, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """A context in which the model of this role has these values; afterwards the old ones, bit for bit.
+
+        values: name -> tensor of the parameter's shape, on any device; cast to the parameter's dtype. Parameters that
+        are not named keep their values. Also after an error, the old ones come back. Everything but training sees the
+        values: logprobs, evaluation, generation, `named_weights`. `update`, `save` and `load` are refused inside.
+        Raises ModelError, before anything is changed, for a name that is not trained and for another shape.
+        """
+        ...
+
+
 class BackendConfig(ComponentConfig):
     """Settings of a backend, and what a run must know of it before anything is loaded."""
 
@@ -148,6 +179,8 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `Generates`; `evaluation.generate` needs that."""
     lends_model: ClassVar[bool] = False
     """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
+    lends_parameters: ClassVar[bool] = False
+    """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""

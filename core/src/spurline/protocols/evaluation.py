@@ -76,6 +76,9 @@ class HeldOutEvaluation(ABC):
     makes itself for `data.eval`, in `BatchSource.evaluation`, is built as the source likes.
     """
 
+    measures_copies: bool = False
+    """Whether it asks engines with weights of their own, so that weights swapped in the backend would not count."""
+
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
         """JSON-able facts about the data; see `spurline.data.token_store`."""

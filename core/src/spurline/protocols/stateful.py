@@ -1,4 +1,4 @@
-"""State that a component keeps in the checkpoint."""
+"""State that a component or a plugin's hooks keep in the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from spurline.errors import CheckpointError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A component with state, which the run saves under `components/KIND/NAME`.
+    """A component with state, which the run saves under `components/KIND/NAME`; or what a hook gave `Run.keep_state`.
 
     The run asks the source, the mini-batches, the loss and the trackers for theirs. What a source builds for itself
     (advantages, environments, engines) is part of the source's own state; collators and prefetches keep none.
     """
 
     def state_dict(self) -> dict[str, object]:
-        """Nested dicts and lists of JSON values and numpy arrays; arrays are stored as such, not as numbers in text."""
+        """Nested dicts and lists of JSON values and numpy arrays of numbers; keys are text.
+
+        Arrays are stored as such, each under its keys: `weights/embed`. A tuple comes back as a list.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

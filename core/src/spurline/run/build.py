@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
-from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, Role
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
 from spurline.run.evaluation import ScheduledEvaluation, build_evaluations
+from spurline.run.hook_state import HookStates
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
@@ -45,6 +46,8 @@ class Components:
     backend: Backend
     trackers: dict[str, Tracker]
     """By the names that the config gives them, in the order in which they are called."""
+    hook_states: HookStates = field(default_factory=HookStates)
+    """What plugins keep from their hooks."""
 
 
 def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
@@ -97,7 +100,11 @@ def build_update(components: Components, loaded: LoadedConfig) -> Update:
             minibatches=registry.create("minibatches", minibatches, run=config, layout=data.context.layout),
             loss=registry.create("loss", config.critic.loss),
         )
-    return Update(components.backend, policy, critic)
+
+    def stepped(update: int, role: Role) -> None:
+        loaded.host.hooks.on_optimizer_step(update=update, role=role)
+
+    return Update(components.backend, policy, critic, stepped)
 
 
 def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:

@@ -6,11 +6,13 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
                         evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file
     backend/            what the backend wrote: model, optimizer, scheduler, RNG states
     components/         state of the source, mini-batches, loss and trackers that keep some
+    hooks/              state that plugins keep, by plugin and name
 
 It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
 name it, for people and scripts; `best` names the one whose evaluation was the best, where one is kept. The state of a
 component is nested dicts and lists of JSON values and numpy arrays: NAME.json holds the structure and refers to the
-arrays (tokens and logprobs of finished rollouts, say), which NAME.safetensors holds.
+arrays (tokens and logprobs of finished rollouts, say), which NAME.safetensors holds under the names of their keys,
+`groups/3/tokens`.
 """
 
 from __future__ import annotations
@@ -251,23 +253,33 @@ def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
 
 
 _REFERENCE = "__array__"
+_RESERVED_NAMES = ("", "__metadata__")
+"""What safetensors keeps for itself, or would be no name."""
+
+_PLAIN = (str, int, float, bool, type(None))
 
 
-def write_state(path: Path, state: Mapping[str, object]) -> None:
-    """Write `path`.json and, when there are arrays, `path`.safetensors."""
+def write_state(path: Path, state: Mapping[str, object], owner: str | None = None) -> None:
+    """Write `path`.json and, when there are arrays, `path`.safetensors, where each has the name of its keys.
+
+    owner: whose state it is, for messages; by default the last two parts of the path.
+    Raises RunFailedError naming the value that cannot be saved.
+    """
     arrays: dict[str, NDArray[Any]] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"it is a {type(state).__qualname__}")
         structure, arrays_path = _state_paths(path)
-        write_json(structure, {"state": _take_out(state, arrays)})
+        write_json(structure, {"state": _take_out(state, arrays, ())})
         if arrays:
             save_file(arrays, arrays_path)
     except SafetensorError as error:
         raise CheckpointWriteError(f"{path.name}: {error}") from error
     except TypeError as error:
         raise RunFailedError(
-            f"The state of {path.parent.name}/{path.name} cannot be saved: {error}. `state_dict` returns nested dicts "
-            "and lists of JSON values and numpy arrays of numbers."
+            f"The state {owner or f'of {path.parent.name}/{path.name}'} cannot be saved: {error}. `state_dict` returns "
+            "nested dicts with text as keys, and lists, of JSON values and numpy arrays of numbers."
         ) from error
 
 
@@ -283,16 +295,41 @@ def _state_paths(path: Path) -> tuple[Path, Path]:
     return path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.safetensors")
 
 
-def _take_out(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:
+def _take_out(value: Any, arrays: dict[str, NDArray[Any]], keys: tuple[str, ...]) -> Any:
+    """The value with references in place of arrays, which are put into `arrays`. keys: the way to it."""
     if isinstance(value, np.ndarray):
-        key = str(len(arrays))
-        arrays[key] = np.asarray(value, order="C")
-        return {_REFERENCE: key}
+        if value.dtype.kind not in "biuf":
+            raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
+        name = _free_name("/".join(keys), arrays)
+        arrays[name] = np.asarray(value, order="C")
+        return {_REFERENCE: name}
     if isinstance(value, Mapping):
-        return {str(name): _take_out(item, arrays) for name, item in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{_way(keys)} has the key {key!r}, which is no text")
+            if key == _REFERENCE:
+                raise TypeError(f"{_way(keys)} has the key {key!r}, which stands for an array in the file")
+        return {key: _take_out(item, arrays, (*keys, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_take_out(item, arrays) for item in value]
+        return [_take_out(item, arrays, (*keys, str(number))) for number, item in enumerate(value)]
+    if not isinstance(value, _PLAIN):
+        raise TypeError(f"{_way(keys)} is a {type(value).__module__}.{type(value).__qualname__}")
     return value
+
+
+def _way(keys: tuple[str, ...]) -> str:
+    return "/".join(keys) or "it"
+
+
+def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
+    """The keys joined by slashes. Keys may hold slashes themselves; the second array of one name is `NAME~2`."""
+    # The format is UTF-8, which has no half of a surrogate pair.
+    wanted = wanted.encode("utf-8", "replace").decode("utf-8")
+    name, number = wanted, 1
+    while name in taken or name in _RESERVED_NAMES:
+        number += 1
+        name = f"{wanted}~{number}"
+    return name
 
 
 def _put_back(value: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:

@@ -20,7 +20,8 @@ def train(run: Run) -> None:
     """Train the remaining steps of a run whose components are built and, on a resume, restored.
 
     The metrics line of a step is written before the checkpoint that covers it, so a kill between any two lines leaves
-    no step missing and none twice. An exception leaves the last checkpoint as it was.
+    no step missing and none twice. A checkpoint comes after `on_step_end`: it holds what hooks keep of the whole step.
+    An exception leaves the last checkpoint as it was.
     """
     for step in run.remaining_steps():
         clock = StepClock()
@@ -34,8 +35,8 @@ def train(run: Run) -> None:
             metrics |= run.maybe_evaluate(step, metrics)
         metrics |= run.batches.metrics() | clock.metrics()
         run.record(step, metrics)
-        run.maybe_checkpoint(step)
         run.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
+        run.maybe_checkpoint(step)
         batch.release()
 
 

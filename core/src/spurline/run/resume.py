@@ -127,6 +127,7 @@ def save_state(
         components.backend.save(folder / "backend")
         for name, component in _stateful(components, loaded):
             write_state(folder / "components" / name, component.state_dict())
+        components.hook_states.write(folder)
 
     store = CheckpointStore(directory.checkpoints)
     facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **record.facts()}
@@ -154,6 +155,7 @@ def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig
             ) from None
         component.load_state_dict(state)
     components.backend.load(checkpoint.path / "backend")
+    components.hook_states.restore(checkpoint)
     store = CheckpointStore(loaded.config.run_dir / "checkpoints")
     moved = store.set_aside_after(checkpoint.step)
     notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]

@@ -1,28 +1,36 @@
 """One run from config to result: builds the components, restores a checkpoint, trains, writes the record.
 
-`Run(load_config("run.yaml")).train()` is the whole Python API; the command line does the same. SIGINT and SIGTERM ask a
-run to stop after the step it is in, which is said at once; a second one stops it at once.
+`Run(load_config("run.yaml")).train()` is what the command line does. Hooks get the run too: the class says what they
+can do with it. SIGINT and SIGTERM ask a run to stop after the step it is in, which is said at once; a second one stops
+it at once.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, MappingProxyType
-from typing import Any, Literal
+from signal import Signals
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
-from spurline.errors import NonFiniteLossError, RunDirectoryError, RunDirectoryLostError, RunFailedError
-from spurline.protocols.backend import Backend
+from spurline.errors import (
+    ConfigError,
+    NonFiniteLossError,
+    RunDirectoryError,
+    RunDirectoryLostError,
+    RunFailedError,
+    UserError,
+)
+from spurline.protocols.backend import Backend, LendsParameters
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
+from spurline.protocols.stateful import Stateful
 from spurline.protocols.tracker import RunInfo
 from spurline.report.page import write_run_report
 from spurline.run import loop
@@ -32,9 +40,14 @@ from spurline.run.changes import ResumeRequest
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.export import export_hf
 from spurline.run.health import findings
+from spurline.run.hook_state import HookStates
 from spurline.run.rescue import rescue
 from spurline.run.resume import Resume, RunRecord, find_resume, restore, save_state
+from spurline.run.stop_request import StopRequest
 from spurline.trackers.jsonl import read_json_lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -53,6 +66,7 @@ class RunResult:
 
     status: `finished`, or `stopped` by a signal after a checkpoint. metrics: of the last step.
     checkpoint: the newest one. report: the HTML page, if written. signal: what stopped the run, if anything.
+    stop_reason: what `request_stop` was given, if that stopped the run.
     warnings: what was off and lasted, in sentences; the report also has what passed by.
     go_on: how to continue a stopped run, as a sentence.
     """
@@ -62,22 +76,37 @@ class RunResult:
     metrics: Mapping[str, float]
     checkpoint: Path | None
     report: Path | None
-    signal: signal.Signals | None = None
+    signal: Signals | None = None
+    stop_reason: str | None = None
     go_on: str = ""
     warnings: tuple[str, ...] = ()
 
 
 class Run:
-    """One training run. `source`, `backend` and `batches` exist while `train` runs; hooks get the run as an argument.
+    """One training run, and what a program or a hook can do with it. Hooks get it in `on_run_start`.
 
     resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that has
     one; anything else is the path of a checkpoint folder. allow_change: settings that may differ from the checkpoint's
     although they change how the run trains, such as `optimizer.learning_rate`; each such change is kept in its history.
+
+    Always there:
+        config: RunConfig, every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
+        loaded: LoadedConfig, the same with the plugin host; `loaded.host.attach` adds hooks to this run.
+        hooks: calls all implementations of a hook, `run.hooks.on_step_start(step=1)`.
+        directory: RunDirectory, the paths of what the run writes; `directory.path` is run_dir.
+        state: RunState, the last finished step with its metrics, and the newest checkpoint.
+    While `train` runs, from `on_run_start` to `on_run_end`:
+        backend: Backend, which holds the model; see `spurline.protocols.backend` for what some can besides.
+        source: BatchSource, where batches come from; `source.total_steps` is the length of the run.
+        tokenizer: the tokenizer of the model, of Hugging Face transformers.
+        batches: Prefetch, which hands out the batches; from the first step on.
+    All methods but `keep_state` are for the loop's thread, which is the one that calls hooks.
     """
 
     source: BatchSource
     backend: Backend
     batches: Prefetch
+    tokenizer: PreTrainedTokenizerBase
 
     def __init__(self, loaded: LoadedConfig, resume: str = "auto", allow_change: Sequence[str] = ()) -> None:
         self.loaded = loaded
@@ -93,6 +122,15 @@ class Run:
         self._has_saved = False
         self._step_under_way: int | None = None
         self._stop = StopRequest(self._words_on_stop)
+        self._hook_states = HookStates()
+        self._is_started = False
+        self._scores: dict[str, float] | None = None
+        """What hooks have evaluated in the step under way; None between the record of a step and the next one."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("source", "backend", "batches", "tokenizer"):
+            raise AttributeError(f"Run.{name} exists while the run trains. Read it in a hook, such as on_step_start.")
+        raise AttributeError(f"'Run' object has no attribute '{name}'")
 
     def train(self) -> RunResult:
         """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact.
@@ -111,8 +149,9 @@ class Run:
             self._saved_at = time.monotonic()
             error: BaseException | None = None
             try:
-                self._start_trackers(stack)
                 self.hooks.on_run_start(run=self)
+                self._notes += self._hook_states.close()
+                self._start_trackers(stack)
                 self._start_batches(stack)
                 self._settle_resume()
                 loop.train(self)
@@ -136,14 +175,85 @@ class Run:
                 self.state.checkpoint,
                 report,
                 self._stop.signal,
+                self._stop_reason(),
                 self._go_on(),
                 tuple(found["words"] for found in self._files.summary["warnings"] if found["lasts"]),
             )
 
+    def keep_state(self, name: str, state: Stateful) -> None:
+        """Save the state of a plugin in every checkpoint, under `hooks/PLUGIN/NAME`, and restore it on a resume.
+
+        Call it in `on_run_start`, in new and resumed runs alike: in a resumed one, `state.load_state_dict` has got what
+        the checkpoint holds when this returns. A program may also call it before `train`.
+        name: one of the plugin's own. state: what its `state_dict` returns is nested dicts and lists of JSON values and
+        numpy arrays; it is asked for when a checkpoint is written, after the step's `on_step_end`.
+        Raises PluginError for a name that is taken, for what is no `Stateful`, and once training has begun.
+        """
+        self._hook_states.keep(self.loaded.host.calls.plugin, name, state)
+
+    def evaluate(self, prefix: str) -> dict[str, float]:
+        """Make every evaluation of the run now, with the weights that the backend has at this moment.
+
+        Returns their metrics with `PREFIX/` in place of `eval/`: `ema/loss`. Called between
+        `on_step_start` and the end of `on_eval_end`, they are also recorded with those of the step. Fires no hook and
+        keeps no sample answers.
+        Raises UserError when there is no held-out data or the prefix is taken, RunFailedError before the first step and
+        where the evaluation asks engines with weights of their own while the backend's are swapped.
+        """
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix) or prefix == "eval":
+            raise UserError(
+                f"run.evaluate({prefix!r}): a prefix is letters, digits, dots, dashes and underscores, and not 'eval'."
+            )
+        evaluations = self._components.data.evaluations
+        if not evaluations:
+            what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
+            raise ConfigError.at("data.eval", what)
+        if not self._is_started:
+            raise RunFailedError(
+                f"run.evaluate({prefix!r}) came before the run has started its source. Call it in on_step_start or "
+                "later."
+            )
+        swapped = isinstance(self.backend, LendsParameters) and self.backend.is_swapped
+        if swapped and any(evaluation.held_out.measures_copies for evaluation in evaluations):
+            raise RunFailedError(
+                f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
+                "swapped in the backend would not count. Use source: rollouts, or evaluate an export."
+            )
+        scores: dict[str, float] = {}
+        for evaluation in evaluations:
+            scores |= evaluation.run(self.backend)[0]
+        renamed = {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in scores.items()}
+        if self._scores is not None:
+            if taken := sorted(renamed.keys() & self._scores.keys()):
+                raise UserError(
+                    f"run.evaluate({prefix!r}): this step has a '{taken[0]}' already. Give each evaluation of a step a "
+                    "prefix of its own."
+                )
+            self._scores |= renamed
+        return renamed
+
+    def export(self, path: Path | str, *, replace: bool = False) -> Path:
+        """Write the weights that the backend has at this moment as a Hugging Face folder, adapters merged.
+
+        path: a new or empty folder, which is returned. replace: remove what is there. Raises UserError when something
+        is there that may not be replaced.
+        """
+        return export_hf(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace)
+
+    def request_stop(self, reason: str) -> None:
+        """End the run in good order after the step it is in: with a checkpoint, a report and status `stopped`.
+
+        reason: for people; on the terminal, in summary.json and in the result. The first one given stands. The same
+        command trains on from there.
+        """
+        self._stop.reason = self._stop.reason or reason or "no reason was given"
+
     def _build(self, stack: ExitStack) -> None:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
-        components = self._components = build_components(self.loaded, stack)
+        components = replace(build_components(self.loaded, stack), hook_states=self._hook_states)
+        self._components = components
         self.source, self.backend = components.data.source, components.backend
+        self.tokenizer = components.data.context.tokenizer
         self._notes = [*resume.notes]
         if resume.checkpoint is not None:
             self._notes += restore(resume.checkpoint, components, self.loaded, self._best)
@@ -169,6 +279,7 @@ class Run:
     def _start_batches(self, stack: ExitStack) -> None:
         first = self.state.step + 1
         self.source.start(first, self.backend)
+        self._is_started = True
         # A batch that depends on the weights cannot be built ahead of the update before it.
         prefetch = self.config.prefetch if self.source.pure else SerialPrefetchConfig(name="core/serial")
         self.batches = self.loaded.host.registry.create(
@@ -182,8 +293,10 @@ class Run:
         if self._resumed.pending is not None:
             step = self.state.step
             metrics = {**self._resumed.pending}
+            self._scores = {}
             metrics |= self.maybe_evaluate(step, metrics)
             self.record(step, metrics)
+            self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
             self._save(step)
         elif self._resumed.foreign:
             # A kill before the first own checkpoint must not leave this run without the weights it began with.
@@ -192,12 +305,13 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to train, 1-based, until the last one or a stop signal."""
         while self.state.step < self.source.total_steps and not self._stop:
+            self._scores = {}
             self._step_under_way = self.state.step + 1
             yield self._step_under_way
             self._step_under_way = None
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of all evaluations that this step is due for.
+        """Metrics of all evaluations that this step is due for, and those of `evaluate`.
 
         metrics: of the update just done. When the evaluation fails, they are saved with the weights before the error
         goes on: a mistake in a reward must not cost the training before it. A resume evaluates first.
@@ -205,7 +319,7 @@ class Run:
         every = self._components.data.evaluations
         due = [evaluation for evaluation in every if self._is_due(step, evaluation.every_steps)]
         if not due:
-            return {}
+            return {**(self._scores or {})}
         scores: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
         try:
@@ -215,11 +329,11 @@ class Run:
                 samples += answers
             self._best.observe(step, scores, are_all=len(due) == len(every))
         except Exception as error:
-            self._save_before_evaluation(step, metrics, error)
+            self._save_before_evaluation(step, {**metrics, **(self._scores or {})}, error)
             raise
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
-        return scores
+        return {**scores, **(self._scores or {})}
 
     def _save_before_evaluation(self, step: int, metrics: Mapping[str, float], error: Exception) -> None:
         try:
@@ -231,6 +345,8 @@ class Run:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Mark the step as done and send its metrics to every tracker."""
+        self.loaded.host.calls.check_recorded(metrics)
+        self._scores = None
         self.state.step = step
         self.state.metrics = dict(metrics)
         self.directory.check_present()
@@ -260,10 +376,12 @@ class Run:
     def _status(self) -> Literal["finished", "stopped"]:
         return "finished" if self.state.step >= self.source.total_steps else "stopped"
 
+    def _stop_reason(self) -> str | None:
+        return self._stop.reason if self._status() == "stopped" else None
+
     def _export_if_finished(self) -> None:
         if self.config.checkpoint.export_hf and self._status() == "finished":
-            tokenizer = self._components.data.context.tokenizer
-            export_hf(self.backend, self.loaded, tokenizer, self.directory.exported_model, replace=True)
+            export_hf(self.backend, self.loaded, self.tokenizer, self.directory.exported_model, replace=True)
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the hooks and write the status; a failure here never hides the error that ended the run."""
@@ -278,6 +396,8 @@ class Run:
             failed = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             status = self._status() if error is None else failed
             self._files.summary["warnings"] = self._warnings()
+            if error is None and self._stop_reason() is not None:
+                self._files.summary["stop_reason"] = self._stop_reason()
             self._files.finish(status, None if error is None else str(error), self.source.given_up())
         except (OSError, RunDirectoryError) as failure:
             if error is None:
@@ -341,42 +461,3 @@ class Run:
             return f"Finishing step {step:,} and saving"
         done = self.state.step >= self.source.total_steps
         return "Finishing and saving" if done else f"Stopping before step {self.state.step + 1:,}"
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class StopRequest:
-    """Set while a run is to end after its current step. Signals are caught only inside `with` on the main thread.
-
-    words: what the run does about it, as the beginning of a sentence; said as soon as a signal arrives.
-    """
-
-    def __init__(self, words: Callable[[], str]) -> None:
-        self.signal: signal.Signals | None = None
-        self._words = words
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
-        self.signal = signal.Signals(number)
-        again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
-        # On a terminal `^C` stands on the line. Not through sys.stderr, in whose own work this may have come.
-        begin = "\n" if os.isatty(2) else ""
-        # The run ends in order also when nobody reads its messages.
-        with suppress(OSError):
-            os.write(2, f"{begin}{self._words()}; {again}.\n".encode())

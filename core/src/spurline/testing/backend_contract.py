@@ -26,13 +26,13 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.errors import ModelError
+from spurline.errors import ModelError, SpurlineError
 from spurline.losses.configs import CrossEntropyConfig, PpoConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.ppo import Ppo
 from spurline.losses.value import ValueLoss
 from spurline.optimizers.configs import AdamWConfig
-from spurline.protocols.backend import Backend, Generates, LendsModel
+from spurline.protocols.backend import Backend, Generates, LendsModel, LendsParameters
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing.inputs import PAD, make_view
@@ -181,6 +181,7 @@ class BackendContract:
         config = _run(tiny_model, self.backend_settings, self.plugins).config.backend
         with self.backend(tiny_model) as (backend, _):
             assert isinstance(backend, LendsModel) or not config.lends_model
+            assert isinstance(backend, LendsParameters) or not config.lends_parameters
             assert isinstance(backend, Generates) or not config.generates
             if isinstance(backend, Generates) and config.generates:
                 model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -189,6 +190,38 @@ class BackendContract:
                     logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
                     assert 1 <= len(answer) <= 4
                     assert answer == logits.argmax(-1).tolist(), "not the likeliest token each time"
+
+    def test_swapped_parameters_are_computed_with_and_the_old_ones_come_back(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        with self.backend(tiny_model) as (backend, layout):
+            if not isinstance(backend, LendsParameters):
+                pytest.skip("lends no parameters")
+            batch, objective = minibatch("packed", layout)
+            backend.update(batch, objective)
+            earlier = {name: value.clone() for name, value in backend.trained_parameters().items()}
+            wanted = weights_of(backend), backend.logprobs(batch)
+            assert earlier.keys() == dict(backend.gradients(batch, objective)).keys()
+            backend.update(*minibatch("packed", layout, 1))
+            before = weights_of(backend), backend.logprobs(batch)
+            assert not torch.equal(before[1], wanted[1])
+            with backend.swapped("policy", earlier):
+                assert backend.is_swapped
+                assert_weights_equal(weights_of(backend), wanted[0])
+                assert torch.equal(backend.logprobs(batch), wanted[1]), "the model computed with other values"
+                for refused in (lambda: backend.update(batch, objective), lambda: backend.save(tmp_path)):
+                    with pytest.raises(SpurlineError, match="swapped"):
+                        refused()
+            with pytest.raises(ZeroDivisionError), backend.swapped("policy", earlier):
+                raise ZeroDivisionError
+            for values in ({"no.such.weight": torch.zeros(1)}, {next(iter(earlier)): torch.zeros(1, 2, 3)}):
+                with pytest.raises(ModelError), backend.swapped("policy", values):
+                    pass
+            with pytest.raises(ModelError):
+                backend.trained_parameters("reference")
+            assert not backend.is_swapped
+            assert_weights_equal(weights_of(backend), before[0])
+            assert torch.equal(backend.logprobs(batch), before[1])
 
     def test_a_temperature_divides_the_logits_before_their_softmax(self, tiny_model: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

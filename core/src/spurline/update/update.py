@@ -8,7 +8,7 @@ build their batches ahead of time, on other threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,12 +39,19 @@ class Recipe:
 
 
 class Update:
-    """Hook implementation that trains on one batch."""
+    """Hook implementation that trains on one batch. stepped: called after each optimizer step with number and role."""
 
-    def __init__(self, backend: Backend, policy: Recipe, critic: Recipe | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        policy: Recipe,
+        critic: Recipe | None = None,
+        stepped: Callable[[int, Role], None] | None = None,
+    ) -> None:
         self._backend = backend
         self._policy = policy
         self._critic = critic
+        self._stepped = stepped
 
     @hookimpl
     def train_step(self, step: int, batch: TrainingBatch) -> Mapping[str, float]:
@@ -54,11 +61,17 @@ class Update:
         that were computed before either moved.
         """
         batch = with_reference_logprobs(batch, self._policy.loss, self._backend)
-        critic = {} if self._critic is None else _name_as_critics(self._train("critic", self._critic, batch))
-        return {**critic, **self._train("policy", self._policy, batch), **batch.info}
+        critic = {} if self._critic is None else _name_as_critics(self._train("critic", self._critic, step, batch))
+        return {**critic, **self._train("policy", self._policy, step, batch), **batch.info}
 
-    def _train(self, role: Role, recipe: Recipe, batch: TrainingBatch) -> dict[str, float]:
-        return _join([self._update(role, recipe, minibatch) for minibatch in recipe.minibatches.cut(batch)])
+    def _train(self, role: Role, recipe: Recipe, step: int, batch: TrainingBatch) -> dict[str, float]:
+        before = (step - 1) * recipe.minibatches.steps_per_batch()
+        parts: list[Mapping[str, float]] = []
+        for number, minibatch in enumerate(recipe.minibatches.cut(batch), start=before + 1):
+            parts.append(self._update(role, recipe, minibatch))
+            if self._stepped is not None:
+                self._stepped(number, role)
+        return _join(parts)
 
     def _update(self, role: Role, recipe: Recipe, minibatch: TrainingBatch) -> Mapping[str, float]:
         factors = minibatch.tokens.get("correction_factors")

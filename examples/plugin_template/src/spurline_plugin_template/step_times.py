@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from spurline.plugins.hookspecs import hookimpl
+from spurline.plugins import hookimpl
 from spurline_plugin_template.config import TemplateConfig
 from spurline_plugin_template.percentiles import percentile
 

@@ -24,7 +24,7 @@ from spurline.backends.local.trained_model import TrainedModel, load_reference
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.tokenizer import load_tokenizer
-from spurline.errors import ModelError, NonFiniteLossError
+from spurline.errors import ModelError, NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.generation import generate_greedily, generation_model, model_stop_tokens
@@ -62,10 +62,12 @@ class LocalBackend:
         if run.critic is not None:
             critic = ValueModel(self._load_trainable())
             self._critic = self._trained(critic, critic_optimization(run.critic, registry))
+        self._open_swaps = 0
         # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
         seed_generators(run.seed)
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
+        self._refuse_swapped("trained")
         trained = self._model_to_train(role)
         started = time.perf_counter()
         try:
@@ -123,6 +125,25 @@ class LocalBackend:
         """See `LendsModel`."""
         return generation_model(self._model.causal, self._profile, self._length_limit)
 
+    @property
+    def is_swapped(self) -> bool:
+        """See `LendsParameters`."""
+        return self._open_swaps > 0
+
+    def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
+        """See `LendsParameters`."""
+        return {name: value.detach() for name, value in self._model_to_train(role).parameters.items()}
+
+    @contextmanager
+    def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """See `LendsParameters`. Takes the memory of the swapped parameters once more."""
+        with self._model_to_train(role).swapped(values):
+            self._open_swaps += 1
+            try:
+                yield
+            finally:
+                self._open_swaps -= 1
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self._model.causal, adapted=self._config.lora is not None)
 
@@ -134,11 +155,13 @@ class LocalBackend:
         }
 
     def save(self, path: Path) -> None:
+        self._refuse_swapped("saved")
         save_training_state(path, self._policy)
         if self._critic is not None:
             save_training_state(path / _CRITIC_FOLDER, self._critic)
 
     def load(self, path: Path) -> None:
+        self._refuse_swapped("loaded")
         policy = read_training_state(path, self._policy)
         if self._critic is not None:
             # Before anything is changed: all of it fits, or nothing is.
@@ -186,6 +209,13 @@ class LocalBackend:
             # Runs on pretokenized data need no tokenizer; the model's own ids are all there is then.
             return found
         return [*found, eos] if isinstance(eos, int) and eos not in found else found
+
+    def _refuse_swapped(self, what: str) -> None:
+        if self.is_swapped:
+            raise RunFailedError(
+                f"The model was to be {what} while its parameters are swapped for others. Leave the `with "
+                "backend.swapped(...)` first."
+            )
 
     def _model_to_train(self, role: Role) -> TrainedModel:
         if role == "reference":

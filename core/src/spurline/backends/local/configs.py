@@ -20,6 +20,7 @@ class LocalBackendConfig(BackendConfig):
 
     generates: ClassVar[bool] = True
     lends_model: ClassVar[bool] = True
+    lends_parameters: ClassVar[bool] = True
 
     name: str = "local"
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"

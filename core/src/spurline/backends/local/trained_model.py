@@ -6,13 +6,15 @@ work. The frozen reference model is loaded here too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import CheckpointError
+from spurline.errors import CheckpointError, ModelError, suggestion
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import load_model
 from spurline.model.stream_model import StreamModel
@@ -61,6 +63,33 @@ class TrainedModel:
     def drop_gradients(self) -> None:
         for value in self.parameters.values():
             value.grad = None
+
+    @contextmanager
+    def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """See `LendsParameters`. The tensors stay the same ones: engines and compiled code hold them."""
+        self._check_fit(values)
+        kept = {name: self.parameters[name].detach().clone() for name in values}
+        try:
+            self._write(values)
+            yield
+        finally:
+            self._write(kept)
+
+    def _check_fit(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            if name not in self.parameters:
+                raise ModelError(
+                    f"'{name}' is no trained parameter.{suggestion(name, self.parameters)} "
+                    f"There are {len(self.parameters)}, such as {', '.join(list(self.parameters)[:3])}."
+                )
+            shape = self.parameters[name].shape
+            if value.shape != shape:
+                raise ModelError(f"'{name}' has shape {list(shape)}, and the values given for it {list(value.shape)}.")
+
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.parameters[name].copy_(value)
 
     @cached_property
     def frozen_weights(self) -> str:

@@ -1,0 +1,23 @@
+"""What Spurline loads: the declaration, and the hook that starts an average for a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spurline.plugins import Plugin, hookimpl
+from spurline_plugin_ema.config import EmaConfig
+
+if TYPE_CHECKING:
+    from spurline import Run
+
+PLUGIN = Plugin("ema", api=1, config=EmaConfig)
+
+
+@hookimpl
+def on_run_start(run: Run) -> None:
+    # Imported here: this module is loaded to validate a config, and must import no torch.
+    from spurline_plugin_ema.average import Average
+
+    average = Average(run, getattr(run.config, PLUGIN.name))
+    run.keep_state("weights", average)
+    run.loaded.host.attach(average, "ema/average")

@@ -1,0 +1,48 @@
+"""`help()` tells what a program or a plugin author needs, without the source at hand."""
+
+from __future__ import annotations
+
+import pydoc
+
+import pytest
+
+from spurline import testing
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.config.loading import config_model
+from spurline.config.run_config import RunConfig
+from spurline.config.section import ComponentConfig, Section, summary_of
+from spurline.plugins.host import PluginHost
+
+
+def told(thing: object) -> str:
+    return pydoc.plain(pydoc.render_doc(thing))
+
+
+@pytest.mark.parametrize("section", [RunConfig, LocalBackendConfig])
+def test_help_of_a_section_tells_what_each_setting_means(section: type[Section]) -> None:
+    text = told(section)
+    assert summary_of(section).splitlines()[0] in text
+    for name, field in section.model_fields.items():
+        meaning = field.description or ComponentConfig.model_fields[name].description or ""
+        assert f"{name}: {meaning.splitlines()[0]}" in text, name
+
+
+def test_help_of_the_contract_kit_lists_every_contract_with_what_a_subclass_provides() -> None:
+    text = told(testing)
+    for name in testing.__all__:
+        assert name in text
+        assert (getattr(testing, name).__doc__ or "").splitlines()[0].strip() in text, name
+
+
+def test_sections_made_at_run_time_repeat_no_settings_and_the_schema_describes_each_once() -> None:
+    class Named(LocalBackendConfig):
+        name: str = "named"
+
+    model = config_model(PluginHost.load([]))
+    for section in (Named, model):
+        assert (section.__doc__ or "").count("Settings:") == 1
+    assert summary_of(Named) == summary_of(LocalBackendConfig) == "One process, on CPU or one GPU."
+    schema = model.model_json_schema()
+    described = [schema["description"], *(part.get("description", "") for part in schema["$defs"].values())]
+    assert all("Settings:" not in text for text in described)
+    assert "One training run: the whole configuration file." in described

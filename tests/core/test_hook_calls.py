@@ -1,0 +1,216 @@
+"""What hooks raise and return carries the plugin's name, and the metrics of a step stay what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_plugins import FakePlugins
+
+from spurline.errors import HookFailedError, ModelError, NonFiniteLossError, PluginError
+from spurline.plugins import hookimpl
+from spurline.plugins.host import PluginHost
+
+CORE_METRICS = {"loss": 1.5, "lr": 0.1}
+
+
+class Core:
+    """Stands for core's update. error: what it raises instead of returning metrics."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    @hookimpl
+    def train_step(self) -> dict[str, float]:
+        if self._error is not None:
+            raise self._error
+        return dict(CORE_METRICS)
+
+
+def wrapping(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A wrapper of `train_step` that returns what `change` makes of the metrics."""
+
+    @hookimpl(wrapper=True)
+    def train_step() -> Generator[None, Any, Any]:
+        return change((yield))
+
+    return train_step
+
+
+def host_of(plugins: FakePlugins, *names: str, core: object | None = None, **attributes: Any) -> PluginHost:
+    for name in names:
+        plugins.add(name, **attributes)
+    host = PluginHost.load(list(names), plugins.available)
+    host.attach(core or Core(), "core/update")
+    return host
+
+
+def step(host: PluginHost) -> Mapping[str, float]:
+    return host.hooks.train_step(step=1, batch=None)
+
+
+def test_an_error_of_a_hook_names_plugin_hook_and_place_and_keeps_its_cause(plugins: FakePlugins) -> None:
+    def on_step_end(step: int) -> None:
+        raise ValueError("out of ideas")
+
+    host = PluginHost.load(["clumsy"], plugins.add("clumsy", hooks=(on_step_end,)))
+    with pytest.raises(
+        HookFailedError, match=r"^plugin 'clumsy', hook on_step_end: ValueError: out of ideas"
+    ) as raised:
+        host.hooks.on_step_end(step=3, metrics={})
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert f"{__file__}, line" in str(raised.value)
+    assert raised.value.exit_code == 1
+
+
+def test_a_users_mistake_found_by_a_hook_keeps_its_class_and_exit_code(plugins: FakePlugins) -> None:
+    def on_step_end(step: int) -> None:
+        raise ModelError("no such layer")
+
+    host = PluginHost.load(["strict"], plugins.add("strict", hooks=(on_step_end,)))
+    with pytest.raises(ModelError, match=r"^plugin 'strict', hook on_step_end: no such layer$") as raised:
+        host.hooks.on_step_end(step=3, metrics={})
+    assert raised.value.exit_code == 2
+
+
+def test_an_attached_objects_errors_are_those_of_the_plugin_that_attached_it(plugins: FakePlugins) -> None:
+    class Watch:
+        @hookimpl
+        def on_step_end(self) -> None:
+            raise KeyError("gone")
+
+    def on_run_start(run: PluginHost) -> None:
+        run.attach(Watch(), "a name of its own")
+
+    host = PluginHost.load(["owner"], plugins.add("owner", hooks=(on_run_start,)))
+    host.hooks.on_run_start(run=host)
+    with pytest.raises(HookFailedError, match=r"^plugin 'owner', hook on_step_end: KeyError"):
+        host.hooks.on_step_end(step=1, metrics={})
+    assert host.calls.plugin is None
+
+
+def test_an_error_of_the_update_passes_through_wrappers_as_it_is(plugins: FakePlugins) -> None:
+    host = host_of(plugins, "outer", "inner", core=Core(NonFiniteLossError("loss is nan")), train_step=wrapping(dict))
+    with pytest.raises(NonFiniteLossError, match=r"^loss is nan$"):
+        step(host)
+    assert host.calls.plugin is None
+
+
+def test_an_error_of_the_inner_wrapper_is_not_laid_to_the_outer_one(plugins: FakePlugins) -> None:
+    @hookimpl(wrapper=True)
+    def train_step() -> Generator[None, Any, Any]:
+        raise ValueError("before the update")
+        yield
+
+    plugins.add("outer", train_step=wrapping(dict))
+    host = PluginHost.load(["outer", "inner"], plugins.add("inner", train_step=train_step))
+    host.attach(Core(), "core/update")
+    with pytest.raises(HookFailedError, match=r"^plugin 'inner', hook train_step: ValueError: before the update"):
+        step(host)
+
+
+def test_a_wrapper_that_turns_an_error_into_another_one_answers_for_that(plugins: FakePlugins) -> None:
+    @hookimpl(wrapper=True)
+    def train_step() -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        except NonFiniteLossError as error:
+            raise ValueError("gave up") from error
+
+    host = host_of(plugins, "guard", core=Core(NonFiniteLossError("loss is nan")), train_step=train_step)
+    with pytest.raises(HookFailedError, match=r"plugin 'guard', hook train_step: ValueError: gave up"):
+        step(host)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda metrics: None, r"returned None instead of the metrics of the step\. End it with `return metrics`"),
+        (lambda metrics: "done", "returned 'done' instead of the metrics"),
+        (lambda metrics: [metrics], r"returned \[\{'loss': 1\.5"),
+        (lambda metrics: {**metrics, "loss": 0.0}, r"changed the metric 'loss'.*from 1\.5 to 0\.0.*'mine/loss'"),
+        (lambda metrics: {"loss": metrics["loss"]}, r"left out the metric 'lr'\. Return `\{\*\*metrics"),
+        (lambda metrics: {**metrics, "note": "fine"}, r"metric 'note' the value 'fine'\. A metric is a finite number"),
+        (lambda metrics: {**metrics, "norm": torch.ones(())}, r"metric 'norm' the value tensor\(1\.\).*float\(value\)"),
+        (lambda metrics: {**metrics, "norm": float("nan")}, "metric 'norm' the value nan"),
+        (lambda metrics: {**metrics, 7: 1.0}, "named a metric 7"),
+        (lambda metrics: {**metrics, "step": 1.0}, "gave the metric 'step', which the loop gives itself"),
+        (lambda metrics: {**metrics, "epoch": 1.0}, "gave the metric 'epoch', which the loop gives itself"),
+    ],
+)
+def test_a_wrapper_that_returns_no_metrics_or_changes_them_is_refused(
+    plugins: FakePlugins, change: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises(PluginError, match=message) as raised:
+        step(host_of(plugins, "mine", train_step=wrapping(change)))
+    assert str(raised.value).startswith("plugin 'mine', hook train_step: its wrapper ")
+
+
+def test_wrappers_may_add_numbers_and_hand_on_what_was_there(plugins: FakePlugins) -> None:
+    host = host_of(plugins, "mine", train_step=wrapping(lambda metrics: {**metrics, "a": 1, "b": np.float32(0.5)}))
+    assert step(host) == {**CORE_METRICS, "a": 1, "b": 0.5}
+    host.calls.check_recorded({**CORE_METRICS, "a": 1, "b": 0.5, "time/step": 3.0})
+
+
+def test_two_wrappers_that_give_one_metric_are_refused_with_the_outer_one_named(plugins: FakePlugins) -> None:
+    plugins.add("inner", train_step=wrapping(lambda metrics: {**metrics, "norm": 1.0}))
+    plugins.add("outer", train_step=wrapping(lambda metrics: {**metrics, "norm": 2.0}))
+    host = PluginHost.load(["outer", "inner"], plugins.available)
+    host.attach(Core(), "core/update")
+    with pytest.raises(PluginError, match=r"plugin 'outer', hook train_step: its wrapper changed the metric 'norm'"):
+        step(host)
+
+
+def test_a_metric_that_the_run_reports_later_in_the_step_is_refused_when_it_is_recorded(plugins: FakePlugins) -> None:
+    host = host_of(plugins, "mine", train_step=wrapping(lambda metrics: {**metrics, "time/step": 1.0}))
+    recorded = {**step(host), "time/step": 2.0}
+    with pytest.raises(
+        PluginError, match=r"plugin 'mine', hook train_step: the metric 'time/step' that it adds is taken"
+    ):
+        host.calls.check_recorded(recorded)
+
+
+def test_a_wrapper_that_yields_never_or_twice_is_told_so(plugins: FakePlugins) -> None:
+    @hookimpl(wrapper=True, specname="train_step")
+    def never() -> Generator[None, Any, Any]:
+        if False:
+            yield
+
+    @hookimpl(wrapper=True, specname="train_step")
+    def twice() -> Generator[None, Any, Any]:
+        yield
+        yield
+
+    for name, function, message in (("lazy", never, "this one did not"), ("eager", twice, "did so again")):
+        with pytest.raises(PluginError, match=f"plugin '{name}', hook train_step: a wrapper yields once, .*{message}"):
+            step(host_of(plugins, name, train_step=function))
+
+
+def test_the_other_kind_of_wrapper_is_refused_with_the_one_to_use(plugins: FakePlugins) -> None:
+    @hookimpl(hookwrapper=True)
+    def train_step() -> Generator[None, Any, None]:
+        yield
+
+    with pytest.raises(PluginError, match=r"'old' marks 'train_step' with hookwrapper=True.*hookimpl\(wrapper=True\)"):
+        host_of(plugins, "old", train_step=train_step)
+
+
+def test_a_name_that_is_attached_already_is_refused() -> None:
+    class Watch:
+        @hookimpl
+        def on_step_end(self) -> None: ...
+
+    host = PluginHost.load([])
+    host.attach(Watch(), "watch")
+    with pytest.raises(PluginError, match="'watch' is attached already"):
+        host.attach(Watch(), "watch")
+    host.detach("watch")
+    host.attach(Watch(), "watch")
+
+
+def test_an_attached_object_cannot_take_the_place_of_cores_update(plugins: FakePlugins) -> None:
+    with pytest.raises(PluginError, match=r"Plugin 'mine' implements 'train_step', which core alone does"):
+        PluginHost.load([]).attach(Core(), "mine")

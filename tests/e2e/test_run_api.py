@@ -1,0 +1,334 @@
+"""What a hook can do with the run: evaluate, export, stop, keep state; and what it is told when it may not."""
+
+from __future__ import annotations
+
+import json
+import pydoc
+import re
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from run_helpers import deterministic, read_metrics
+from transformers import AutoModelForCausalLM
+
+from spurline import Run, load_config
+from spurline.errors import HookFailedError, PluginError, RunFailedError, UserError
+from spurline.plugins import hookimpl
+
+
+class Acting:
+    """Calls a function with the run at one hook."""
+
+    def __init__(self, hook: str, act: Callable[[Run], object], at_step: int | None = None) -> None:
+        self._hook, self._act, self._at_step = hook, act, at_step
+
+    def _do(self, hook: str, step: int | None = None) -> None:
+        if hook == self._hook and (self._at_step is None or step == self._at_step):
+            self._act(self._run)
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._run = run
+        self._do("on_run_start")
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        self._do("on_step_start", step)
+
+    @hookimpl
+    def on_eval_end(self, step: int) -> None:
+        self._do("on_eval_end", step)
+
+    @hookimpl
+    def on_step_end(self, step: int) -> None:
+        self._do("on_step_end", step)
+
+
+def train(config: dict[str, Any], *hooks: object) -> Any:
+    loaded = load_config(config)
+    for number, hook in enumerate(hooks):
+        loaded.host.attach(hook, f"mine/{number}")
+    return Run(loaded).train()
+
+
+@pytest.fixture
+def evaluated_config(base_config: dict[str, Any], spurline_chat_file: Path) -> dict[str, Any]:
+    base_config["data"]["eval"] = str(spurline_chat_file)
+    base_config["evaluation"] = {"every_steps": 3}
+    return base_config
+
+
+def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_rest_follows(
+    base_config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = base_config | {"run_dir": str(tmp_path / "whole")}
+    train(whole)
+
+    def stop(run: Run) -> None:
+        run.request_stop("the loss is good enough")
+        run.request_stop("a later reason")
+
+    for hook in ("on_step_start", "on_step_end"):
+        config = base_config | {"run_dir": str(tmp_path / hook)}
+        result = train(config, Acting(hook, stop, at_step=3))
+        assert (result.status, result.step, result.stop_reason) == ("stopped", 3, "the loss is good enough")
+        assert result.signal is None
+        assert result.checkpoint.name == "step-00000003"
+        summary = json.loads((tmp_path / hook / "summary.json").read_text())
+        assert (summary["status"], summary["stop_reason"]) == ("stopped", "the loss is good enough")
+        finished = train(config)
+        assert (finished.status, finished.stop_reason) == ("finished", None)
+        assert "stop_reason" not in json.loads((tmp_path / hook / "summary.json").read_text())
+        assert deterministic(read_metrics(tmp_path / hook)) == deterministic(read_metrics(tmp_path / "whole"))
+
+
+def test_the_command_line_prints_why_a_run_was_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    from spurline.cli import _print_result
+    from spurline.run.run import RunResult
+
+    _print_result(RunResult("stopped", 3, {"loss": 1.0}, None, None, stop_reason="the loss is good enough"))
+    assert "Stopped on request at step 3: the loss is good enough" in capsys.readouterr().out
+
+
+def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_belongs_to(
+    evaluated_config: dict[str, Any],
+) -> None:
+    returned: list[dict[str, float]] = []
+    train(
+        evaluated_config,
+        Acting("on_step_start", lambda run: returned.append(run.evaluate("before")), at_step=2),
+        Acting("on_eval_end", lambda run: returned.append(run.evaluate("again"))),
+        Acting("on_step_end", lambda run: returned.append(run.evaluate("after")), at_step=2),
+    )
+    metrics = read_metrics(evaluated_config["run_dir"])
+    assert [line["step"] for line in metrics if "before/loss" in line] == [2]
+    assert [line["step"] for line in metrics if "again/loss" in line] == [3, 6]
+    assert not any("after/loss" in line for line in metrics), "the step had been recorded"
+    assert all(line["again/loss"] == line["eval/loss"] for line in metrics if "eval/loss" in line)
+    assert metrics[1]["before/loss"] == returned[0]["before/loss"] > metrics[2]["eval/loss"]
+    assert set(returned[1]) == {"after/loss", "after/time"}
+
+
+def test_an_evaluation_of_swapped_parameters_measures_those_and_leaves_the_run_as_it_was(
+    evaluated_config: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = evaluated_config | {"run_dir": str(tmp_path / "whole")}
+    train(whole)
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(run: Run) -> None:
+        backend: Any = run.backend
+        kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
+
+    def compare(run: Run) -> None:
+        backend: Any = run.backend
+        with backend.swapped("policy", kept):
+            run.evaluate("first")
+
+    train(evaluated_config, Acting("on_run_start", keep), Acting("on_eval_end", compare, at_step=6))
+    metrics = read_metrics(evaluated_config["run_dir"])
+    assert metrics[5]["first/loss"] > metrics[5]["eval/loss"] + 0.1
+    del metrics[5]["first/loss"], metrics[5]["first/time"]
+    assert deterministic(metrics) == deterministic(read_metrics(whole["run_dir"]))
+
+
+@pytest.mark.parametrize(
+    ("hook", "prefix", "message"),
+    [
+        ("on_run_start", "ema", "came before the run has started its source. Call it in on_step_start or later"),
+        ("on_step_start", "eval", "a prefix is letters, .* and not 'eval'"),
+        ("on_step_start", "a/b", "a prefix is letters"),
+        ("on_step_start", "", "a prefix is letters"),
+    ],
+)
+def test_an_evaluation_at_the_wrong_time_or_under_a_wrong_prefix_is_refused(
+    evaluated_config: dict[str, Any], hook: str, prefix: str, message: str
+) -> None:
+    with pytest.raises((UserError, RunFailedError), match=rf"plugin 'mine', hook {hook}: run\.evaluate.*{message}"):
+        train(evaluated_config, Acting(hook, lambda run: run.evaluate(prefix)))
+
+
+def test_two_evaluations_of_a_step_under_one_prefix_are_refused(evaluated_config: dict[str, Any]) -> None:
+    def twice(run: Run) -> None:
+        run.evaluate("ema")
+        run.evaluate("ema")
+
+    with pytest.raises(UserError, match="this step has a 'ema/loss' already"):
+        train(evaluated_config, Acting("on_eval_end", twice))
+
+
+def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"data\.eval is empty, and run\.evaluate\('ema'\) needs held-out data"):
+        train(base_config, Acting("on_step_start", lambda run: run.evaluate("ema")))
+
+
+def test_swapped_weights_cannot_be_measured_by_engines_that_have_copies(evaluated_config: dict[str, Any]) -> None:
+    def measure(run: Run) -> None:
+        run._components.data.evaluation.measures_copies = True
+        backend: Any = run.backend
+        run.evaluate("plain")
+        with backend.swapped("policy", {}):
+            run.evaluate("ema")
+
+    with pytest.raises(RunFailedError, match=r"run\.evaluate\('ema'\): the answers come from engines with weights of"):
+        train(evaluated_config, Acting("on_step_start", measure))
+
+
+def test_a_hook_exports_the_weights_of_the_moment_into_a_free_folder(
+    base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def export(run: Run) -> None:
+        weights.append({name: tensor.clone() for name, tensor in run.backend.named_weights()})
+        assert run.export(tmp_path / "out") == tmp_path / "out"
+        with pytest.raises(UserError, match="exists and is not empty"):
+            run.export(tmp_path / "out")
+        run.export(str(tmp_path / "out"), replace=True)
+
+    train(base_config, Acting("on_step_end", export, at_step=2))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights[0].items())
+
+
+class Counter:
+    """Keeps how many steps it has seen, and a number of each."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.updates: list[int] = []
+
+    def state_dict(self) -> dict[str, object]:
+        return {"steps": np.array(self.steps, np.int64), "updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.updates = state["steps"].tolist(), list(state["updates"])
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        run.keep_state("seen", self)
+        self._run = run
+
+    @hookimpl
+    def on_optimizer_step(self, update: int, role: str) -> None:
+        assert role == "policy"
+        self.updates.append(update)
+
+    @hookimpl
+    def on_step_end(self, step: int) -> None:
+        self.steps.append(step)
+        if step in (1, 4):
+            self._run.request_stop("for a test")
+
+
+def test_what_hooks_saw_of_every_step_is_kept_once_over_resumes(base_config: dict[str, Any]) -> None:
+    for expected in ("stopped", "stopped", "finished"):
+        counter = Counter()
+        assert train(base_config, counter).status == expected
+    assert counter.steps == [1, 2, 3, 4, 5, 6]
+    assert counter.updates == [1, 2, 3, 4, 5, 6]
+    newest = sorted((Path(base_config["run_dir"]) / "checkpoints").glob("step-*"))[-1]
+    assert (newest / "hooks/mine/seen.safetensors").is_file()
+
+
+def test_a_step_whose_evaluation_failed_reaches_hooks_once_all_the_same(
+    evaluated_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.run.evaluation import Evaluation
+
+    def fail(*_: object) -> None:
+        raise RunFailedError("no answer")
+
+    evaluated_config["evaluation"] = {"every_steps": 5}
+    with monkeypatch.context() as broken:
+        broken.setattr(Evaluation, "evaluate", fail)
+        with pytest.raises(RunFailedError, match="no answer"):
+            train(evaluated_config, SeesSteps())
+    seen = SeesSteps()
+    train(evaluated_config, seen)
+    assert seen.steps == [1, 2, 3, 4, 5, 6]
+
+
+class SeesSteps(Counter):
+    @hookimpl
+    def on_step_end(self, step: int) -> None:
+        self.steps.append(step)
+
+
+def test_a_program_may_keep_state_before_it_trains_and_notes_say_what_is_new_or_left(
+    base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    base_config["steps"] = 2
+    run = Run(load_config(base_config))
+    first = Counter()
+    first.steps = [7]
+    run.keep_state("own", first)
+    run.train()
+    base_config["steps"] = 4
+    run = Run(load_config(base_config))
+    second = Counter()
+    run.keep_state("own", second)
+    run.keep_state("other", Counter())
+    run.train()
+    assert second.steps == [7]
+    assert "The state 'other' is new in this run and starts afresh." in capsys.readouterr().out
+    base_config["steps"] = 6
+    train(base_config)
+    assert "The state 'own' in the checkpoint is left out" in capsys.readouterr().out
+
+
+def test_state_that_cannot_be_kept_names_plugin_hook_and_name(base_config: dict[str, Any]) -> None:
+    nothing: Any = {"a": 1}
+    with pytest.raises(PluginError, match=r"^plugin 'mine', hook on_run_start: keep_state\('x'\) was given"):
+        train(base_config, Acting("on_run_start", lambda run: run.keep_state("x", nothing)))
+    with pytest.raises(PluginError, match=r"^plugin 'mine', hook on_step_end: keep_state\('x'\) came after training"):
+        train(base_config, Acting("on_step_end", lambda run: run.keep_state("x", Counter())))
+
+
+class Overwrites:
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+
+    @hookimpl(wrapper=True)
+    def train_step(self) -> Generator[None, dict[str, float], dict[str, float]]:
+        return {**(yield), **self._metrics}
+
+
+@pytest.mark.parametrize("name", ["time/step", "eval/loss", "loss", "packing/fill", "epoch", "time/evaluate"])
+def test_a_wrapper_that_takes_the_name_of_any_metric_of_the_step_is_refused(
+    evaluated_config: dict[str, Any], name: str
+) -> None:
+    evaluated_config["evaluation"] = {"every_steps": 1}
+    with pytest.raises(PluginError, match=rf"^plugin 'mine', hook train_step: .*'{re.escape(name)}'"):
+        train(evaluated_config, Overwrites({name: -1.0}))
+    assert read_metrics(evaluated_config["run_dir"]) == []
+
+
+def test_what_exists_only_while_a_run_trains_says_so_before(base_config: dict[str, Any]) -> None:
+    run = Run(load_config(base_config))
+    for name in ("backend", "source", "tokenizer", "batches"):
+        with pytest.raises(AttributeError, match=f"Run.{name} exists while the run trains"):
+            getattr(run, name)
+    with pytest.raises(AttributeError, match="'Run' object has no attribute 'trainer'"):
+        run.trainer  # noqa: B018
+
+
+def test_an_error_of_the_python_api_keeps_the_hooks_own_error_as_its_cause(base_config: dict[str, Any]) -> None:
+    def divide(run: Run) -> float:
+        return 1 / 0
+
+    with pytest.raises(HookFailedError, match="plugin 'mine', hook on_step_start: ZeroDivisionError") as raised:
+        train(base_config, Acting("on_step_start", divide))
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_help_of_run_tells_every_attribute_and_method() -> None:
+    text = pydoc.plain(pydoc.render_doc(Run))
+    for name in ("config:", "directory:", "state:", "tokenizer:", "backend:", "source:", "hooks:"):
+        assert f" {name} " in text, name
+    for method in ("evaluate(", "export(", "request_stop(", "keep_state(", "train("):
+        assert method in text, method
