@@ -157,6 +157,11 @@ class BackendConfig(ComponentConfig):
         """Dropout that the backend itself adds to the model: key path in this section -> rate."""
         return {}
 
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp64"]:
+        """Precision of its forward passes, which keys and values have too when an engine borrows the model."""
+        return "fp32"
+
     def missing_here(self) -> str | None:
         """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
         return None

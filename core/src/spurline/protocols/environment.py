@@ -25,6 +25,11 @@ class EnvironmentConfig(ComponentConfig):
         """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
         return None
 
+    @property
+    def most_turns(self) -> int:
+        """Responses that one attempt may ask for."""
+        return 1
+
 
 class AttemptFailedError(SpurlineError):
     """One attempt went wrong in a way that another try may cure; the text says what and where."""

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from spurline.protocols.tokenization import DatasetToTokenize
 
 
+@dataclass(frozen=True)
+class LargestUpdate:
+    """The most that one optimizer step may hold. row_length: tokens of its longest row. tokens: of all its rows."""
+
+    row_length: int
+    tokens: int
+
+
 MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
 """What decoder models of Hugging Face call their dropout."""
 
@@ -43,6 +51,26 @@ class SourceConfig(ComponentConfig):
     def num_prompts(self) -> int | None:
         """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
         return None
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether it asks the reference model itself, whatever the loss does."""
+        return False
+
+    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
+        """What responses as long as they may get make of an optimizer step; None where the batches themselves tell.
+
+        prompt_tokens: of the longest prompt. context: tokens that the model can see; None without a limit.
+        """
+        return None
+
+    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
+        """Bytes by part that generating takes on the trainer's device; {} where nothing is generated there."""
+        return {}
+
+    def generation_notes(self, run: RunConfig) -> Sequence[str]:
+        """Sentences about where it generates, for `spurline plan`."""
+        return ()
 
     @property
     def sampling_temperature(self) -> float:

@@ -6,7 +6,7 @@ from the model's architecture. Loads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -24,6 +24,9 @@ ROW_LIMIT = 10_000
 """Rows of each dataset that a plan looks at."""
 
 BATCHES_SHOWN = 3
+
+UPDATE_ONLY = ("gradients", "activations", "logits", "rounded weights")
+"""Parts of a backend's memory estimate that are given back at the end of an update."""
 
 T = TypeVar("T")
 
@@ -140,6 +143,12 @@ def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
             f"sample. Set batch_size to at least {layout.data}.",
         )
         raise ConfigError([problem], loaded.origin)
+
+
+def peak_memory(training: Mapping[str, int], generation: Mapping[str, int]) -> int:
+    """Bytes at the peak. Both take turns: what only an update needs is not there while responses are written."""
+    update_only = sum(training.get(name, 0) for name in UPDATE_ONLY)
+    return sum(training.values()) - update_only + max(update_only, sum(generation.values()))
 
 
 def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int) -> None:

@@ -51,6 +51,10 @@ class LocalBackendConfig(BackendConfig):
     def dropout_rates(self) -> Mapping[str, float]:
         return {} if self.lora is None else {"lora.dropout": self.lora.dropout}
 
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp64"]:
+        return self.precision
+
     def missing_here(self) -> str | None:
         # By name, as factories are: only torch knows about GPUs, and a config must not import it.
         has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
@@ -71,4 +75,5 @@ class LocalBackendConfig(BackendConfig):
             activation_checkpointing=self.activation_checkpointing,
             logits_chunk_tokens=self.logits_chunk_tokens,
             critic=run.critic is not None,
+            reference=run.loss.uses_reference or run.source.uses_reference,
         )
