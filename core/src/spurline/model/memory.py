@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from spurline.config.run_config import ModelConfig
+from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
-from spurline.model.loading import load_model_config
 from spurline.model.stream_model import vocabulary_size
 
 _ELEMENTWISE_TENSORS_PER_LAYER = 8
@@ -53,8 +52,7 @@ class Shapes:
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """The shapes of `model.path`, with adapters if there are some. Raises ModelError."""
     config = load_model_config(model)
-    with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    causal = build_without_memory(config, model)
     head = causal.get_output_embeddings()
     linear = {
         name: module.in_features + module.out_features
@@ -136,3 +134,12 @@ def estimate_cache(model: ModelConfig, tokens: int, *, precision: Literal["fp32"
 def count_parameters(model: ModelConfig) -> int:
     """Parameters of `model.path`, without reading its weights. Raises ModelError."""
     return model_shapes(model, None).parameters
+
+
+def describe_count(number: int) -> str:
+    """A number of parameters as people say it: `596 M`, `8.2 B`."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            value = number / size
+            return f"{value:.1f} {letter}" if value < 100 and letter == "B" else f"{value:,.0f} {letter}"
+    return f"{number:,}"

@@ -153,6 +153,11 @@ class BackendConfig(ComponentConfig):
         return ParallelLayout()
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
+        return False
+
+    @property
     def dropout_rates(self) -> Mapping[str, float]:
         """Dropout that the backend itself adds to the model: key path in this section -> rate."""
         return {}

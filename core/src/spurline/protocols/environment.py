@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import SpurlineError
@@ -82,6 +82,15 @@ class PolicyHandle(Protocol):
         turn_rewards: one number per turn, as it is, for the last token of each.
         info: JSON-able facts for the log and the report, such as `prompt` and `response`.
         """
+        ...
+
+
+@runtime_checkable
+class ShowsPrompt(Protocol):
+    """An environment that can say beforehand what the model is first given, for `spurline plan` and checks of length."""
+
+    def first_prompt(self, task: Task) -> Sequence[int]:
+        """Token ids of the prompt of the first turn. Raises DataError for a row that cannot be used."""
         ...
 
 

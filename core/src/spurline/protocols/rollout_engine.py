@@ -43,8 +43,8 @@ class RolloutEngineConfig(ComponentConfig):
         """
         return {}
 
-    def describe(self, responses: int) -> Sequence[str]:
-        """Sentences for `spurline plan`: where it generates, and what memory it takes there."""
+    def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
+        """Sentences for `spurline plan`: where it generates, and what memory it takes there, responses as above."""
         return ()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import Problem
+from spurline.progress import Progress, silent
 from spurline.protocols.stateful import refuse_other_data
 
 if TYPE_CHECKING:
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
     from spurline.protocols.backend import Backend
     from spurline.protocols.collator import ParallelLayout
     from spurline.protocols.tokenization import DatasetToTokenize
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that the data makes.
+
+    tokens: of a sample, or of a prompt with a whole response. where: its row. prompt_tokens: of the prompt, where a
+    response of up to `tokens - prompt_tokens` follows; None for a sample. setting: key path of what bounds `tokens`.
+    """
+
+    tokens: int
+    where: str
+    setting: str
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,16 @@ class SourceConfig(ComponentConfig):
         return None
 
     @property
+    def context_tokens(self) -> int | None:
+        """Tokens of prompt and response that the settings of its engine allow; None where they set no limit."""
+        return None
+
+    @property
+    def most_turns(self) -> int:
+        """Responses that one attempt may hold; 1 where nothing is generated."""
+        return 1
+
+    @property
     def uses_reference(self) -> bool:
         """Whether it asks the reference model itself, whatever the loss does."""
         return False
@@ -68,7 +93,7 @@ class SourceConfig(ComponentConfig):
         """Bytes by part that generating takes on the trainer's device; {} where nothing is generated there."""
         return {}
 
-    def generation_notes(self, run: RunConfig) -> Sequence[str]:
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
         """Sentences about where it generates, for `spurline plan`."""
         return ()
 
@@ -113,7 +138,7 @@ class SourceContext:
 
     host: enabled plugins; create further components with `host.registry.create(kind, config, ...)`, fire hooks with
     `host.hooks`. layout: what the backend's parallelism asks of batches. row_limit: look at no more rows than this of
-    each dataset (`spurline plan` on large data); None reads all.
+    each dataset (`spurline plan` on large data); None reads all. progress: told what takes time.
     """
 
     config: RunConfig
@@ -121,6 +146,7 @@ class SourceContext:
     tokenizer: PreTrainedTokenizerBase
     layout: ParallelLayout
     row_limit: int | None = None
+    progress: Progress = silent
 
 
 class BatchSource(ABC):
@@ -143,6 +169,17 @@ class BatchSource(ABC):
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
         """Called once, after the checkpoint was loaded, before the batch of `step` (the first to run) is built."""
+
+    def longest(self) -> Longest | None:
+        """The longest sequence of all samples, or of the prompts looked at; None where it is not known beforehand.
+
+        Compared with the model's positions before training.
+        """
+        return None
+
+    def preview(self) -> Sequence[str]:
+        """Lines about what the model gets to see, for `spurline plan`; none where the batches show it."""
+        return ()
 
     @abstractmethod
     def build(self, step: int) -> TrainingBatch:
@@ -187,6 +224,10 @@ class HeldOutEvaluation(ABC):
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
         """JSON-able facts about the data; see `spurline.data.token_store`."""
+
+    def longest(self) -> Longest | None:
+        """As of the source; of the held-out data."""
+        return None
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -263,6 +263,14 @@ class PromptSourceConfig(SourceConfig):
         return self.prompts_per_step
 
     @property
+    def context_tokens(self) -> int | None:
+        return self.engine.context_tokens
+
+    @property
+    def most_turns(self) -> int:
+        return self.environment.most_turns
+
+    @property
     def uses_reference(self) -> bool:
         return self.kl_in_reward is not None
 
@@ -280,8 +288,8 @@ class PromptSourceConfig(SourceConfig):
         length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
         return length if context is None else min(length, context)
 
-    def generation_notes(self, run: RunConfig) -> Sequence[str]:
-        return self.engine.describe(self.responses_at_once)
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
+        return self.engine.describe(run, self.responses_at_once, self._longest_attempt(prompt_tokens, context))
 
     @property
     def responses_at_once(self) -> int:

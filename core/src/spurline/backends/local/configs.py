@@ -48,6 +48,10 @@ class LocalBackendConfig(BackendConfig):
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
 
     @property
+    def trains_adapters(self) -> bool:
+        return self.lora is not None
+
+    @property
     def dropout_rates(self) -> Mapping[str, float]:
         return {} if self.lora is None else {"lora.dropout": self.lora.dropout}
 

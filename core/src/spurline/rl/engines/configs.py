@@ -46,5 +46,5 @@ class InProcessEngineConfig(RolloutEngineConfig):
         tokens = max(length, min(together * length, self.max_cache_tokens))
         return {"keys and values": estimate(run.model, tokens, precision=run.backend.computes_in)}
 
-    def describe(self, responses: int) -> Sequence[str]:
+    def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         return [f"engine {self.name}: {min(responses, self.max_batch):,} responses decoded together, in this process"]
