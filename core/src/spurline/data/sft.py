@@ -36,7 +36,7 @@ class SampleSet:
         opened = open_datasets(configs, registry, context.row_limit)
         self.shares = share_read(opened)
         self._sources = self._to_tokenize(opened)
-        context.progress(f"tokenizing {sum(len(item.dataset) for item in self._sources):,} rows")
+        context.progress(f"tokenizing {', '.join(item.dataset.label for item in opened)}")
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
         self._collator: Collator = registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout

@@ -152,6 +152,10 @@ class BackendConfig(ComponentConfig):
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
 
+    def describe_device(self) -> str:
+        """What the settings say about devices, to follow the backend's name, such as ` on cuda`; empty for nothing."""
+        return ""
+
     @property
     def trains_adapters(self) -> bool:
         """Whether adapters are trained instead of all weights."""

@@ -47,6 +47,10 @@ class LocalBackendConfig(BackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
 
+    def describe_device(self) -> str:
+        device = "a GPU if there is one" if self.device == "auto" else self.device
+        return f" on {device}, {self.precision}"
+
     @property
     def trains_adapters(self) -> bool:
         return self.lora is not None
