@@ -14,7 +14,9 @@ from warm_runs import WarmRuns
 
 from spurline.cli import main
 
-START_LINES = re.compile(r"\A(spurline \S+\n)?(  (\w+ +|\[ *[\d.]+ s\] ).*\n)*")
+START_LINES = re.compile(
+    r"^(spurline \S+|  (run|model|data|training|device|plugins) +.*|  \[ *[\d.]+ s\] .*)\n", re.MULTILINE
+)
 
 REWARDS = '''
 def early_letters(answer):
@@ -105,6 +107,7 @@ def spurline(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
     """Run the command line in this process: (exit code, stdout, stderr without the lines of the start)."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
         with pytest.raises(SystemExit) as raised:
             main([str(argument) for argument in arguments])
         output = capsys.readouterr()

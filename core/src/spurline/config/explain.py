@@ -169,7 +169,9 @@ def _unknown_component(details: ErrorDetails, registry: Registry, unlisted: Coll
         if unlisted
         else "A component of a plugin needs that plugin in `plugins`."
     )
-    return f"is '{name}', but no {kind} has that name.{suggestion(name, names)} Available: {listing(names)}. {elsewhere}"
+    return (
+        f"is '{name}', but no {kind} has that name.{suggestion(name, names)} Available: {listing(names)}. {elsewhere}"
+    )
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:

@@ -69,7 +69,8 @@ class SampleSet:
 def longest_sample(samples: Samples) -> Longest:
     """Its length and its uid, as the summary of the samples has them."""
     facts = samples.summary()
-    return Longest(int(facts["longest"]), str(facts["longest_at"]), "data.max_length")
+    where = f"sample {facts['longest_at']} (rows counted from 0)"
+    return Longest(int(facts["longest"]), where, "data.max_length")
 
 
 class SftSource(BatchSource):

@@ -102,7 +102,9 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
         setattr(config, name, deepcopy(value))
     except (StrictDataclassError, TypeError, ValueError) as error:
         reason = str(error.__cause__ or error).splitlines()[-1].strip()
-        raise ModelError(f"{key} is {value!r}, which does not fit: {reason}. The model itself has {before!r}.") from None
+        raise ModelError(
+            f"{key} is {value!r}, which does not fit: {reason}. The model itself has {before!r}."
+        ) from None
     if name in _COUNTS and isinstance(value, int) and value <= 0:
         raise ModelError(f"{key} is {value}; it must be above 0. The model itself has {before!r}.")
 

@@ -71,9 +71,7 @@ def opening_ids(
     return list(encoding.ids)
 
 
-def _render(
-    renderer: ChatRenderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None, where: str
-) -> str:
+def _render(renderer: ChatRenderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None, where: str) -> str:
     try:
         return renderer.render(messages, tools, add_generation_prompt=True)
     except BadRowError as error:

@@ -224,9 +224,7 @@ def peak_memory(training: Mapping[str, int], generation: Mapping[str, int]) -> i
     return sum(training.values()) - update_only + max(update_only, sum(generation.values()))
 
 
-def _memory(
-    plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int, generation: Mapping[str, int]
-) -> None:
+def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int, generation: Mapping[str, int]) -> None:
     parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
     if not parts:
         return
