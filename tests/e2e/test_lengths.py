@@ -36,8 +36,8 @@ def long_rows(tmp_path: Path) -> Path:
 
 def learned_positions(folder: Path) -> Path:
     tokenizer = tiny_tokenizer()
-    shape = {"vocab_size": len(tokenizer), "n_positions": POSITIONS, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(folder)
+    shape = GPT2Config(vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(shape).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

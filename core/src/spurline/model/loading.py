@@ -62,7 +62,8 @@ def _with_weights(model: ModelConfig, config: PretrainedConfig, common: Mapping[
     """The pretrained model. Raises ModelError where the files lack weights: they would be random ones."""
     # Weights of other shapes are asked for too, so that they can be named.
     options: dict[str, Any] = {"revision": model.revision, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    causal, report = AutoModelForCausalLM.from_pretrained(model.path, config=config, **common, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, **common, **options)
+    causal, report = loaded
     mismatched, missing = report["mismatched_keys"], sorted(report["missing_keys"])
     if mismatched:
         name, found, expected = sorted(mismatched, key=str)[0]

@@ -115,7 +115,7 @@ def estimate_memory(
         "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
     }
     if computed_bytes < weight_bytes:
-        # Autocast keeps what it rounded for the backward pass; frozen layers that are recomputed drop it layer by layer.
+        # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
         kept_by_layer = activation_checkpointing and lora is not None
         parts["rounded weights"] = shapes.parameters * computed_bytes // (shapes.layers if kept_by_layer else 1)
     if reference and lora is None:

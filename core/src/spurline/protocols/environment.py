@@ -87,7 +87,7 @@ class PolicyHandle(Protocol):
 
 @runtime_checkable
 class ShowsPrompt(Protocol):
-    """An environment that can say beforehand what the model is first given, for `spurline plan` and checks of length."""
+    """An environment that knows beforehand what the model is first given, for plans and checks of length."""
 
     def first_prompt(self, task: Task) -> Sequence[int]:
         """Token ids of the prompt of the first turn. Raises DataError for a row that cannot be used."""
