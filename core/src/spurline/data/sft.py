@@ -21,7 +21,7 @@ from spurline.data.tokenizer import pad_token_id
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import Order, SampleFacts, epoch_shares
-from spurline.protocols.source import BatchSource, SourceContext
+from spurline.protocols.source import BatchSource, Longest, Samples, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 
@@ -38,6 +38,7 @@ class SampleSet:
         self.shares = share_read(opened)
         self._opened = opened
         self._sources = self._to_tokenize(opened)
+        context.progress(f"tokenizing {', '.join(item.dataset.label for item in opened)}")
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
         self._collator: Collator = registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
@@ -80,6 +81,13 @@ class SampleSet:
         return opened
 
 
+def longest_sample(samples: Samples) -> Longest:
+    """Its length and its uid, as the summary of the samples has them."""
+    facts = samples.summary()
+    where = f"sample {facts['longest_at']} (rows counted from 0)"
+    return Longest(int(facts["longest"]), where, "data.max_length")
+
+
 class SftSource(BatchSource):
     """The batch of a step is a pure function of (config, step), so nothing is carried from step to step."""
 
@@ -113,6 +121,9 @@ class SftSource(BatchSource):
             "rounded": self._rounded,
         }
         return {**self._samples.summary(), **facts}
+
+    def longest(self) -> Longest:
+        return longest_sample(self._samples)
 
     def build(self, step: int) -> TrainingBatch:
         numbers = self._order.positions((step - 1) * self._batch_size, step * self._batch_size)

@@ -20,6 +20,7 @@ from spurline.protocols.backend import Backend, Generates
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
 from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.source import Longest
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.rl.scoring import close_all, reward_terms
 
@@ -54,6 +55,14 @@ class AnswersEvaluation(HeldOutEvaluation):
             "sources": dict(zip(store_labels(self._datasets), sizes, strict=True)),
             "read_in_part": False,
         }
+
+    def longest(self) -> Longest:
+        """The longest prompt with a whole answer behind it."""
+        lengths = [len(example.prompt_ids) for _, example in self._examples]
+        longest = max(lengths)
+        where = f"prompt {lengths.index(longest)} of the held-out data"
+        tokens = longest + self._config.max_new_tokens
+        return Longest(tokens, where, "evaluation.generate.max_new_tokens", prompt_tokens=longest)
 
     def fingerprint(self) -> str:
         return fingerprint_of([source.dataset.fingerprint() for source in self._datasets])

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.sft import SampleSet
+from spurline.data.sft import SampleSet, longest_sample
 from spurline.evaluation.configs import LossEvaluationConfig
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
 from spurline.protocols.loss import Objective
 from spurline.protocols.prefetch import Prefetch
-from spurline.protocols.source import Samples
+from spurline.protocols.source import Longest, Samples
 from spurline.update.update import with_reference_logprobs
 
 
@@ -34,6 +34,9 @@ class LossEvaluation(HeldOutEvaluation):
 
     def summary(self) -> Mapping[str, Any]:
         return self.samples.summary()
+
+    def longest(self) -> Longest:
+        return longest_sample(self.samples)
 
     def fingerprint(self) -> str:
         return self.samples.fingerprint()

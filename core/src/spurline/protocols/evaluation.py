@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
     from spurline.protocols.backend import Backend
     from spurline.protocols.loss import Loss
-    from spurline.protocols.source import BatchSource, SourceContext
+    from spurline.protocols.source import BatchSource, Longest, SourceContext
 
 
 class EvaluationConfig(ComponentConfig):
@@ -82,6 +82,10 @@ class HeldOutEvaluation(ABC):
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
         """JSON-able facts about the data; see `spurline.data.token_store`."""
+
+    def longest(self) -> Longest | None:
+        """Its longest sequence, as of a source; None where its batches themselves tell."""
+        return None
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -132,6 +132,12 @@ class PromptDraws:
         with self._order_lock:
             draws = [_scored(group, int(self._order.positions(group.draw, group.draw + 1)[0])) for group in groups]
             self._order.observe(step, draws)
+
+    def rows(self, limit: int) -> Iterator[Draw | SkippedRow]:
+        """The first rows of each dataset, in the order of the files, as draws whose numbers say nothing."""
+        for start, size in zip(self._starts, self._sizes, strict=False):
+            for place in range(min(size, limit)):
+                yield self._draw(place, int(start) + place)
 
     def skip(self, row: SkippedRow) -> None:
         """Leave this row out from now on."""

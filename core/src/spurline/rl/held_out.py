@@ -11,9 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from spurline.data.orders.configs import SequentialOrderConfig
 from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
+from spurline.protocols.source import SourceContext
 from spurline.rl.configs import (
     HeldOutConfig,
     RolloutsEvaluationConfig,
@@ -35,6 +38,9 @@ OF_SOURCE = "source.held_out."
 class MakesAttempts(Protocol):
     """A source that makes attempts at any prompts; its config sets `makes_attempts`."""
 
+    generates_with_copies: bool
+    """Whether its engines have weights of their own, which do not follow what is swapped in the backend."""
+
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts with the weights as they are; returns when all have ended."""
         ...
@@ -48,6 +54,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         self._prompts = prompts
         self._source = source
         self._where = where
+        self.measures_copies = source.generates_with_copies
 
     def summary(self) -> Mapping[str, Any]:
         return self._prompts.summary()
@@ -101,13 +108,19 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return has_passed(trajectory, self._config.success, self._where)
 
 
+def open_held_out(data: Sequence[DatasetConfig], context: SourceContext) -> PromptDraws:
+    """Held-out prompts in the order of their files."""
+    order = SequentialOrderConfig(name="core/sequential")
+    return PromptDraws.open(data, context, order=order, per_step=1, namespace=HELD_OUT)
+
+
 class RolloutsEvaluation(AttemptsEvaluation):
     """Evaluation `rollouts`: the same on data of its own."""
 
     def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
         source = context.source
         assert isinstance(source, MakesAttempts), f"{type(source).__name__} makes no attempts, whatever its config says"
-        prompts = PromptDraws.open(config.data, context.run, shuffle=False, namespace=HELD_OUT)
+        prompts = open_held_out(config.data, context.run)
         super().__init__(config, prompts, source, f"the evaluation '{config.name}': ")
 
 

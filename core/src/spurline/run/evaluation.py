@@ -19,6 +19,7 @@ from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationC
 from spurline.evaluation.loss import LossEvaluation
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
+from spurline.protocols.source import Longest
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class DataEvaluation(HeldOutEvaluation):
 
     def summary(self) -> Mapping[str, Any]:
         return self._loss.summary()
+
+    def longest(self) -> Longest:
+        answers = None if self._answers is None else self._answers.longest()
+        samples = self._loss.longest()
+        return samples if answers is None or samples.tokens >= answers.tokens else answers
 
     def fingerprint(self) -> str:
         return self._loss.fingerprint()

@@ -27,6 +27,7 @@ from spurline.errors import (
     RunFailedError,
     UserError,
 )
+from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend, LendsParameters
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
@@ -88,6 +89,7 @@ class Run:
     resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that has
     one; anything else is the path of a checkpoint folder. allow_change: settings that may differ from the checkpoint's
     although they change how the run trains, such as `optimizer.learning_rate`; each such change is kept in its history.
+    progress: told what the start is doing; silent by default.
 
     Always there:
         config: RunConfig, every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
@@ -108,13 +110,20 @@ class Run:
     batches: Prefetch
     tokenizer: PreTrainedTokenizerBase
 
-    def __init__(self, loaded: LoadedConfig, resume: str = "auto", allow_change: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        resume: str = "auto",
+        allow_change: Sequence[str] = (),
+        progress: Progress = silent,
+    ) -> None:
         self.loaded = loaded
         self.config = loaded.config
         self.hooks = loaded.host.hooks
         self.directory = RunDirectory(loaded.config.run_dir)
         self.state = RunState()
         self._request = ResumeRequest(resume, tuple(allow_change))
+        self._progress = progress
         self._resumed = Resume(None)
         self._notes: list[str] = []
         self._best = BestSoFar(loaded.config.checkpoint.keep_best)
@@ -250,12 +259,13 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
-        components = replace(build_components(self.loaded, stack), hook_states=self._hook_states)
+        components = replace(build_components(self.loaded, stack, self._progress), hook_states=self._hook_states)
         self._components = components
         self.source, self.backend = components.data.source, components.backend
         self.tokenizer = components.data.context.tokenizer
-        self._notes = [*resume.notes]
+        self._notes = [*components.notes, *resume.notes]
         if resume.checkpoint is not None:
+            self._progress("restoring the checkpoint")
             self._notes += restore(resume.checkpoint, components, self.loaded, self._best)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
         elif note := self.directory.set_aside_earlier(self.source.records):

@@ -123,7 +123,8 @@ class LocalBackend:
 
     def generation_model(self) -> GenerationModel:
         """See `LendsModel`."""
-        return generation_model(self._model.causal, self._profile, self._length_limit)
+        insists = self._run.model.allow_extrapolation
+        return generation_model(self._model.causal, self._profile, self._length_limit, allow_extrapolation=insists)
 
     @property
     def is_swapped(self) -> bool:

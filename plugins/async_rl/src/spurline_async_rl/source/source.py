@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Backend
-from spurline.protocols.source import HeldOutEvaluation, SourceContext
+from spurline.protocols.source import SourceContext
 from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
@@ -44,6 +44,7 @@ _BLOCKED_AFTER_S = 5.0
 class AsyncRolloutSource(PromptSource):
     """Trains on groups that were generated meanwhile. Its state is the producer's, and that of every prompt source."""
 
+    generates_with_copies = True
     records = (TIMELINE_FILE, RECORDED_GROUPS)
 
     def __init__(self, config: AsyncRolloutsConfig, context: SourceContext) -> None:
@@ -132,11 +133,6 @@ class AsyncRolloutSource(PromptSource):
         # Before the run, which is when a plan asks, no prompt has been drawn yet.
         done = self._producer.scheduler.num_ended or step * self._config.prompts_per_step
         return done / self._prompts.prompts_per_epoch
-
-    def evaluation(self) -> HeldOutEvaluation:
-        evaluation = super().evaluation()
-        evaluation.measures_copies = True
-        return evaluation
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
         """Publish the weights when it is time to. After the last step nobody is left to generate with them."""
