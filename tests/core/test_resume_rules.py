@@ -198,6 +198,8 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
         *("loss_type", "ignore_case", "path", "rewards", "tools", "history", "agent", "command", "ignore_sampling"),
         # sources
         *("prompts_per_step", "samples_per_prompt", "environment", "advantage", "faults", "recorded"),
+        # what an optimizer keeps of which parameters
+        *("adamw_matrices", "smallest"),
         # the backend
         "lora",
     }

@@ -145,8 +145,7 @@ def test_evaluation_without_held_out_data_is_refused(fails: Any, base_config: An
     assert "evaluation needs held-out data, and `data.eval` is empty" in text
 
 
-def test_changed_held_out_data_is_found_when_resuming(
-    fails: Any,
+def test_changed_held_out_data_is_a_note_when_resuming(
     spurline: Spurline,
     write_config: WriteConfig,
     base_config: Any,
@@ -158,7 +157,9 @@ def test_changed_held_out_data_is_found_when_resuming(
     base_config["data"]["eval"] = str(held_out)
     spurline("train", write_config(base_config))
     held_out.write_text(spurline_chat_file.read_text().replace("say 3", "say x"))
-    assert "held-out data is not what the checkpoint was evaluated on" in fails(base_config, "--set", "steps=9")
+    code, out, _ = spurline("train", write_config(base_config), "--set", "steps=9")
+    assert code == 0
+    assert "The held-out data is not that of the checkpoint" in out
 
 
 def test_export_refuses_a_folder_with_something_in_it(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def test_what_cannot_be_saved_beside_goes_to_a_temporary_folder(
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    monkeypatch.setattr(rescue_module.tempfile, "tempdir", str(elsewhere))
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
 
     def refuse(*_: object) -> Path:
         raise PermissionError(13, "Permission denied", str(tmp_path))
