@@ -12,6 +12,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.errors import ConfigError, RunFailedError
+from spurline.plugins import hookimpl
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -219,3 +220,29 @@ def test_rollouts_that_stall_are_told_with_prompt_and_time(
     assert "2 under way (order: window, max_staleness: 2, weights of version 0)" in err
     assert "group chat:" in err or "group train:" in err
     assert "the environments or rewards of these groups have not returned" in err
+
+
+def test_parameters_swapped_in_the_backend_are_not_measured_by_engines_that_have_copies(
+    async_config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    class Measure:
+        @hookimpl
+        def on_run_start(self, run: Run) -> None:
+            self._run = run
+
+        @hookimpl
+        def on_eval_end(self) -> None:
+            backend: Any = self._run.backend
+            self._run.evaluate("own")
+            with backend.swapped("policy", {}):
+                self._run.evaluate("other")
+
+    async_config["data"]["eval"] = str(spurline_chat_file)
+    async_config["source"]["held_out"] = {"max_prompts": 4}
+    async_config["steps"] = 1
+    loaded = load_config(async_config)
+    loaded.host.attach(Measure(), "measure")
+    with pytest.raises(
+        RunFailedError, match=r"run\.evaluate\('other'\): the answers come from engines with weights of"
+    ):
+        Run(loaded).train()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill
+from run_helpers import assert_same_weights, config_to_kill, deterministic, read_metrics, train_and_kill
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
@@ -26,14 +26,7 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     tmp_path: Path,
 ) -> None:
     kills = 100 if os.environ.get("SPURLINE_SOAK") else 20
-    config = base_config | {
-        "steps": 12 * kills,
-        "checkpoint": {"every_steps": 3},
-        "evaluation": {"every_steps": 10},
-        "report": {"enabled": False},
-    }
-    config["data"]["eval"] = str(spurline_chat_file)
-    config["model"]["config_overrides"] = {"attention_dropout": 0.1}
+    config = config_to_kill(base_config, spurline_chat_file, 12 * kills)
     whole = config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
     path = write_config(config)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill
+from run_helpers import assert_same_weights, config_to_kill, deterministic, read_metrics, train_and_kill
 from safetensors.torch import load_file
 from warm_runs import WarmRuns
 
@@ -48,16 +48,8 @@ def test_the_average_of_the_tutorial_is_that_of_the_uninterrupted_run_after_five
     warm_runs: WarmRuns,
     tmp_path: Path,
 ) -> None:
-    config = base_config | {
-        "plugins": ["ema"],
-        "ema": {"decay": 0.9, "export": False},
-        "steps": 12 * KILLS,
-        "checkpoint": {"every_steps": 3},
-        "evaluation": {"every_steps": 10},
-        "report": {"enabled": False},
-    }
-    config["data"]["eval"] = str(spurline_chat_file)
-    config["model"]["config_overrides"] = {"attention_dropout": 0.1}
+    ema = {"plugins": ["ema"], "ema": {"decay": 0.9, "export": False}}
+    config = config_to_kill(base_config | ema, spurline_chat_file, 12 * KILLS)
     whole = config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
     path = write_config(config)

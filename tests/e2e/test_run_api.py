@@ -136,6 +136,47 @@ def test_an_evaluation_of_swapped_parameters_measures_those_and_leaves_the_run_a
     assert deterministic(metrics) == deterministic(read_metrics(whole["run_dir"]))
 
 
+def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_without_them(
+    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+) -> None:
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    rl_config["evaluation"] = {"every_steps": 2}
+    rl_config["source"]["held_out"] = {"max_prompts": 8}
+    rl_config |= {"steps": 4, "optimizer": {"learning_rate": 1e-2}}
+    whole = rl_config | {"run_dir": str(tmp_path / "whole")}
+    train(whole)
+    kept: dict[str, torch.Tensor] = {}
+    told: list[int] = []
+
+    class Updates:
+        @hookimpl
+        def on_optimizer_step(self, update: int) -> None:
+            told.append(update)
+
+    def keep(run: Run) -> None:
+        backend: Any = run.backend
+        kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
+        run.evaluate("first")
+
+    def compare(run: Run) -> None:
+        backend: Any = run.backend
+        run.evaluate("now")
+        with backend.swapped("policy", kept):
+            run.evaluate("then")
+
+    train(rl_config, Acting("on_step_start", keep, at_step=1), Acting("on_eval_end", compare, at_step=4), Updates())
+    metrics = read_metrics(rl_config["run_dir"])
+    for name in ("reward", "rewards/early"):
+        assert metrics[3][f"now/{name}"] == metrics[3][f"eval/{name}"] != metrics[0][f"first/{name}"]
+        assert metrics[3][f"then/{name}"] == metrics[0][f"first/{name}"]
+    own = [
+        {name: value for name, value in line.items() if name.partition("/")[0] not in ("first", "now", "then")}
+        for line in deterministic(metrics)
+    ]
+    assert own == deterministic(read_metrics(whole["run_dir"]))
+    assert told == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("hook", "prefix", "message"),
     [

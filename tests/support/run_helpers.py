@@ -50,6 +50,19 @@ def train_command(config: Path) -> list[str]:
     return [sys.executable, "-m", "spurline.cli", "train", str(config)]
 
 
+def config_to_kill(config: dict[str, Any], held_out: Path, steps: int) -> dict[str, Any]:
+    """The config as a longer run with dropout, evaluations and checkpoints, which come at different steps."""
+    changed = config | {
+        "steps": steps,
+        "checkpoint": {"every_steps": 3},
+        "evaluation": {"every_steps": 10},
+        "report": {"enabled": False},
+    }
+    changed["data"] = {**config["data"], "eval": str(held_out)}
+    changed["model"] = {**config["model"], "config_overrides": {"attention_dropout": 0.1}}
+    return changed
+
+
 def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> None:
     """Start a training process and kill it `wait_s` after it has done this many steps.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spurline.backends.local.backend import LocalBackend
+from spurline.backends.local.trained_model import TrainedModel
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.configs import PackedCollatorConfig, SerialPrefetchConfig
@@ -139,6 +142,24 @@ def test_the_backend_contract_catches_an_evaluation_that_draws_random_numbers(
     monkeypatch.setattr(LocalBackend, "evaluate", drawing)
     with pytest.raises(AssertionError):
         Local().test_an_update_is_bit_identical_after_an_evaluation(tiny_model, tmp_path)
+
+
+def test_the_backend_contract_catches_parameters_that_do_not_come_back_bit_for_bit(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapped = TrainedModel.swapped
+
+    @contextmanager
+    def rounding(self: TrainedModel, values: Any) -> Iterator[None]:
+        with swapped(self, values):
+            yield
+        with torch.no_grad():
+            for name in values:
+                self.parameters[name].mul_(1 + 1e-6)
+
+    monkeypatch.setattr(TrainedModel, "swapped", rounding)
+    with pytest.raises(AssertionError):
+        Local().test_swapped_parameters_are_computed_with_and_the_old_ones_come_back(tiny_model, tmp_path)
 
 
 def test_gradients_that_cancel_are_judged_by_their_rounding_and_all_others_by_themselves() -> None:
