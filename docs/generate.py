@@ -44,15 +44,16 @@ def config_page() -> str:
         "may also be set on the command line, as in `--set optimizer.learning_rate=1e-4`. `spurline schema` prints the",
         "same as a JSON schema for editors, plugins included.",
         "",
-        "*resume*: whether a run that continues a checkpoint may change the setting. Settings without a word there may",
-        "not.",
+        "*resume*: whether a run that continues a checkpoint may change the setting: *may change*; *to rounding*: may",
+        "change, and the run goes on equal to rounding and not bit for bit; *by name*: with `--allow-change KEY`; and",
+        "without a word there it may not. [More](../configuration.md#what-a-resume-may-change).",
         "",
     ]
-    lines += _section("Top level", RunConfig, "")
+    lines += _section("Top level", RunConfig)
     for name, field in RunConfig.model_fields.items():
         section = _section_type(field)
         if section is not None and not any(isinstance(item, Component) for item in field.metadata):
-            lines += _nested(name, section)
+            lines += _nested(name, section, _mark(field))
     lines += ["## Components", ""]
     lines += [
         "A component is chosen by `name:`; a bare string is short for a mapping with only the name "
@@ -82,7 +83,7 @@ def _plugin(name: str) -> list[str]:
         own = _own_fields(entry.config)
         others = [field for field in entry.config.model_fields if field not in {*own, "name"}]
         if own:
-            lines += [*_table(entry.config, skip=(*others, "name")), ""]
+            lines += [*_table(entry.config, skip=(*others, "name"), above=_mark_of_kind(entry.kind)), ""]
         if others:
             lines += [f"And as in core: {', '.join(f'`{other}`' for other in others)}.", ""]
     return lines
@@ -128,36 +129,38 @@ def _paragraphs(hook: Any) -> list[str]:
     return lines
 
 
-def _nested(path: str, section: type[BaseModel]) -> list[str]:
-    lines = _section(f"`{path}`", section, path)
+def _nested(path: str, section: type[BaseModel], above: OnResume) -> list[str]:
+    lines = _section(f"`{path}`", section, above)
     for name, field in section.model_fields.items():
         inner = _section_type(field)
         if inner is not None and not _mentions_component(field):
-            lines += _nested(f"{path}.{name}", inner)
+            lines += _nested(f"{path}.{name}", inner, _mark(field, above))
     return lines
 
 
-def _section(title: str, section: type[BaseModel], path: str) -> list[str]:
-    return [f"## {title}", "", inspect.getdoc(section) or "", "", *_table(section, skip=()), ""]
+def _section(title: str, section: type[BaseModel], above: OnResume = OnResume.REFUSED) -> list[str]:
+    return [f"## {title}", "", inspect.getdoc(section) or "", "", *_table(section, skip=(), above=above), ""]
 
 
 def _component(entry: Registration, default: bool) -> list[str]:
     heading = f"#### `{entry.name}`" + (" (default)" if default else "")
     lines = [heading, "", inspect.getdoc(entry.config) or "", ""]
+    above = _mark_of_kind(entry.kind)
     if set(entry.config.model_fields) - {"name"}:
-        lines += [*_table(entry.config, skip=("name",)), ""]
+        lines += [*_table(entry.config, skip=("name",), above=above), ""]
     for name, field in entry.config.model_fields.items():
         inner = _section_type(field)
         if inner is not None:
-            lines += [f"`{name}`: {inspect.getdoc(inner)}", "", *_table(inner, skip=()), ""]
+            table = _table(inner, skip=(), above=_mark(field, above))
+            lines += [f"`{name}`: {inspect.getdoc(inner)}", "", *table, ""]
     return lines
 
 
-def _table(section: type[BaseModel], skip: tuple[str, ...]) -> list[str]:
+def _table(section: type[BaseModel], skip: tuple[str, ...], above: OnResume) -> list[str]:
     rows = ["| setting | type | default | resume | meaning |", "|---|---|---|---|---|"]
     for name, field in section.model_fields.items():
         if name not in skip:
-            cells = (f"`{name}`", _type(field), _default(field), _resume(field), field.description or "")
+            cells = (f"`{name}`", _type(field), _default(field), _RESUME[_mark(field, above)], field.description or "")
             rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return rows
 
@@ -228,9 +231,36 @@ def _default(field: FieldInfo) -> str:
     )
 
 
-def _resume(field: FieldInfo) -> str:
-    mark = next((item for item in field.metadata if isinstance(item, OnResume)), None)
-    return {None: "", OnResume.FREE: "may change", OnResume.MAY_GROW: "may grow"}[mark]
+_RESUME = {
+    OnResume.REFUSED: "",
+    OnResume.BY_NAME: "by name",
+    OnResume.MAY_GROW: "may grow, else by name",
+    OnResume.TO_ROUNDING: "to rounding",
+    OnResume.FREE: "may change",
+}
+
+
+def _mark(field: FieldInfo, above: OnResume = OnResume.REFUSED) -> OnResume:
+    """What holds for a field of a section whose own mark is `above`."""
+    own = next((item for item in field.metadata if isinstance(item, OnResume)), above)
+    return above if above is OnResume.FREE else own
+
+
+def _mark_of_kind(kind: str) -> OnResume:
+    """What holds for the components of a kind wherever one is chosen; REFUSED where that depends on the place."""
+    marks = set(_marks_of_kind(kind, RunConfig, OnResume.REFUSED))
+    for entry in PluginHost.load(PLUGINS).registry.entries():
+        marks |= set(_marks_of_kind(kind, entry.config, OnResume.REFUSED))
+    return marks.pop() if len(marks) == 1 else OnResume.REFUSED
+
+
+def _marks_of_kind(kind: str, section: type[BaseModel], above: OnResume) -> Iterator[OnResume]:
+    for field in section.model_fields.values():
+        mark, inner = _mark(field, above), _section_type(field)
+        if f"{kind} component" in _words(field.annotation, field.metadata):
+            yield mark
+        elif inner is not None:
+            yield from _marks_of_kind(kind, inner, mark)
 
 
 def _section_type(field: FieldInfo) -> type[BaseModel] | None:

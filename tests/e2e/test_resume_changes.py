@@ -182,7 +182,7 @@ def test_a_lower_bound_of_staleness_makes_finished_groups_again(
 ) -> None:
     rl_config["plugins"] = ["async_rl"]
     rl_config |= {"steps": 4}
-    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 3, "correction": "tis"}
+    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 3, "correction": "tis", "stall_timeout_s": 20}
     rl_config["checkpoint"] = {"every_steps": 1}
     train_until(rl_config, 2)
     source = {**rl_config["source"], "max_staleness": 0 if "temperature" not in sampling else 3, "sampling": sampling}

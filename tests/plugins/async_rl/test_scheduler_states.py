@@ -123,6 +123,19 @@ def test_a_checkpoint_that_holds_other_groups_than_its_states_say_is_found_out()
         make().load_state_dict({**saved, "buffered": []})
 
 
+def test_groups_that_may_not_be_kept_are_pending_again_after_a_restart():
+    scheduler = make(draw_limit=64)
+    for state in (State.BUFFERED, State.FILTERED, State.GIVEN_UP):
+        scheduler.end(start(scheduler), state)
+    again = make(draw_limit=64)
+    again.load_state_dict(scheduler.state_dict(), keep_groups=False)
+    assert again.in_state(State.PENDING) == [0, 1]
+    assert (again.num_buffered, again.filtered, again.in_state(State.GIVEN_UP)) == (0, [], [2])
+    assert again.state_dict()["left_out"] == 1
+    assert again.draw() == 0
+    again.check()
+
+
 @pytest.mark.parametrize("state", [State.PENDING, State.RUNNING, State.BUFFERED])
 def test_a_state_that_changed_behind_the_scheduler_is_found_out_when_a_batch_is_taken(state: State):
     scheduler = make(batch_size=2, draw_limit=8)

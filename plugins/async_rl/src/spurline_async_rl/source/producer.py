@@ -104,7 +104,7 @@ class Producer:
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
         """keep_groups: whether finished groups may be trained on; otherwise their prompts are tried again."""
         self.scheduler.load_state_dict(state, keep_groups=keep_groups)
         self._costs = {name: int(count) for name, count in state["costs"].items()}
