@@ -255,3 +255,14 @@ def test_a_metric_that_brings_its_own_prefix_is_refused_with_the_class_named(
     sft["evaluations"] = {"theirs": {"name": "careful", "data": "unread.jsonl", "metric": "eval/steps"}}
     with pytest.raises(PluginError, match=r"Careful calls a metric 'eval/steps'\. .* puts 'eval/theirs/' in front"):
         Run(third_party(sft)).train()
+
+
+def test_the_best_checkpoint_may_go_by_an_evaluation_with_a_name(sft: Config) -> None:
+    sft["checkpoint"] = {"keep_best": "eval/all/loss"}
+    train(sft)
+    best = Path(sft["run_dir"]) / "checkpoints" / "best"
+    assert best.read_text().strip().startswith("step-0000000")
+    with pytest.raises(ConfigError, match="nothing is evaluated"):
+        load_config(sft | {"checkpoint": {"keep_best": "eval/none/loss"}})
+    with pytest.raises(ConfigError, match="evaluates only once"):
+        load_config(sft | {"checkpoint": {"keep_best": "eval/few/right"}})

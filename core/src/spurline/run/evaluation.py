@@ -34,28 +34,25 @@ class ScheduledEvaluation:
     held_out: HeldOutEvaluation
 
     @property
-    def prefix(self) -> str:
-        """Begins the names of its metrics."""
-        return f"eval/{self.name}/" if self.name else "eval/"
-
-    @property
     def label(self) -> str:
         """What its data is called in plans, summaries and reports."""
         return f"eval/{self.name}" if self.name else "eval"
 
-    def run(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics under their whole names, time included, and sample answers, marked with the name if there is one."""
+    def run(self, backend: Backend, root: str = "eval") -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics under their whole names, `ROOT/...` or `ROOT/NAME/...`, time in seconds included, and sample answers,
+        marked with the name if there is one."""
+        prefix = f"{root}/{self.name}/" if self.name else f"{root}/"
         begin = time.perf_counter()
         metrics, samples = self.held_out.evaluate(backend)
         for name in metrics:
             if name.startswith("eval/"):
                 raise PluginError(
                     f"{type(self.held_out).__name__} calls a metric '{name}'. Leave eval/ out: the run puts "
-                    f"'{self.prefix}' in front of each."
+                    f"'{prefix}' in front of each."
                 )
-        metrics = {f"{self.prefix}{name}": value for name, value in metrics.items()}
+        metrics = {f"{prefix}{name}": value for name, value in metrics.items()}
         mark = {"evaluation": self.name} if self.name else {}
-        return {**metrics, f"{self.prefix}time": time.perf_counter() - begin}, [mark | sample for sample in samples]
+        return {**metrics, f"{prefix}time": time.perf_counter() - begin}, [mark | sample for sample in samples]
 
 
 class DataEvaluation(HeldOutEvaluation):

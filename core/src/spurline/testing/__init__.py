@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from spurline.testing.plugin_contract import ReportPanelContract as ReportPanelContract
     from spurline.testing.plugin_contract import TrackerContract as TrackerContract
     from spurline.testing.prefetch_contract import PrefetchContract as PrefetchContract
+    from spurline.testing.reward_contract import RewardContract as RewardContract
     from spurline.testing.rollout_engine_contract import RolloutEngineContract as RolloutEngineContract
+    from spurline.testing.source_contract import SourceContract as SourceContract
     from spurline.testing.tokenization_contract import TokenizationContract as TokenizationContract
 
 _NAMES = {
@@ -49,7 +51,9 @@ _NAMES = {
     "order_contract": ("OrderContract",),
     "plugin_contract": ("PluginContract", "ReportPanelContract", "TrackerContract"),
     "prefetch_contract": ("PrefetchContract",),
+    "reward_contract": ("RewardContract",),
     "rollout_engine_contract": ("RolloutEngineContract",),
+    "source_contract": ("SourceContract",),
     "tokenization_contract": ("TokenizationContract",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

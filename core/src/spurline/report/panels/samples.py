@@ -1,7 +1,8 @@
 """What the model answered: held-out prompts with the first and the latest answers side by side.
 
 In: lines of `eval_samples.jsonl` with `prompt`, `response` and `reference`, which are texts or, for conversations,
-lists of messages, and `scores` by name. Attempts also have `reward` and `passed`, those of an evaluation with a name `evaluation`.
+lists of messages, and `scores` by name. Attempts also have `reward` and `passed`. `evaluation` is the name of the
+one that they come from, where it has one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,174 @@
+"""What every source of batches must satisfy, checked by short runs of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from spurline.config.loading import load_config
+from spurline.data.batch import TrainingBatch
+from spurline.errors import CheckpointError
+from spurline.plugins import hookimpl
+from spurline.run.build import build_data
+from spurline.run.run import Run
+
+STEPS = 4
+_CONTENT = ("input_ids", "segment_ids", "position_ids", "loss_weights", "advantages")
+
+Config = dict[str, Any]
+Train = Callable[..., "Recorded"]
+
+
+@dataclass
+class Recorded:
+    """What a run trained on. batches: by step, their columns as numpy arrays. metrics: of the last step."""
+
+    batches: dict[int, dict[str, np.ndarray]]
+    metrics: Mapping[str, float]
+
+
+class SourceContract:
+    """Subclass with `source_settings`, the config's `source:` section, and `plugins` to enable; then `run_settings` and
+    `rows` where it needs other ones.
+
+    repeats: whether the same config gives the same batches, and a resume the very next ones, as it does wherever no
+    thread or outside process decides what comes first.
+    refuses_other_data: whether a resume on other rows is an error.
+    """
+
+    source_settings: ClassVar[Mapping[str, Any]] = {}
+    run_settings: ClassVar[Mapping[str, Any]] = {}
+    """Further settings of the run, by top-level key."""
+    plugins: ClassVar[Sequence[str]] = ()
+    repeats: ClassVar[bool] = True
+    refuses_other_data: ClassVar[bool] = True
+
+    def rows(self, word: str = "say") -> list[dict[str, Any]]:
+        """Rows of a JSONL file that it reads; another word makes other rows."""
+        return [
+            {
+                "messages": [
+                    {"role": "user", "content": f"{word} {number}"},
+                    {"role": "assistant", "content": str(number) * (1 + number % 5)},
+                ]
+            }
+            for number in range(24)
+        ]
+
+    @pytest.fixture
+    def config(self, spurline_tiny_model: Path, tmp_path: Path) -> Config:
+        """The config of a run of STEPS steps."""
+        assert self.source_settings, "set source_settings, the config's source: section"
+        data = tmp_path / "rows.jsonl"
+        _write(data, self.rows())
+        return {
+            "plugins": list(self.plugins),
+            "run_dir": str(tmp_path / "run"),
+            "model": {"path": str(spurline_tiny_model)},
+            "data": {"train": str(data), "max_length": 128},
+            "source": dict(self.source_settings),
+            "steps": STEPS,
+            "optimizer": {"learning_rate": 1e-3},
+            "schedule": "constant",
+            "backend": {"name": "local", "device": "cpu", "num_threads": 1},
+            "report": {"enabled": False},
+            **self.run_settings,
+        }
+
+    @pytest.fixture
+    def train(self, config: Config) -> Train:
+        """Trains with changed top-level settings; records what came to the update."""
+
+        def run(**changes: Any) -> Recorded:
+            loaded, recorder = load_config(config | changes), _Recorder()
+            loaded.host.attach(recorder, "contract/recorder")
+            return Recorded(recorder.batches, Run(loaded).train().metrics)
+
+        return run
+
+    def test_facts_about_the_data_are_known_before_the_run(self, config: Config) -> None:
+        with ExitStack() as stack:
+            source = build_data(load_config(config), stack).source
+            json.dumps(dict(source.summary()))
+            assert source.total_steps == STEPS
+            epochs = [source.epoch(step) for step in range(1, STEPS + 1)]
+        assert epochs[0] > 0
+        assert epochs == sorted(epochs)
+
+    def test_a_source_that_never_started_can_be_closed(self, config: Config) -> None:
+        for _ in range(2):
+            with ExitStack() as stack:
+                build_data(load_config(config), stack)
+
+    def test_each_step_has_a_batch_with_something_to_learn(self, train: Train) -> None:
+        batches = train().batches
+        assert list(batches) == list(range(1, STEPS + 1))
+        assert all((batch["loss_weights"] != 0).any() for batch in batches.values())
+
+    def test_the_batches_of_different_steps_differ(self, train: Train) -> None:
+        first, second, *_ = train().batches.values()
+        assert not _equal(first, second)
+
+    def test_a_pure_source_builds_the_batch_of_a_step_whenever_it_is_asked(self, config: Config) -> None:
+        with ExitStack() as stack:
+            source = build_data(load_config(config), stack).source
+            if source.pure:
+                in_order = {step: _columns(source.build(step)) for step in range(1, STEPS + 1)}
+                for step in (STEPS, 2, 1, 2):
+                    assert _equal(_columns(source.build(step)), in_order[step])
+
+    def test_the_same_config_gives_the_same_batches(self, train: Train, tmp_path: Path) -> None:
+        if self.repeats:
+            one, other = train(), train(run_dir=str(tmp_path / "other"))
+            assert all(_equal(one.batches[step], other.batches[step]) for step in one.batches)
+
+    def test_a_resumed_run_goes_on_with_the_next_batch(self, train: Train, tmp_path: Path) -> None:
+        whole = train(run_dir=str(tmp_path / "whole"))
+        train(steps=2)
+        rest = train().batches
+        assert list(rest) == [3, 4], "a resume neither repeats nor leaves out a step"
+        if self.repeats:
+            assert all(_equal(rest[step], whole.batches[step]) for step in rest)
+
+    def test_a_resume_on_other_data_is_refused(self, train: Train, config: Config) -> None:
+        if self.refuses_other_data:
+            train(steps=2)
+            _write(Path(config["data"]["train"]), self.rows("shout"))
+            with pytest.raises(CheckpointError):
+                train()
+
+
+class _Recorder:
+    """Checks and keeps each batch before it is trained on: afterwards its buffers may be reused."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, dict[str, np.ndarray]] = {}
+
+    @hookimpl(wrapper=True)
+    def train_step(self, step: int, batch: TrainingBatch) -> Generator[None, Any, Any]:
+        batch.check()
+        self.batches[step] = _columns(batch)
+        return (yield)
+
+
+def _columns(batch: TrainingBatch) -> dict[str, np.ndarray]:
+    found = {name: batch.tokens[name] for name in _CONTENT if name in batch.tokens}
+    return {name: torch.clone(column).numpy() for name, column in found.items()}
+
+
+def _equal(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    same = one.keys() == other.keys() and all(one[name].shape == other[name].shape for name in one)
+    # Logprobs, and what is made of them, depend in the last digits on what was computed beside them.
+    return same and all(np.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in one)
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
