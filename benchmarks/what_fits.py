@@ -35,7 +35,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """As in `config.json` of each model on the Hugging Face hub."""
 
-SHARED: dict[str, Any] = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+SHARED: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
 TIED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")
 """Models whose output layer is their embedding."""
 
