@@ -37,10 +37,11 @@ def test_a_plan_shows_tools_in_the_prompt_of_an_environment_that_has_some(rl_con
     rewards = rl_config["source"]["environment"]["rewards"]
     rl_config["source"]["environment"] = {"name": "tools", "tools": ["calculator"], "rewards": rewards}
     template = Path(rl_config["run_dir"]).parent / "tools.jinja"
-    template.write_text("{{ tools[0]['function']['name'] }} for {{ messages[0]['content'] }}", encoding="utf-8")
+    turns = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %}"
+    template.write_text("{{ tools[0]['function']['name'] }} for " + turns, encoding="utf-8")
     rl_config["model"] |= {"chat_template": str(template)}
     plan = make_plan(load_config(rl_config))
-    assert plan.sections["prompts"][2] == "  | calculator for say 0"
+    assert plan.sections["prompts"][2] == "  | calculator for user: say 0"
 
 
 def test_a_long_prompt_is_shown_shortened(rl_config: dict[str, Any], tmp_path: Path) -> None:
