@@ -147,6 +147,9 @@ def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
     names = registry.names(kind)
     if not isinstance(name, str):
         return f"must be a {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
+    if name in names:
+        others = [other for other in names if other != name]
+        return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
     return (
         f"is '{name}', but no {kind} has that name.{suggestion(str(name), names)} Available: {listing(names)}. "
         "A component of a plugin needs that plugin in `plugins`."

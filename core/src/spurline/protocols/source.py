@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
-from spurline.config.section import ComponentConfig
+from spurline.config.section import Component, ComponentConfig
 from spurline.errors import Problem
-from spurline.protocols.stateful import refuse_other_data
+from spurline.protocols.stateful import Stateful, refuse_other_data
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +38,9 @@ class SourceConfig(ComponentConfig):
     """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     run_defaults: ClassVar[Mapping[str, str]] = {}
     """Top-level component settings and the names they take with this source when the file has none."""
+
+    decorates: ClassVar[str | None] = None
+    """Setting that holds the source which this one decorates: the run takes that one's `run_defaults`."""
 
     @property
     def num_prompts(self) -> int | None:
@@ -77,6 +80,35 @@ class SourceConfig(ComponentConfig):
                     f"is {self.name}, which compares logprobs of the update with some computed without dropout, but "
                     f"{setting} is {rate:g}, so that they would differ before anything is learned. Set it to 0.",
                 )
+
+
+class DecoratedSourceConfig(SourceConfig):
+    """Base of the settings of a source that decorates another: what the run asks is what the inner source says."""
+
+    decorates: ClassVar[str | None] = "of"
+
+    of: Annotated[SourceConfig, Component("source")]
+    """The source that is decorated."""
+
+    @property
+    def supplies(self) -> Literal["samples", "pairs", "rollouts"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.supplies
+
+    @property
+    def num_prompts(self) -> int | None:
+        return self.of.num_prompts
+
+    @property
+    def sampling_temperature(self) -> float:
+        return self.of.sampling_temperature
+
+    @property
+    def without_critic(self) -> str | None:
+        return self.of.without_critic
+
+    @property
+    def transport(self) -> str | None:
+        return self.of.transport
 
 
 @dataclass(frozen=True)
@@ -148,6 +180,52 @@ class BatchSource(ABC):
 
     def close(self) -> None:  # noqa: B027 - many have nothing to stop
         """Stop all work of the source."""
+
+
+class DecoratedSource(BatchSource):
+    """A source around another one, `inner`, which answers all that a subclass does not override; most override `build`.
+
+    Its state is the inner source's; one with a state of its own keeps both.
+    """
+
+    def __init__(self, config: DecoratedSourceConfig, context: SourceContext) -> None:
+        self.inner: BatchSource = context.host.registry.create("source", config.of, context=context)
+        self.total_steps = self.inner.total_steps
+        self.pure = self.inner.pure
+
+    def summary(self) -> Mapping[str, object]:
+        return self.inner.summary()
+
+    def start(self, step: int, backend: Backend) -> None:
+        self.inner.start(step, backend)
+
+    def build(self, step: int) -> TrainingBatch:
+        return self.inner.build(step)
+
+    def epoch(self, step: int) -> float:
+        return self.inner.epoch(step)
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        return self.inner.after_update(step, backend)
+
+    def evaluation(self) -> HeldOutEvaluation | None:
+        return self.inner.evaluation()
+
+    def held_out(self) -> Samples | None:
+        return self.inner.held_out()
+
+    def given_up(self) -> Sequence[str]:
+        return self.inner.given_up()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def state_dict(self) -> dict[str, object]:
+        return self.inner.state_dict() if isinstance(self.inner, Stateful) else {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        if isinstance(self.inner, Stateful):
+            self.inner.load_state_dict(state)
 
 
 class HeldOutEvaluation(ABC):
