@@ -1,7 +1,7 @@
 """What the pages show can be typed in: settings validate, commands and files exist, names import.
 
-A `yaml` block of a page is a config, or a part of one that is completed with a model, data and a number of steps. A comment
-before the block says what else it needs:
+A `yaml` block of a page is a config, or a part of one that is completed with a model, data and a number of steps. A
+comment before the block says what else it needs:
 
     <!-- yaml: with {plugins: [async_rl]} -->    these settings too
     <!-- yaml: under source -->                  the block is the value of this key; `with {...}` may follow
@@ -201,10 +201,15 @@ def test_commands_that_a_page_shows_exist(path: Path, targets: set[str]) -> None
 
 
 def test_a_page_with_a_command_that_does_not_exist_is_seen(targets: set[str]) -> None:
-    wrong = "```console\n$ spurline trian x.yaml\n$ spurline train x --reusme auto\n$ make tset  # now\n$ python no/such.py\n```\n"
-    assert len([problem for words in commands_of(wrong) if (problem := complaint(words, targets))]) == 4
-    right = "```console\n$ spurline train x --set a=1\n$ spurline plugins doctor\n$ spurline cache list\n$ make test X=1\n```\n"
-    assert [problem for words in commands_of(right) if (problem := complaint(words, targets))] == []
+    wrong = ("spurline trian x", "spurline train x --reusme auto", "make tset  # now", "python no/such.py")
+    right = ("spurline train x --set a=1", "spurline plugins doctor", "spurline cache list", "make test X=1")
+
+    def complaints(lines: tuple[str, ...]) -> list[str]:
+        page = "```console\n" + "".join(f"$ {line}\n" for line in lines) + "```\n"
+        return [problem for words in commands_of(page) if (problem := complaint(words, targets))]
+
+    assert len(complaints(wrong)) == len(wrong)
+    assert complaints(right) == []
 
 
 def resolves(dotted: str) -> bool:

@@ -19,11 +19,11 @@ class AdvantageContract:
 
     compares_samples: whether a group whose samples all got the same reward has advantage 0. Set it to False for
     algorithms whose baseline is not the group's.
+    carry: columns that your advantage reads in `Group.columns`; they are numbers between 0.5 and 1.5.
     """
 
     compares_samples = True
     carry: ClassVar[tuple[str, ...]] = ()
-    """Columns that your advantage reads in `Group.columns`; they are numbers between 0.5 and 1.5."""
 
     def make_advantage(self) -> Advantage:
         """Your advantage."""
