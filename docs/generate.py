@@ -364,8 +364,9 @@ def api_page() -> str:
         "# Plugin interface",
         "",
         "Generated from the code by `docs/generate.py`. These are the modules and names that `api=1` covers: a plugin",
-        "that declares it may import them, and a release of Spurline that takes one away, or changes what it means, has",
-        "another number. [Architecture](../architecture.md#what-a-plugin-may-import) says what else may be imported.",
+        "that declares it may import them, and a release of Spurline that takes one away, or changes what it means,",
+        "has another number. [Architecture](../architecture.md#what-a-plugin-may-import) says what else may be",
+        "imported.",
         "",
     ]
     for name in covered_modules():
