@@ -20,6 +20,7 @@ from spurline.plugins import hookimpl
 from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.advantage import Advantage
 from spurline.protocols.loss import Loss
+from spurline.protocols.source import BatchSource, DecoratedSource, DecoratedSourceConfig, SourceConfig
 from spurline.rl.trajectory import Group
 from spurline.testing import AdvantageContract, LossContract, PluginContract, make_trajectories
 from spurline_async_rl.source.recordings import groups_of, groups_state
@@ -175,6 +176,23 @@ def test_a_decorated_source_of_rollouts_takes_its_defaults_and_its_state_along(
     assert all("reward/mean" in line for line in whole)
 
 
+@pytest.mark.parametrize(
+    ("plain", "decorated", "own"),
+    [
+        (BatchSource, DecoratedSource, {"total_steps", "pure"}),
+        # The inner settings tell their problems themselves, and loading follows `decorates` to their defaults.
+        (SourceConfig, DecoratedSourceConfig, {"kind", "problems", "compares_logprobs", "run_defaults", "decorates"}),
+    ],
+)
+def test_a_decorator_hands_on_everything_that_a_source_may_be_asked(
+    plain: type[Any], decorated: type[Any], own: set[str]
+) -> None:
+    asked = {name for name in {*vars(plain), *plain.__annotations__} if not name.startswith(("_", "model_"))}
+    assert len(asked - own) >= 5
+    missing = asked - own - {*vars(decorated)}
+    assert not missing, f"{decorated.__name__} does not hand on {sorted(missing)}"
+
+
 def test_a_decorated_source_refuses_what_the_inner_one_refuses(base: dict[str, Any], rollouts: dict[str, Any]) -> None:
     source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": {**rollouts, "samples_per_promt": 2}}
     with pytest.raises(ConfigError, match=r"source\.of\.samples_per_promt.*Did you mean 'samples_per_prompt'"):
@@ -285,22 +303,28 @@ def quotes() -> list[tuple[str, str]]:
     return [quote for page in PAGES for quote in pattern.findall(page.read_text(encoding="utf-8"))]
 
 
+def lines_of(code: str) -> str:
+    """The code without indentation and empty lines: formatting changes both in a block that stands alone."""
+    return "\n".join(line.strip() for line in code.splitlines() if line.strip()) + "\n"
+
+
 def test_the_pages_quote_the_package_word_for_word() -> None:
     assert len(quotes()) >= 6
     for name, quote in quotes():
         (path,) = PACKAGE.rglob(name)
-        assert quote in path.read_text(encoding="utf-8"), name
+        assert lines_of(quote) in lines_of(path.read_text(encoding="utf-8")), name
 
 
 def test_advantages_of_equal_groups_differ_by_their_columns_alone() -> None:
-    (low,) = RowWeightContractGroups(0.5)
-    (high,) = RowWeightContractGroups(2.0)
+    (low,) = weighted_group(0.5)
+    (high,) = weighted_group(2.0)
     for one, other in zip(low.trajectories, high.trajectories, strict=True):
         for small, large in zip(one.turns, other.turns, strict=True):
             np.testing.assert_allclose(4 * small.advantages, large.advantages, rtol=1e-6)
 
 
-def RowWeightContractGroups(weight: float) -> list[Group]:
+def weighted_group(weight: float) -> list[Group]:
+    """One random group with this column, after the advantage."""
     (group, *_) = AdvantageContract().groups(num_groups=1)
     with_column = Group(group.uid, group.draw, group.trajectories, {"weight": weight})
     return RowWeight(RowWeightConfig()).advantages([with_column])

@@ -165,7 +165,7 @@ def test_the_front_page_of_the_docs_lists_what_a_run_leaves_behind(
         "steps": 1,
         "collator": "padded",
         "backend": {"device": "cpu"},
-        "evaluation": {"generate": {"rewards": "exact_match", "max_samples": 2, "max_new_tokens": 4}},
+        "evaluation": {"generate": {"rewards": {"exact": "exact_match"}, "max_samples": 2, "max_new_tokens": 4}},
         "checkpoint": {"export_hf": True},
     }
     Run(load_config(config)).train()
