@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_plugins import FakePlugins
 
 from spurline import load_config
-from spurline.errors import ConfigError, PluginError
+from spurline.errors import ConfigError, PluginError, UserError, suggestion
 
 MINIMAL = "model: {path: m}\ndata: {train: rows.jsonl}\nsteps: 3\n"
 
@@ -79,6 +80,47 @@ def test_unknown_top_level_key_hints_at_plugins(failing: Failing) -> None:
     (line,) = failing(MINIMAL + "xyz: {}\n")
     assert line.startswith("run.yaml:4: xyz is not a setting. Settings: backend, batch_size,")
     assert line.endswith("A plugin's section needs that plugin in `plugins`.")
+
+
+def test_a_section_of_an_installed_plugin_that_is_not_listed_says_so(plugins: FakePlugins, tmp_path: Path) -> None:
+    plugins.add("loud_metrics")
+    path = tmp_path / "run.yaml"
+    for written, near in (("loud_metrics", ""), ("loud_metric", "Did you mean 'loud_metrics'? ")):
+        path.write_text(MINIMAL + f"{written}: {{}}\n", encoding="utf-8")
+        with pytest.raises(ConfigError) as raised:
+            load_config(path, available=plugins.available)
+        assert str(raised.value).endswith(
+            f"run.yaml:4: {written} is not a setting. {near}The plugin 'loud_metrics' is installed, but not listed "
+            "under plugins. Add it: plugins: [loud_metrics]."
+        )
+
+
+def test_an_unknown_component_names_installed_plugins_that_are_not_listed(plugins: FakePlugins) -> None:
+    plugins.add("loud_metrics")
+    with pytest.raises(ConfigError, match=r"no loss has that name.*Installed, but not listed under plugins.*: loud_m"):
+        load_config(
+            {"model": {"path": "a"}, "data": {"train": "a"}, "steps": 1, "loss": "shout"}, available=plugins.available
+        )
+
+
+def test_near_misses_do_not_depend_on_case(failing: Failing) -> None:
+    (line,) = failing(MINIMAL + "loss: Cross_Entropy\n")
+    assert "Did you mean 'cross_entropy'?" in line
+    (line,) = failing(MINIMAL + "Batch_Size: 3\n")
+    assert "Did you mean 'batch_size'?" in line
+
+
+def test_a_suggestion_is_never_the_word_itself() -> None:
+    assert suggestion("grpo", ["grpo", "dr_grpo"]) == ""
+
+
+@pytest.mark.parametrize("override", ["nowhere.depth=1", "plugins=[nope]"])
+def test_what_an_override_made_says_so(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    with pytest.raises(UserError) as raised:
+        load_config(path, [override])
+    assert str(raised.value).endswith(f"(from --set {override})")
 
 
 def test_required_setting_says_what_it_is(failing: Failing) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from ruamel.yaml import YAML
 from warm_runs import WarmRuns
 
 from spurline.cli import main
+
+START_LINES = re.compile(
+    r"^(spurline \S+|  (run|model|data|training|device|plugins) +.*|  \[ *[\d.]+ s\] .*)\n", re.MULTILINE
+)
 
 REWARDS = '''
 def early_letters(answer):
@@ -99,12 +104,13 @@ def write_config(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 
 @pytest.fixture
 def spurline(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process: (exit code, stdout, stderr)."""
+    """Run the command line in this process: (exit code, stdout, stderr without the lines of the start)."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
         with pytest.raises(SystemExit) as raised:
             main([str(argument) for argument in arguments])
         output = capsys.readouterr()
-        return int(raised.value.code or 0), output.out, output.err
+        return int(raised.value.code or 0), output.out, START_LINES.sub("", output.err)
 
     return run

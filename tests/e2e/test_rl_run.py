@@ -265,18 +265,6 @@ def test_settings_that_go_together_are_accepted(rl_config: dict[str, Any], chang
     load_config(rl_config | {"source": rl_config["source"] | changes})
 
 
-def test_a_plan_estimates_only_the_memory_that_does_not_depend_on_rollouts(
-    spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any]
-) -> None:
-    code, out, _ = spurline("plan", write_config(rl_config))
-    words = " ".join(out.split())
-    assert code == 0
-    assert "weights:" in words
-    assert "activations:" not in words
-    assert "logits:" not in words
-    assert "size depends on how long rollouts get" in words
-
-
 def test_a_plan_gives_no_advice_on_the_batch_size_that_rollouts_do_not_have(
     spurline: Spurline, write_config: WriteConfig, rl_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

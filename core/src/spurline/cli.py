@@ -85,9 +85,14 @@ def train(
 ) -> None:
     """Train, or continue training, what the config describes."""
     loaded = _load(config, overrides)
+    from spurline.trackers.start_lines import StartLines, banner
+
+    start = StartLines.of(loaded)
+    start.show(banner(loaded))
+    start("loading PyTorch and transformers")
     from spurline.run.run import Run
 
-    result = Run(loaded, resume).train()
+    result = Run(loaded, resume, start).train()
     _print_result(result)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
@@ -97,9 +102,13 @@ def train(
 def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
     loaded = _load(config, overrides)
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines.of(loaded)
+    start("loading PyTorch and transformers")
     from spurline.run.plan import make_plan
 
-    made = make_plan(loaded)
+    made = make_plan(loaded, progress=start)
     for heading, lines in made.sections.items():
         typer.echo(f"{heading}:")
         for line in lines:

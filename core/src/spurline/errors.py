@@ -100,10 +100,18 @@ def line_of(key: str, lines: dict[str, int]) -> int | None:
     return None
 
 
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The closest other known word, whatever its case; None when none is close."""
+    # Of names that differ in case alone, the first in the alphabet stands for all.
+    folded = {name.casefold(): name for name in sorted(known, reverse=True)}
+    match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
+    return folded[match[0]] if match and folded[match[0]] != word else None
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest known word, or an empty string when none is close."""
-    match = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
-    return f" Did you mean '{match[0]}'?" if match else ""
+    """` Did you mean 'x'?` for the nearest known word, or an empty string when none is close."""
+    match = nearest(word, known)
+    return f" Did you mean '{match}'?" if match is not None else ""
 
 
 def listing(names: Iterable[str]) -> str:

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import local_backend, run_config, write_model_folder
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.data.tokenizer import load_tokenizer, pad_token_id
 from spurline.errors import ConfigError, ModelError
-from spurline.losses.configs import ValueLossConfig
+from spurline.losses.configs import KlConfig, PpoConfig, ValueLossConfig
 from spurline.model.configs import LoraConfig
+from spurline.model.memory import estimate_cache
 from spurline.testing.inputs import write_tiny_model
 from spurline.update.configs import ByPromptConfig
 
@@ -79,6 +80,41 @@ def test_config_overrides_change_the_architecture(architecture: Path) -> None:
 def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
     with pytest.raises(ModelError, match=r"'num_hiden_layers' is not a field.*Did you mean 'num_hidden_layers'"):
         load(architecture, init="random", config_overrides={"num_hiden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": "big"}, r"model\.config_overrides\.hidden_size is 'big'.*expected int.*model itself has 32"),
+        ({"num_hidden_layers": 0}, r"model\.config_overrides\.num_hidden_layers is 0; it must be above 0.*has 2"),
+        (
+            {"layer_types": ["full_attention"]},
+            r"layer_types has 1 entries, and num_hidden_layers is 2.*full_attention]",
+        ),
+        ({"num_hidden_layers": 3}, r"layer_types has 2 entries, and num_hidden_layers is 3"),
+        ({"layer_types": "all"}, r"model\.config_overrides\.layer_types is 'all', which does not fit"),
+        ({"num_attention_heads": 3}, r"num_key_value_heads is 2, which does not divide num_attention_heads: 3"),
+        ({"hidden_act": "nope"}, r"no Qwen3 model can be built with .*nope.*one by one"),
+        ({"rope_parameters": {"rope_type": "nope"}}, r"model\.config_overrides: no Qwen3 model can be built"),
+        ({"to_dict": 1}, r"'to_dict' is not a field of Qwen3Config"),
+        ({"HIDDEN_SIZE": 1}, r"'HIDDEN_SIZE' is not a field.*Did you mean 'hidden_size'"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_named(architecture: Path, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(architecture, init="random", config_overrides=overrides)
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused(tmp_path: Path) -> None:
+    GPT2Config(n_embd=32, n_head=4, n_layer=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"num_attention_heads is 5, which does not divide hidden_size: 32"):
+        load(tmp_path, init="random", config_overrides={"n_head": 5})
+
+
+def test_an_override_stays_as_it_was_written(architecture: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    load(architecture, init="random", config_overrides={"rope_parameters": rope})
+    assert rope == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
 def test_a_missing_folder_gets_the_nearest_one(architecture: Path) -> None:
@@ -145,6 +181,25 @@ def test_memory_is_estimated_without_loading_and_counts_parameters_exactly(archi
     critic = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig())
     both = LocalBackendConfig().estimate_memory(run_config(architecture, critic=critic), 100, 100)
     assert both == {**parts, "critic": 12 * count}
+
+
+def test_memory_counts_the_reference_model_and_what_autocast_rounds(architecture: Path) -> None:
+    run = run_config(architecture)
+    parts = LocalBackendConfig().estimate_memory(run, 100, 100)
+    count = parts["weights"] // 4
+    tied = PpoConfig(kl=KlConfig(coefficient=0.1))
+    with_reference = LocalBackendConfig().estimate_memory(run_config(architecture, loss=tied), 100, 100)
+    assert with_reference == {**parts, "reference": parts["weights"]}
+    adapted = LocalBackendConfig(lora=LoraConfig()).estimate_memory(run_config(architecture, loss=tied), 100, 100)
+    assert "reference" not in adapted, "adapters are turned off instead"
+    assert LocalBackendConfig(precision="bf16").estimate_memory(run, 100, 100)["rounded weights"] == 2 * count
+
+
+def test_memory_of_the_cache_is_that_of_keys_and_values(architecture: Path) -> None:
+    # 2 layers, 2 key heads of 8: 64 numbers of keys and values per token.
+    model = ModelConfig(path=str(architecture))
+    assert estimate_cache(model, 1000, precision="fp32") == 1000 * 64 * 4
+    assert estimate_cache(model, 1000, precision="bf16") == 1000 * 64 * 2
 
 
 def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) -> None:

@@ -43,7 +43,11 @@ class Document:
             del self.lines[path]
 
     def override_of(self, key: str) -> str | None:
-        """The `--set` text that decided the value at this key path, if one did."""
+        """The `--set` text that decided the value at this key path, or made it, if one did."""
+        if key and key not in self.lines:
+            made = next((text for path, text in self.overridden.items() if path.startswith(f"{key}.")), None)
+            if made is not None:
+                return made
         while key:
             if key in self.overridden:
                 return self.overridden[key]

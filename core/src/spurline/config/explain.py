@@ -13,8 +13,9 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
+from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig
-from spurline.errors import Problem, listing, suggestion
+from spurline.errors import Problem, listing, nearest, suggestion
 from spurline.plugins.registry import Registry
 
 
@@ -23,10 +24,11 @@ def explain(
     model: type[BaseModel],
     registry: Registry,
     skip: Collection[str] = (),
+    unlisted: Collection[str] = (),
 ) -> list[Problem]:
     """One Problem per key path; a value that fits none of several types says so in one message.
 
-    skip: pydantic's types of errors to leave out.
+    skip: pydantic's types of errors to leave out. unlisted: plugins that are installed and not in the `plugins` list.
     """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
@@ -34,7 +36,7 @@ def explain(
         if _follows_from_another(details, all_details) or details["type"] in skip:
             continue
         path, owner = _locate(model, details["loc"])
-        message = _message(details, path, owner, registry, model)
+        message = _message(details, path, owner, registry, model, unlisted)
         known = messages.setdefault(".".join(path), [])
         if message not in known:
             known.append(message)
@@ -55,14 +57,15 @@ def _message(
     owner: type[BaseModel] | None,
     registry: Registry,
     model: type[BaseModel],
+    unlisted: Collection[str],
 ) -> str:
     kind = details["type"]
     context = details.get("ctx", {})
     if kind == "extra_forbidden" and owner is not None:
         elsewhere = " A plugin's section needs that plugin in `plugins`." if len(path) == 1 else ""
-        return _unknown_key(path, owner, model) + elsewhere
+        return _unlisted_section(path, unlisted) or _unknown_key(path, owner, model) + elsewhere
     if kind == "unknown_component":
-        return _unknown_component(details, registry)
+        return _unknown_component(details, registry, unlisted)
     if kind == "missing":
         field = owner.model_fields.get(path[-1]) if owner is not None else None
         return f"is required. {field.description}" if field is not None and field.description else "is required."
@@ -80,6 +83,19 @@ def _message(
     shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {details['input']!r}: "
     text = details["msg"][0].lower() + details["msg"][1:]
     return f"{shown}{text}."
+
+
+def _unlisted_section(path: list[str], unlisted: Collection[str]) -> str:
+    """What to say of a top-level key that is, or nearly is, the name of such a plugin; empty for any other."""
+    key = path[0]
+    name = key if key in unlisted else nearest(key, {*unlisted, *RunConfig.model_fields})
+    if len(path) > 1 or name not in unlisted:
+        return ""
+    meant = "" if name == key else f" Did you mean '{name}'?"
+    return (
+        f"is not a setting.{meant} The plugin '{name}' is installed, but not listed under plugins. Add it: "
+        f"plugins: [{name}]."
+    )
 
 
 _OTHER_NAMES = {
@@ -140,7 +156,7 @@ def _component_name(owner: type[BaseModel]) -> str | None:
     return field.default if field is not None and isinstance(field.default, str) else None
 
 
-def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
+def _unknown_component(details: ErrorDetails, registry: Registry, unlisted: Collection[str]) -> str:
     kind, shorthand = details["msg"].split(" ")
     value = details["input"]
     name = cast("Mapping[str, Any]", value).get("name") if isinstance(value, Mapping) else None
@@ -150,9 +166,14 @@ def _unknown_component(details: ErrorDetails, registry: Registry) -> str:
     if name in names:
         others = [other for other in names if other != name]
         return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
+    # Which plugin has it cannot be known without importing it, and only listed plugins are imported.
+    elsewhere = (
+        f"Installed, but not listed under plugins, so that their components are not available: {listing(unlisted)}."
+        if unlisted
+        else "A component of a plugin needs that plugin in `plugins`."
+    )
     return (
-        f"is '{name}', but no {kind} has that name.{suggestion(str(name), names)} Available: {listing(names)}. "
-        "A component of a plugin needs that plugin in `plugins`."
+        f"is '{name}', but no {kind} has that name.{suggestion(name, names)} Available: {listing(names)}. {elsewhere}"
     )
 
 

@@ -61,7 +61,9 @@ def load_config(
     try:
         config = model.model_validate(_with_defaults_of_source(document.values, host.registry))
     except ValidationError as error:
-        raise _config_error(explain(error, model, host.registry), document) from None
+        known = installed_plugins() if available is None else available
+        unlisted = sorted(set(known) - set(host.plugins))
+        raise _config_error(explain(error, model, host.registry, unlisted=unlisted), document) from None
     problems = [] if recorded else list(_cross_field_problems(config))
     if problems:
         raise _config_error(problems, document)
@@ -94,10 +96,13 @@ def _config_error(problems: Sequence[Problem], document: Document) -> ConfigErro
     """The error for these problems, in file order, those of overridden settings saying so."""
     told: list[Problem] = []
     for problem in sorted(problems, key=lambda problem: line_of(problem.key, document.lines) or 0):
-        override = document.override_of(problem.key)
-        note = f" (from --set {override})" if override is not None else ""
-        told.append(Problem(problem.key, f"{problem.message}{note}"))
+        told.append(Problem(problem.key, f"{problem.message}{_note_of_override(problem.key, document)}"))
     return ConfigError(told, document.origin, document.lines)
+
+
+def _note_of_override(key: str, document: Document) -> str:
+    override = document.override_of(key)
+    return f" (from --set {override})" if override is not None else ""
 
 
 def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin] | None) -> PluginHost:
@@ -108,7 +113,8 @@ def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin]
         line = document.lines.get("plugins")
         place = f"{document.origin}:{line}" if line else document.origin
         others = _problems_without(document, names, available)
-        raise PluginError("\n".join([f"{place}: plugins: {error}", *others])) from error.__cause__
+        note = _note_of_override("plugins", document)
+        raise PluginError("\n".join([f"{place}: plugins: {error}{note}", *others])) from error.__cause__
 
 
 def _problems_without(

@@ -169,6 +169,9 @@ class ModelConfig(Section):
     """`random` takes only the architecture from `path` and draws fresh weights from `seed`."""
     trust_remote_code: bool = False
     """Run Python code that ships with a hub model."""
+    allow_extrapolation: bool = False
+    """Train on sequences longer than the rotary positions that the model was made for, rope scaling counted. Learned
+    positions end where their table ends, whatever this says."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
 

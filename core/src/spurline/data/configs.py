@@ -30,6 +30,10 @@ class HfDatasetConfig(DatasetConfig):
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
 
+    @property
+    def place(self) -> str:
+        return self.path
+
 
 class SequentialTokenizationConfig(TokenizationConfig):
     """One sample after another, in this process, into memory."""

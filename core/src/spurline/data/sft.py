@@ -20,7 +20,7 @@ from spurline.data.tokenization import open_datasets, share_read, tokenize
 from spurline.data.tokenizer import pad_token_id
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig
-from spurline.protocols.source import BatchSource, SourceContext
+from spurline.protocols.source import BatchSource, Longest, Samples, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 
@@ -36,6 +36,7 @@ class SampleSet:
         opened = open_datasets(configs, registry, context.row_limit)
         self.shares = share_read(opened)
         self._sources = self._to_tokenize(opened)
+        context.progress(f"tokenizing {', '.join(item.dataset.label for item in opened)}")
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
         self._collator: Collator = registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
@@ -63,6 +64,13 @@ class SampleSet:
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
         """What is handed to the tokenization; rows that hold several texts become several datasets."""
         return opened
+
+
+def longest_sample(samples: Samples) -> Longest:
+    """Its length and its uid, as the summary of the samples has them."""
+    facts = samples.summary()
+    where = f"sample {facts['longest_at']} (rows counted from 0)"
+    return Longest(int(facts["longest"]), where, "data.max_length")
 
 
 class SftSource(BatchSource):
@@ -97,6 +105,9 @@ class SftSource(BatchSource):
             "rounded": self._rounded,
         }
         return {**self._samples.summary(), **facts}
+
+    def longest(self) -> Longest:
+        return longest_sample(self._samples)
 
     def build(self, step: int) -> TrainingBatch:
         return self._samples.batch(self._order.batch(step, self._batch_size), training=True)

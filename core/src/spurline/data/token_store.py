@@ -208,18 +208,22 @@ HISTOGRAM_BINS = 40
 def summarize(tokenized: Tokenized) -> dict[str, Any]:
     """JSON-able summary: samples, tokens, loss_share (0..1), dropped by reason, truncated, histogram of lengths, notes.
 
+    `longest` is the length of the longest sample, `longest_at` its uid.
+
     Reads every loss mask, unless the tokenization brought its summary along.
     """
-    if tokenized.summary is not None:
-        return {**tokenized.summary, "notes": list(tokenized.notes)}
     store = tokenized.store
     lengths = store.lengths()
+    longest_at = store.uid(int(lengths.argmax())) if len(lengths) else ""
+    if tokenized.summary is not None:
+        return {**tokenized.summary, "longest_at": longest_at, "notes": list(tokenized.notes)}
     counts, edges = _histogram(lengths)
     return {
         "samples": len(store),
         "tokens": int(store.offsets[-1]),
         "loss_share": float(store.loss_mask.mean()) if len(store.loss_mask) else 0.0,
         "longest": int(lengths.max(initial=0)),
+        "longest_at": longest_at,
         "mean_length": float(lengths.mean()) if len(store) else 0.0,
         "sources": dict(zip(store.labels, store.sizes(), strict=True)),
         "dropped": dict(tokenized.dropped),

@@ -10,7 +10,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spurline.config.run_config import ModelConfig
-from spurline.errors import ModelError, suggestion
+from spurline.data.hub import describe_missing_path, describe_unfound, finding, is_local
+from spurline.errors import ModelError
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -21,12 +22,13 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source,
-            # A revision names a commit of the model's repository, not of another one that only gives the tokenizer.
-            revision=None if model.tokenizer else model.revision,
-            trust_remote_code=model.trust_remote_code,
-        )
+        with finding(key, source):
+            tokenizer = AutoTokenizer.from_pretrained(
+                source,
+                # A revision names a commit of the model's repository, not of another one that only gives the tokenizer.
+                revision=None if model.tokenizer else model.revision,
+                trust_remote_code=model.trust_remote_code,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(describe_missing(key, source, "tokenizer", error, model.trust_remote_code)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -73,23 +75,6 @@ def describe_missing(key: str, source: str, what: str, error: Exception, trust_r
             f"{key}: {source} needs Python code from its repository. Read that code, then set "
             "model.trust_remote_code: true."
         )
-    if _looks_like_path(source):
-        return f"{key}: folder {source} does not exist.{_nearest_folder(folder)}"
-    return (
-        f"{key}: {source} is neither a local folder nor a {what} the Hugging Face hub gave us: {reason}\n"
-        "Check the spelling and model.revision; for a private model run `hf auth login`; without network give a "
-        "local folder."
-        f"{_nearest_folder(folder)}"
-    )
-
-
-def _looks_like_path(source: str) -> bool:
-    # A hub name has at most one slash and does not start like a path.
-    return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
-
-
-def _nearest_folder(folder: Path) -> str:
-    if not folder.parent.is_dir():
-        return ""
-    names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
-    return suggestion(folder.name, names)
+    if is_local(source):
+        return f"{key}: {describe_missing_path(source)}"
+    return f"{key}: {describe_unfound(source, what, reason)}"

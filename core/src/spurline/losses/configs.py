@@ -42,6 +42,10 @@ class DpoConfig(LossConfig):
     sft_weight: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen answer's mean negative log-likelihood (RPO, Pang et al. 2024, arXiv:2404.19733)."""
 
+    @property
+    def uses_reference(self) -> bool:
+        return True
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.loss is self and run.source.supplies != "pairs":
             yield Problem(
@@ -76,6 +80,10 @@ class PolicyLossConfig(LossConfig):
     """Weight of the bonus for entropy of the next-token distribution."""
     entropy_metric: bool = True
     """Report `policy/entropy` also without a bonus; costs a second pass over the logits."""
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.kl.coefficient > 0
 
 
 class PolicyGradientConfig(PolicyLossConfig):

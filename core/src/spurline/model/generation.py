@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import LengthLimit
+from spurline.model.positions import position_limit
 from spurline.model.stream_model import evaluation_mode, other_attention
 from spurline.protocols.backend import GenerationModel
 
@@ -91,9 +92,12 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def generation_model(causal: PreTrainedModel, profile: DeviceProfile, limit: LengthLimit | None) -> GenerationModel:
-    """The model for a rollout engine. limit: see `check_config`."""
-    context = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+def generation_model(
+    causal: PreTrainedModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
+) -> GenerationModel:
+    """The model for a rollout engine. limit: see `check_config`. allow_extrapolation: of `model`."""
+    positions = position_limit(causal.config)
+    context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
     return GenerationModel(causal, profile.computing, min(limits, default=None))
 

@@ -6,76 +6,51 @@ probe (`probe.py`) is switched off: losses that would be left out, frequencies t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from spurline.config.run_config import ModelConfig
+from spurline.data.hub import finding
 from spurline.data.tokenizer import describe_missing
-from spurline.errors import DataError, ModelError, listing, suggestion
+from spurline.errors import DataError, ModelError, listing
+from spurline.model.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline.model.device_profile import DeviceProfile
+from spurline.model.positions import rope_settings, rope_type
+from spurline.model.weight_files import check_weight_files
 
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    ImportError,
-    AttributeError,
-    RuntimeError,
-    AssertionError,
-    StrictDataclassError,
-)
-"""What transformers raises for folders, names and architectures it cannot use."""
+_BROKEN_FILES = (SafetensorError, pickle.UnpicklingError, EOFError)
+_logger = logging.getLogger(__name__)
 
-
-def load_model_config(model: ModelConfig) -> PretrainedConfig:
-    """The architecture of `model.path` with `model.config_overrides` applied. Raises ModelError."""
-    try:
-        config = AutoConfig.from_pretrained(
-            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except _LOADING_ERRORS as error:
-        raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
-    known = config.to_dict().keys()
-    for name, value in model.config_overrides.items():
-        if name not in known and not hasattr(config, name):
-            raise ModelError(
-                f"model.config_overrides: '{name}' is not a field of {type(config).__name__}."
-                f"{suggestion(name, known)}\n"
-                f"Fields: {listing(known)}."
-            )
-        setattr(config, name, value)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"model.path: {model.path} is quantized, and quantized weights cannot be trained. "
-            "Use the unquantized model it was made from."
-        )
-    return config
+_NAMES_SHOWN = 3
 
 
 def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrainedModel:
     """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone."""
     config = load_model_config(model)
     try:
-        with _quiet_loading():
+        with _quiet_loading(), finding("model.path", model.path):
             # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
             common: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
             if model.init == "random":
                 torch.manual_seed(seed)
                 causal = AutoModelForCausalLM.from_config(config, **common)
             else:
-                common |= {"config": config, "revision": model.revision}
-                causal = AutoModelForCausalLM.from_pretrained(model.path, **common)
-    except _LOADING_ERRORS as error:
-        raise ModelError(_loading_failed(model, config, error)) from error
+                check_weight_files(model)
+                causal = _with_weights(model, config, common)
+    except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
+        # An architecture that cannot be built at all is another mistake than weights that cannot be read.
+        build_without_memory(config, model)
+        raise ModelError(_loading_failed(model, error)) from error
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
         # The grouped matrix product of experts has no float64 kernel.
         causal.set_experts_implementation("eager")
@@ -83,13 +58,47 @@ def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrai
     return causal.train()
 
 
-def _loading_failed(model: ModelConfig, config: PretrainedConfig, error: Exception) -> str:
-    text = str(error)
-    if "Unrecognized configuration class" in text:
-        return (
-            f"model.path: {model.path} ({type(config).__name__}) is not a causal language model. "
-            "Choose a decoder-only text model."
+def _with_weights(model: ModelConfig, config: PretrainedConfig, common: Mapping[str, Any]) -> PreTrainedModel:
+    """The pretrained model. Raises ModelError where the files lack weights: they would be random ones."""
+    # Weights of other shapes are asked for too, so that they can be named.
+    options: dict[str, Any] = {"revision": model.revision, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, **common, **options)
+    causal, report = loaded
+    mismatched, missing = report["mismatched_keys"], sorted(report["missing_keys"])
+    if mismatched:
+        name, found, expected = sorted(mismatched, key=str)[0]
+        raise ModelError(
+            f"model.path: {len(mismatched)} weights of {model.path} have other shapes than its config asks for: {name} "
+            f"is {tuple(found)} in the files and {tuple(expected)} in the model. {_what_may_not_fit(model)}"
         )
+    if missing:
+        raise ModelError(
+            f"model.path: the files of {model.path} lack {len(missing)} weights that its config asks for, which would "
+            f"stay random: {_some(missing)}. {_what_may_not_fit(model)}"
+        )
+    unexpected = sorted(report["unexpected_keys"])
+    # Whoever overrides the architecture, such as the number of layers, means to leave some out.
+    if unexpected and not model.config_overrides:
+        _logger.warning(
+            "model.path: %s weights of %s have no place in the model and are left out: %s.",
+            len(unexpected),
+            model.path,
+            _some(unexpected),
+        )
+    return causal
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+
+
+def _what_may_not_fit(model: ModelConfig) -> str:
+    if model.config_overrides:
+        return f"model.config_overrides changes {listing(model.config_overrides)}, which these weights do not fit."
+    return "Are config.json and the weights of the same model?"
+
+
+def _loading_failed(model: ModelConfig, error: Exception) -> str:
     message = describe_missing("model.path", model.path, "weights", error, model.trust_remote_code)
     if model.init == "pretrained":
         message += "\nTo train this architecture from scratch set model.init: random."
@@ -100,12 +109,14 @@ def _loading_failed(model: ModelConfig, config: PretrainedConfig, error: Excepti
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """Without the progress bars of transformers, which would write into the terminal tracker's output."""
-    enabled = transformers_logging.is_progress_bar_enabled()
+    """Without the progress bars and tables of transformers, which would write into the terminal tracker's output."""
+    enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if enabled:
             transformers_logging.enable_progress_bar()
 
@@ -151,17 +162,13 @@ def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthL
 
 def _switching_rope(config: PretrainedConfig) -> Iterator[LengthLimit]:
     """Rotary settings under which transformers chooses frequencies by the largest position it sees."""
-    found = getattr(config, "rope_parameters", None)
-    if not isinstance(found, Mapping):
-        return
-    # The settings of the whole model, or one per layer type.
-    for settings in [value for value in found.values() if isinstance(value, Mapping)] or [found]:
-        rope_type = str(settings.get("rope_type") or settings.get("type"))
+    for settings in rope_settings(config):
+        name = rope_type(settings)
         longest = getattr(config, "max_position_embeddings", None)
-        if rope_type == "longrope":
+        if name == "longrope":
             own = getattr(config, "original_max_position_embeddings", None)
             longest = settings.get("original_max_position_embeddings") or own or longest
-        elif "dynamic" not in rope_type:
+        elif "dynamic" not in name:
             continue
         # Without a known limit every length may switch.
-        yield LengthLimit(int(longest or 0), rope_type)
+        yield LengthLimit(int(longest or 0), name)

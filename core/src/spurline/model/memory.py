@@ -9,17 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import PretrainedConfig
 
 from spurline.config.run_config import ModelConfig
+from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
-from spurline.model.loading import load_model_config
 from spurline.model.stream_model import vocabulary_size
 
 _ELEMENTWISE_TENSORS_PER_LAYER = 8
 """Hidden-sized tensors a layer keeps for backward besides the inputs of its matrices: norms, residuals, rotary."""
+
+_WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
+_COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+"""Of weights as they are held, and of what is computed with them: bf16 computes under autocast."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Shapes:
 
     parameters: all of them, adapters included. trained: those that ask for gradients.
     linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits.
+    cached: elements of keys and values that generation keeps for each token.
     """
 
     parameters: int
@@ -36,6 +40,7 @@ class Shapes:
     hidden: int
     vocabulary: int
     linear: int
+    cached: int
 
     def activations_per_token(self, checkpointing: bool) -> int:
         """Elements kept for the backward pass. checkpointing: whether layers are recomputed there."""
@@ -47,8 +52,7 @@ class Shapes:
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """The shapes of `model.path`, with adapters if there are some. Raises ModelError."""
     config = load_model_config(model)
-    with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    causal = build_without_memory(config, model)
     head = causal.get_output_embeddings()
     linear = {
         name: module.in_features + module.out_features
@@ -65,7 +69,16 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
         hidden=text.hidden_size,
         vocabulary=vocabulary_size(causal),
         linear=sum(linear.values()),
+        cached=_cached_per_token(text),
     )
+
+
+def _cached_per_token(config: PretrainedConfig) -> int:
+    """Keys and values of all layers; more than there are where layers look back over a window only."""
+    heads = int(config.num_attention_heads)
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 2 * int(config.num_hidden_layers) * key_heads * head_size
 
 
 def _is_target(name: str, lora: LoraConfig) -> bool:
@@ -82,15 +95,16 @@ def estimate_memory(
     activation_checkpointing: bool,
     logits_chunk_tokens: int,
     critic: bool,
+    reference: bool,
 ) -> dict[str, int]:
-    """Bytes of `weights`, `gradients`, `optimizer`, `activations` and `logits` in one process. Raises ModelError.
+    """Bytes by part in one process, at the peak of an update. Raises ModelError.
 
     tokens: non-padding tokens of one micro-batch, all of which are taken to carry loss.
     critic: adds `critic`, its weights and optimizer; all else of it is never there together with the policy's.
+    reference: adds `reference`, the weights before training; runs with adapters have none of their own.
     """
     shapes = model_shapes(model, lora)
-    weight_bytes = 8 if precision == "fp64" else 4
-    computed_bytes = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
+    weight_bytes, computed_bytes = _WEIGHT_BYTES[precision], _COMPUTED_BYTES[precision]
     # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
     bytes_per_logit = 2 * weight_bytes + computed_bytes
     parts = {
@@ -100,7 +114,32 @@ def estimate_memory(
         "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
         "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
     }
+    if computed_bytes < weight_bytes:
+        # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
+        kept_by_layer = activation_checkpointing and lora is not None
+        parts["rounded weights"] = shapes.parameters * computed_bytes // (shapes.layers if kept_by_layer else 1)
+    if reference and lora is None:
+        parts["reference"] = parts["weights"]
     if critic:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
         parts["critic"] = parts["weights"] + parts["optimizer"]
     return parts
+
+
+def estimate_cache(model: ModelConfig, tokens: int, *, precision: Literal["fp32", "bf16", "fp64"]) -> int:
+    """Bytes of keys and values of so many tokens while responses are generated. Raises ModelError."""
+    return tokens * model_shapes(model, None).cached * _COMPUTED_BYTES[precision]
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters of `model.path`, without reading its weights. Raises ModelError."""
+    return model_shapes(model, None).parameters
+
+
+def describe_count(number: int) -> str:
+    """A number of parameters as people say it: `596 M`, `8.2 B`."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            value = number / size
+            return f"{value:.1f} {letter}" if value < 100 and letter == "B" else f"{value:,.0f} {letter}"
+    return f"{number:,}"

@@ -152,10 +152,24 @@ class BackendConfig(ComponentConfig):
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
 
+    def describe_device(self) -> str:
+        """What the settings say about devices, to follow the backend's name, such as ` on cuda`; empty for nothing."""
+        return ""
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
+        return False
+
     @property
     def dropout_rates(self) -> Mapping[str, float]:
         """Dropout that the backend itself adds to the model: key path in this section -> rate."""
         return {}
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp64"]:
+        """Precision of its forward passes, which keys and values have too when an engine borrows the model."""
+        return "fp32"
 
     def missing_here(self) -> str | None:
         """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""

@@ -26,6 +26,11 @@ class DatasetConfig(ComponentConfig):
     label: str | None = None
     """Short name in reports and row uids; default is the file or hub name."""
 
+    @property
+    def place(self) -> str:
+        """Where the rows are, for people."""
+        return self.label or self.name
+
 
 class Dataset(Protocol):
     """Random access to rows.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import SpurlineError
@@ -24,6 +24,11 @@ class EnvironmentConfig(ComponentConfig):
     def reward_terms(self) -> Collection[str] | None:
         """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
         return None
+
+    @property
+    def most_turns(self) -> int:
+        """Responses that one attempt may ask for."""
+        return 1
 
 
 class AttemptFailedError(SpurlineError):
@@ -77,6 +82,15 @@ class PolicyHandle(Protocol):
         turn_rewards: one number per turn, as it is, for the last token of each.
         info: JSON-able facts for the log and the report, such as `prompt` and `response`.
         """
+        ...
+
+
+@runtime_checkable
+class ShowsPrompt(Protocol):
+    """An environment that knows beforehand what the model is first given, for plans and checks of length."""
+
+    def first_prompt(self, task: Task) -> Sequence[int]:
+        """Token ids of the prompt of the first turn. Raises DataError for a row that cannot be used."""
         ...
 
 

@@ -86,3 +86,8 @@ class LossConfig(ComponentConfig):
     uses_rollout_logprobs: ClassVar[bool] = False
     """Whether the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
     where they come from older weights."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether its settings need the logprobs of the reference model, which then takes memory."""
+        return False

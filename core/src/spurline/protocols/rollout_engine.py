@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from spurline.config.run_config import RunConfig
     from spurline.protocols.backend import Backend
     from spurline.rl.trajectory import FinishReason
 
@@ -29,6 +30,22 @@ class RolloutEngineConfig(ComponentConfig):
     def num_engines(self) -> int:
         """Engines that requests are spread over."""
         return 1
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens that its own settings allow prompt and response together; None where the model alone sets a limit."""
+        return None
+
+    def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
+        """Bytes by part on the trainer's device while so many responses of this length, prompts included, are written.
+
+        {} for an engine that generates elsewhere, or where it is not known.
+        """
+        return {}
+
+    def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
+        """Sentences for `spurline plan`: where it generates, and what memory it takes there, responses as above."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from spurline.config.section import Component, ComponentConfig
 from spurline.errors import Problem
+from spurline.progress import Progress, silent
 from spurline.protocols.stateful import Stateful, refuse_other_data
 
 if TYPE_CHECKING:
@@ -22,6 +23,28 @@ if TYPE_CHECKING:
     from spurline.protocols.backend import Backend
     from spurline.protocols.collator import ParallelLayout
     from spurline.protocols.tokenization import DatasetToTokenize
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that the data makes.
+
+    tokens: of a sample, or of a prompt with a whole response. where: its row. prompt_tokens: of the prompt, where a
+    response of up to `tokens - prompt_tokens` follows; None for a sample. setting: key path of what bounds `tokens`.
+    """
+
+    tokens: int
+    where: str
+    setting: str
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class LargestUpdate:
+    """The most that one optimizer step may hold. row_length: tokens of its longest row. tokens: of all its rows."""
+
+    row_length: int
+    tokens: int
 
 
 MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
@@ -46,6 +69,36 @@ class SourceConfig(ComponentConfig):
     def num_prompts(self) -> int | None:
         """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
         return None
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens of prompt and response that the settings of its engine allow; None where they set no limit."""
+        return None
+
+    @property
+    def most_turns(self) -> int:
+        """Responses that one attempt may hold; 1 where nothing is generated."""
+        return 1
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether it asks the reference model itself, whatever the loss does."""
+        return False
+
+    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
+        """What responses as long as they may get make of an optimizer step; None where the batches themselves tell.
+
+        prompt_tokens: of the longest prompt. context: tokens that the model can see; None without a limit.
+        """
+        return None
+
+    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
+        """Bytes by part that generating takes on the trainer's device; {} where nothing is generated there."""
+        return {}
+
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
+        """Sentences about where it generates, for `spurline plan`."""
+        return ()
 
     @property
     def sampling_temperature(self) -> float:
@@ -110,6 +163,27 @@ class DecoratedSourceConfig(SourceConfig):
     def transport(self) -> str | None:
         return self.of.transport
 
+    @property
+    def context_tokens(self) -> int | None:
+        return self.of.context_tokens
+
+    @property
+    def most_turns(self) -> int:
+        return self.of.most_turns
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.of.uses_reference
+
+    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
+        return self.of.largest_update(run, prompt_tokens, context)
+
+    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
+        return self.of.generation_memory(run, prompt_tokens, context)
+
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
+        return self.of.generation_notes(run, prompt_tokens, context)
+
 
 @dataclass(frozen=True)
 class SourceContext:
@@ -117,7 +191,7 @@ class SourceContext:
 
     host: enabled plugins; create further components with `host.registry.create(kind, config, ...)`, fire hooks with
     `host.hooks`. layout: what the backend's parallelism asks of batches. row_limit: look at no more rows than this of
-    each dataset (`spurline plan` on large data); None reads all.
+    each dataset (`spurline plan` on large data); None reads all. progress: told what takes time.
     """
 
     config: RunConfig
@@ -125,6 +199,7 @@ class SourceContext:
     tokenizer: PreTrainedTokenizerBase
     layout: ParallelLayout
     row_limit: int | None = None
+    progress: Progress = silent
 
 
 class BatchSource(ABC):
@@ -147,6 +222,17 @@ class BatchSource(ABC):
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
         """Called once, after the checkpoint was loaded, before the batch of `step` (the first to run) is built."""
+
+    def longest(self) -> Longest | None:
+        """The longest sequence of all samples, or of the prompts looked at; None where it is not known beforehand.
+
+        Compared with the model's positions before training.
+        """
+        return None
+
+    def preview(self) -> Sequence[str]:
+        """Lines about what the model gets to see, for `spurline plan`; none where the batches show it."""
+        return ()
 
     @abstractmethod
     def build(self, step: int) -> TrainingBatch:
@@ -196,6 +282,12 @@ class DecoratedSource(BatchSource):
     def summary(self) -> Mapping[str, object]:
         return self.inner.summary()
 
+    def longest(self) -> Longest | None:
+        return self.inner.longest()
+
+    def preview(self) -> Sequence[str]:
+        return self.inner.preview()
+
     def start(self, step: int, backend: Backend) -> None:
         self.inner.start(step, backend)
 
@@ -237,6 +329,10 @@ class HeldOutEvaluation(ABC):
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
         """JSON-able facts about the data; see `spurline.data.token_store`."""
+
+    def longest(self) -> Longest | None:
+        """As of the source; of the held-out data."""
+        return None
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -15,6 +15,11 @@ class TrackerConfig(ComponentConfig):
 
     kind: ClassVar[str] = "tracker"
 
+    @property
+    def silences_start(self) -> bool:
+        """Whether the lines that a start writes to stderr are to be left out."""
+        return False
+
 
 @dataclass(frozen=True)
 class RunInfo:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from spurline.errors import ConfigError
-from spurline.protocols.environment import Environment, PolicyHandle, Task
+from spurline.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
 from spurline.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import OVERLONG, PromptSourceConfig
@@ -47,6 +47,16 @@ class Attempts:
         held_out, given_up = self._config.held_out, GivenUpPrompts(self._config.faults.max_quarantined)
         runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
         return await runner.run_groups(prompts)
+
+    def first_prompt(self, draw: Draw) -> Sequence[int] | None:
+        """Token ids of what the model is first given; None where the environment cannot say it beforehand.
+
+        Raises DataError for a row that cannot be used.
+        """
+        if not isinstance(self._environment, ShowsPrompt):
+            return None
+        task = Task(draw.row, draw.dataset, draw.uid, 0, draw.location)
+        return self._environment.first_prompt(task)
 
     async def close(self) -> None:
         """End the engine and the environment."""

@@ -58,6 +58,26 @@ class _Stretch:
     turn: int | None = None
 
 
+def opening_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    *,
+    where: str,
+) -> list[int]:
+    """Token ids of the prompt of a conversation's first turn. Raises DataError naming `where`."""
+    require_chat_template(tokenizer, where)
+    [encoding] = encode_batch(tokenizer, [_render(ChatRenderer(tokenizer), messages, tools, where)], is_chat=True)
+    return list(encoding.ids)
+
+
+def _render(renderer: ChatRenderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None, where: str) -> str:
+    try:
+        return renderer.render(messages, tools, add_generation_prompt=True)
+    except BadRowError as error:
+        raise error.at(where) from error
+
+
 class ChatFront:
     """One conversation.
 
@@ -117,10 +137,7 @@ class ChatFront:
 
     def _extend_prompt(self) -> list[int]:
         """Token ids of everything before the model's next turn."""
-        try:
-            text = self._renderer.render(self._messages, self._tools, add_generation_prompt=True)
-        except BadRowError as error:
-            raise error.at(self._where) from error
+        text = _render(self._renderer, self._messages, self._tools, self._where)
         if self._history == "retokenize" or not self._stretches:
             self._stretches = [_Stretch(text, self._encode(text))]
         else:

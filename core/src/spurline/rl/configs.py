@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -14,7 +14,7 @@ from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.correction import CorrectionConfig
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
-from spurline.protocols.source import SourceConfig
+from spurline.protocols.source import LargestUpdate, SourceConfig
 
 OVERLONG = "overlong"
 """Reward term of `source.overlong`."""
@@ -264,6 +264,40 @@ class PromptSourceConfig(SourceConfig):
     @property
     def num_prompts(self) -> int:
         return self.prompts_per_step
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self.engine.context_tokens
+
+    @property
+    def most_turns(self) -> int:
+        return self.environment.most_turns
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.kl_in_reward is not None
+
+    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
+        prompts = run.minibatches.minibatch_prompts(self.prompts_per_step) or self.prompts_per_step
+        length = self._longest_attempt(prompt_tokens, context)
+        return LargestUpdate(length, prompts * self.samples_per_prompt * length)
+
+    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
+        length = self._longest_attempt(prompt_tokens, context)
+        return self.engine.estimate_memory(run, self.responses_at_once, length)
+
+    def _longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
+        """Tokens of an attempt whose every response is as long as it may get."""
+        length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
+        return length if context is None else min(length, context)
+
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
+        return self.engine.describe(run, self.responses_at_once, self._longest_attempt(prompt_tokens, context))
+
+    @property
+    def responses_at_once(self) -> int:
+        """Responses that may be under way together."""
+        return min(self.max_concurrent, self.prompts_per_step * self.samples_per_prompt)
 
     @property
     def sampling_temperature(self) -> float:

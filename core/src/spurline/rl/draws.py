@@ -6,7 +6,7 @@ that turned out to be unusable are remembered, so that none of them costs anythi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -97,6 +97,12 @@ class PromptDraws:
             )
         indices = self._order.positions(start, start + count)
         return [self._draw(start + offset, int(index)) for offset, index in enumerate(indices)]
+
+    def rows(self, limit: int) -> Iterator[Draw | SkippedRow]:
+        """The first rows of each dataset, in the order of the files, as draws whose numbers say nothing."""
+        for start, size in zip(self._starts, self._sizes, strict=False):
+            for place in range(min(size, limit)):
+                yield self._draw(place, int(start) + place)
 
     def skip(self, row: SkippedRow) -> None:
         """Leave this row out from now on."""

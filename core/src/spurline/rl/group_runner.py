@@ -157,7 +157,7 @@ class GroupRunner:
             except PrefixError as error:
                 raise _GiveUp(_explain_failure(task, attempt, error)) from error
             except DataError as error:
-                raise _explain_bad_row(task, error) from error
+                raise explain_bad_row(task.location, error) from error
             except Exception as error:
                 if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
                     raise
@@ -251,10 +251,10 @@ def _name(task: Task) -> str:
     return f"sample {task.sample} of prompt {task.uid}"
 
 
-def _explain_bad_row(task: Task, error: DataError) -> DataError:
+def explain_bad_row(location: str, error: DataError) -> DataError:
     """The error with the row's location in front and the way out behind, where it does not say them itself."""
     text = str(error)
-    place = "" if task.location in text else f"{task.location}: "
+    place = "" if location in text else f"{location}: "
     fix = "" if "on_bad_row" in text else " Mend the row, or leave such rows out with `on_bad_row: skip`."
     return DataError(f"{place}{text}{fix}")
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from spurline.data.batch import TrainingBatch
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend
-from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
+from spurline.protocols.source import BatchSource, HeldOutEvaluation, Longest, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import PromptSourceConfig
@@ -22,6 +23,7 @@ from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import RolloutEvaluation
 from spurline.rl.preparation import Preparation
+from spurline.rl.prompt_survey import ROWS_BEFORE_TRAINING, PromptSurvey, survey
 from spurline.rl.trajectory import Group, has_equal_returns, turns_of
 
 RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
@@ -103,6 +105,7 @@ class PromptSource(BatchSource):
         self._preparation = Preparation(config, context)
         self._attempts = Attempts(config, context)
         self._settings = config
+        self._context = context
         self.total_steps = run.total_steps(self._prompts.prompts_per_epoch, config.prompts_per_step)
 
     def summary(self) -> Mapping[str, object]:
@@ -114,6 +117,30 @@ class PromptSource(BatchSource):
             "step_of": f"{config.prompts_per_step} prompts x {config.samples_per_prompt} attempts",
             "objective": self._preparation.describe(),
         }
+
+    def longest(self) -> Longest | None:
+        limit = self._settings.sampling.max_new_tokens
+        found = [seen for seen in (self._survey, self._held_out_survey) if seen is not None]
+        if not found:
+            return None
+        most = max(found, key=lambda seen: seen.longest)
+        return Longest(most.longest + limit, most.where, "source.sampling.max_new_tokens", prompt_tokens=most.longest)
+
+    def preview(self) -> Sequence[str]:
+        return () if self._survey is None else self._survey.lines(self._context.tokenizer)
+
+    @cached_property
+    def _survey(self) -> PromptSurvey | None:
+        return self._survey_of(self._prompts)
+
+    @cached_property
+    def _held_out_survey(self) -> PromptSurvey | None:
+        return None if self._held_out is None else self._survey_of(self._held_out)
+
+    def _survey_of(self, prompts: PromptDraws) -> PromptSurvey | None:
+        limit = self._context.row_limit or ROWS_BEFORE_TRAINING
+        self._context.progress("rendering prompts")
+        return survey(prompts.rows(limit), self._attempts.first_prompt)
 
     def evaluation(self) -> HeldOutEvaluation:
         """Attempts at the held-out prompts with the weights as they are."""

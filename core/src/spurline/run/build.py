@@ -8,12 +8,15 @@ from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
+from spurline.model.memory import describe_count
+from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, HeldOutEvaluation, SourceContext
 from spurline.protocols.tracker import Tracker
 from spurline.run.evaluation import Evaluation
+from spurline.run.lengths import check_lengths
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.update.reduction import make_reduction
 from spurline.update.update import Recipe, Update
@@ -43,12 +46,19 @@ class Components:
     backend: Backend
     trackers: dict[str, Tracker]
     """By the names that the config gives them, in the order in which they are called."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of them when the run starts."""
 
 
-def build_data(loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None) -> DataComponents:
+def build_data(
+    loaded: LoadedConfig, stack: ExitStack, row_limit: int | None = None, progress: Progress = silent
+) -> DataComponents:
     """Tokenizer, source, mini-batches, loss and evaluation. The stack closes them."""
     config, registry = loaded.config, loaded.host.registry
-    context = SourceContext(config, loaded.host, load_tokenizer(config.model), config.backend.layout(), row_limit)
+    progress("loading the tokenizer")
+    tokenizer = load_tokenizer(config.model)
+    progress("reading the data")
+    context = SourceContext(config, loaded.host, tokenizer, config.backend.layout(), row_limit, progress)
     source: BatchSource = registry.create("source", config.source, context=context)
     stack.callback(source.close)
     loss: Loss = registry.create("loss", config.loss)
@@ -68,12 +78,17 @@ def _evaluation(context: SourceContext, source: BatchSource, loss: Loss) -> Held
     return Evaluation(context, loss, source.held_out()) if own is None else own
 
 
-def build_components(loaded: LoadedConfig, stack: ExitStack) -> Components:
-    """All components; the stack closes them in reverse order."""
+def build_components(loaded: LoadedConfig, stack: ExitStack, progress: Progress = silent) -> Components:
+    """All components; the stack closes them in reverse order. progress: told what takes time."""
     trackers = build_trackers(loaded)
-    data = build_data(loaded, stack)
+    data = build_data(loaded, stack, progress=progress)
+    notes = check_lengths(loaded, data.source, data.evaluation)
+    progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")
     backend = build_backend(loaded, stack, data.total_updates)
-    return Components(data, backend, trackers)
+    facts = backend.facts()
+    if "parameters" in facts:
+        progress(f"{describe_count(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
+    return Components(data, backend, trackers, tuple(notes))
 
 
 def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) -> Backend:

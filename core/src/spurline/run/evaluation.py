@@ -20,14 +20,14 @@ import numpy as np
 from spurline.config.run_config import GenerationEvalConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.prompts import read_examples
-from spurline.data.sft import SampleSet
+from spurline.data.sft import SampleSet, longest_sample
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend, Generates
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.loss import Loss, Objective
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.reward import Answer, Reward
-from spurline.protocols.source import HeldOutEvaluation, Samples, SourceContext
+from spurline.protocols.source import HeldOutEvaluation, Longest, Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.rl.scoring import reward_terms
 from spurline.update.update import with_reference_logprobs
@@ -53,6 +53,11 @@ class Evaluation(HeldOutEvaluation):
 
     def summary(self) -> Mapping[str, Any]:
         return self._samples.summary()
+
+    def longest(self) -> Longest:
+        samples = longest_sample(self._samples)
+        answers = None if self._answers is None else self._answers.longest()
+        return samples if answers is None or samples.tokens >= answers.tokens else answers
 
     def fingerprint(self) -> str:
         return self._samples.fingerprint()
@@ -113,6 +118,16 @@ class GeneratedAnswers:
         }
         every = (item for source in datasets for item in read_examples(source, self._tokenizer, context.config.data))
         self._examples = list(islice(every, config.max_samples))
+
+    def longest(self) -> Longest | None:
+        """The longest prompt with a whole answer behind it."""
+        lengths = [len(example.prompt_ids) for _, example in self._examples]
+        if not lengths:
+            return None
+        longest = max(lengths)
+        where = f"prompt {lengths.index(longest)} of the held-out data"
+        tokens = longest + self._config.max_new_tokens
+        return Longest(tokens, where, "evaluation.generate.max_new_tokens", prompt_tokens=longest)
 
     def score(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Mean of each reward as `eval/NAME`, and every answer with its scores. Raises RunFailedError."""

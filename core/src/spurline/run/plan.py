@@ -1,12 +1,12 @@
 """`spurline plan`: find every problem a run would meet, and say what it would do, without training.
 
-Reads the config, the tokenizer and the data (a sample of large data), lays out the first batches and estimates memory
-from the model's architecture. Loads no weights.
+Reads the config, the tokenizer and the data (a sample of large data), lays out the first batches or shows the first
+prompt, and estimates memory from the model's architecture. Loads no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,9 +15,15 @@ from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import ReductionConfig
 from spurline.data.token_store import describe
 from spurline.errors import ConfigError, Problem, UserError
+from spurline.model.architecture import load_model_config
+from spurline.model.memory import count_parameters, describe_count
+from spurline.model.positions import position_limit
+from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
+from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, build_data, build_trackers
+from spurline.run.lengths import check_lengths
 from spurline.update.reduction import describe_reduction
 
 ROW_LIMIT = 10_000
@@ -25,36 +31,82 @@ ROW_LIMIT = 10_000
 
 BATCHES_SHOWN = 3
 
+UPDATE_ONLY = ("gradients", "activations", "logits", "rounded weights")
+"""Parts of a backend's memory estimate that are given back at the end of an update."""
+
 T = TypeVar("T")
 
 
 @dataclass
 class Plan:
-    """What `spurline plan` found. sections: heading -> lines. problems: what must be mended before training."""
+    """What `spurline plan` found.
+
+    sections: heading -> lines; the first says in a sentence what the run will do. problems: what must be mended before
+    training.
+    """
 
     sections: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     problems: list[UserError] = field(default_factory=list[UserError])
 
 
-def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT) -> Plan:
+def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT, progress: Progress = silent) -> Plan:
     """Look at everything that can be known before training. Problems are collected, not raised."""
     plan = Plan()
-    plan.sections["plugins"] = _plugins(loaded)
     _attempt(plan, lambda: build_trackers(loaded))
     warning = _attempt(plan, loaded.config.backend.missing_here)
-    if warning:
-        plan.sections["on this machine"] = [warning]
     with ExitStack() as stack:
-        data = _attempt(plan, lambda: build_data(loaded, stack, row_limit))
+        data = _attempt(plan, lambda: build_data(loaded, stack, row_limit, progress))
+        progress("reading the model's config")
+        model = _attempt(plan, lambda: _model(loaded))
         if data is not None:
+            plan.sections["this run"] = [summarize_plan(loaded, data, model)]
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
             plan.sections["steps"] = _steps(loaded, data)
-            largest = _attempt(plan, lambda: _batches(plan, data))
+            if model is not None:
+                notes = _attempt(plan, lambda: check_lengths(loaded, data.source, data.evaluation))
+                plan.sections["data"] += notes or []
+                _attempt(plan, lambda: _batches_and_memory(plan, loaded, data, model))
             _attempt(plan, lambda: _divisibility(loaded, data))
-            if largest is not None:
-                _attempt(plan, lambda: _memory(plan, loaded, *largest))
+    if warning:
+        plan.sections["on this machine"] = [warning]
+    plan.sections["plugins"] = _plugins(loaded)
+    # The same broken row may be met on several ways.
+    plan.problems = list({str(problem): problem for problem in plan.problems}.values())
     return plan
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the model's files tell without its weights. context: tokens it can see; None without a limit."""
+
+    parameters: int
+    context: int | None
+
+
+def _model(loaded: LoadedConfig) -> _Model:
+    model = loaded.config.model
+    check_weight_files(model)
+    limit = position_limit(load_model_config(model))
+    ends = limit is not None and not (limit.extends and model.allow_extrapolation)
+    return _Model(count_parameters(model), limit.tokens if ends and limit is not None else None)
+
+
+def summarize_plan(loaded: LoadedConfig, data: DataComponents, model: _Model | None) -> str:
+    """One sentence: what is trained on what, how, for how long, and where the results go."""
+    config, facts = loaded.config, data.source.summary()
+    size = f" ({describe_count(model.parameters)} parameters)" if model is not None else ""
+    amount = next(
+        (f"{facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if isinstance(facts.get(name), int)),
+        "its data",
+    )
+    adapted = "adapters of " if config.backend.trains_adapters else ""
+    steps = data.source.total_steps
+    return (
+        f"Train {adapted}{config.model.path}{size} with source '{config.source.name}' and loss '{config.loss.name}' "
+        f"on {amount} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs), backend '{config.backend.name}'; "
+        f"metrics, checkpoints and the report go to {config.run_dir}."
+    )
 
 
 def _attempt(plan: Plan, part: Callable[[], T]) -> T | None:
@@ -112,11 +164,35 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     return lines
 
 
+def _batches_and_memory(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model) -> None:
+    """Lay out the first batches, or show what rollouts begin with, and estimate the memory of the largest."""
+    config, source = loaded.config, loaded.config.source
+    if data.source.pure:
+        row_length, tokens = _batches(plan, data)
+        _memory(plan, loaded, row_length, tokens, {})
+        return
+    preview = data.source.preview()
+    if preview:
+        plan.sections["prompts"] = list(preview)
+    longest = data.source.longest()
+    prompt = 0 if longest is None else longest.prompt_tokens or 0
+    update = source.largest_update(config, prompt, model.context)
+    plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
+    if update is None:
+        _memory(plan, loaded, 0, 0, {})
+        return
+    known = "" if longest is not None else "; prompts, whose lengths only the environment knows, not counted"
+    plan.sections["batches"] = [
+        f"made by rollouts: at most {update.tokens:,} tokens in an optimizer step, rows of up to "
+        f"{update.row_length:,}, where every response is as long as it may get{known}"
+    ]
+    plan.sections["generation"] = list(source.generation_notes(config, prompt, model.context))
+    generation = source.generation_memory(config, prompt, model.context)
+    _memory(plan, loaded, update.row_length, update.tokens, generation)
+
+
 def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
-    """Lay out the first batches; returns row length and tokens of the one with most tokens, 0 where unknown."""
-    if not data.source.pure:
-        plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
-        return 0, 0
+    """Lay out the first batches; returns row length and tokens of the one with most tokens."""
     lines: list[str] = []
     largest = (0, 0)
     for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
@@ -142,13 +218,22 @@ def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
         raise ConfigError([problem], loaded.origin)
 
 
-def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int) -> None:
+def peak_memory(training: Mapping[str, int], generation: Mapping[str, int]) -> int:
+    """Bytes at the peak. Both take turns: what only an update needs is not there while responses are written."""
+    update_only = sum(training.get(name, 0) for name in UPDATE_ONLY)
+    return sum(training.values()) - update_only + max(update_only, sum(generation.values()))
+
+
+def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int, generation: Mapping[str, int]) -> None:
     parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
     if not parts:
         return
     # Without a batch, what grows with its tokens comes out as 0.
     lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size or tokens]
-    total = f"total: {sum(parts.values()) / 2**20:,.0f} MiB"
+    lines += [f"{name}, while generating: {size / 2**20:,.0f} MiB" for name, size in generation.items()]
+    total = f"total: {peak_memory(parts, generation) / 2**20:,.0f} MiB"
+    if generation:
+        total += ", as an update and generating take turns"
     if not tokens:
         total += ", to which come activations, logits and generation, whose size depends on how long rollouts get"
     plan.sections["memory (estimate)"] = [*lines, total]

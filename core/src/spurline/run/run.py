@@ -18,6 +18,7 @@ from typing import Any, Literal
 from spurline.config.loading import LoadedConfig
 from spurline.data.configs import SerialPrefetchConfig
 from spurline.errors import NonFiniteLossError, RunFailedError
+from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend
 from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import BatchSource
@@ -60,20 +61,21 @@ class Run:
     """One training run. `source`, `backend` and `batches` exist while `train` runs; hooks get the run as an argument.
 
     resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that has
-    one; anything else is the path of a checkpoint folder.
+    one; anything else is the path of a checkpoint folder. progress: told what the start is doing; silent by default.
     """
 
     source: BatchSource
     backend: Backend
     batches: Prefetch
 
-    def __init__(self, loaded: LoadedConfig, resume: str = "auto") -> None:
+    def __init__(self, loaded: LoadedConfig, resume: str = "auto", progress: Progress = silent) -> None:
         self.loaded = loaded
         self.config = loaded.config
         self.hooks = loaded.host.hooks
         self.directory = RunDirectory(loaded.config.run_dir)
         self.state = RunState()
         self._resume = resume
+        self._progress = progress
         self._resumed = Resume(None)
         self._notes: list[str] = []
         self._stop = StopRequest()
@@ -113,10 +115,11 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._resume)
-        components = self._components = build_components(self.loaded, stack)
+        components = self._components = build_components(self.loaded, stack, self._progress)
         self.source, self.backend = components.data.source, components.backend
-        self._notes = [*resume.notes]
+        self._notes = [*components.notes, *resume.notes]
         if resume.checkpoint is not None:
+            self._progress("restoring the checkpoint")
             self._notes += restore(resume.checkpoint, components, self.loaded)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
         update = build_update(components, self.loaded)

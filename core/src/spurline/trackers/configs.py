@@ -22,6 +22,12 @@ class ConsoleTrackerConfig(TrackerConfig):
     name: str = "console"
     every_steps: int = Field(default=10, gt=0)
     """Plain lines: print one each time this many steps are done."""
+    start_lines: bool = True
+    """Say on stderr what is about to run, and what the start is doing; off for scripts that want silence."""
+
+    @property
+    def silences_start(self) -> bool:
+        return not self.start_lines
 
 
 class TensorboardTrackerConfig(TrackerConfig):

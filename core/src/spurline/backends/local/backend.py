@@ -120,7 +120,8 @@ class LocalBackend:
 
     def generation_model(self) -> GenerationModel:
         """See `LendsModel`."""
-        return generation_model(self._model.causal, self._profile, self._length_limit)
+        insists = self._run.model.allow_extrapolation
+        return generation_model(self._model.causal, self._profile, self._length_limit, allow_extrapolation=insists)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self._model.causal, adapted=self._config.lora is not None)

@@ -47,9 +47,21 @@ class LocalBackendConfig(BackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
 
+    def describe_device(self) -> str:
+        device = "a GPU if there is one" if self.device == "auto" else self.device
+        return f" on {device}, {self.precision}"
+
+    @property
+    def trains_adapters(self) -> bool:
+        return self.lora is not None
+
     @property
     def dropout_rates(self) -> Mapping[str, float]:
         return {} if self.lora is None else {"lora.dropout": self.lora.dropout}
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp64"]:
+        return self.precision
 
     def missing_here(self) -> str | None:
         # By name, as factories are: only torch knows about GPUs, and a config must not import it.
@@ -71,4 +83,5 @@ class LocalBackendConfig(BackendConfig):
             activation_checkpointing=self.activation_checkpointing,
             logits_chunk_tokens=self.logits_chunk_tokens,
             critic=run.critic is not None,
+            reference=run.loss.uses_reference or run.source.uses_reference,
         )

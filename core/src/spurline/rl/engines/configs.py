@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume
+from spurline.plugins.registry import resolve
 from spurline.protocols.rollout_engine import RolloutEngineConfig
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
 
 
 class InProcessEngineConfig(RolloutEngineConfig):
@@ -33,3 +38,13 @@ class InProcessEngineConfig(RolloutEngineConfig):
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
     weights: faster, and approximate, as later tokens then come from neither version."""
+
+    def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
+        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        estimate = resolve("spurline.model.memory:estimate_cache", "memory estimate of engine 'in_process'")
+        together = min(responses, self.max_batch)
+        tokens = max(length, min(together * length, self.max_cache_tokens))
+        return {"keys and values": estimate(run.model, tokens, precision=run.backend.computes_in)}
+
+    def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
+        return [f"engine {self.name}: {min(responses, self.max_batch):,} responses decoded together, in this process"]

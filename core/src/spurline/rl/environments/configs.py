@@ -61,6 +61,10 @@ class ToolsConfig(RewardedEnvironmentConfig):
     """`exact`: each turn's prompt goes on from the tokens of the last; a chat template that rewrites history is an
     error. `retokenize`: each prompt is rendered and encoded anew, as it would be at inference."""
 
+    @property
+    def most_turns(self) -> int:
+        return self.max_turns
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         for name, path in self.tools.items():
             if path not in BUILT_IN_TOOLS and not re.match(FUNCTION_PATH, path):

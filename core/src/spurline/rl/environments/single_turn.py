@@ -5,6 +5,8 @@ Place on the way: row -> prompt tokens -> policy -> Answer -> reward terms -> Tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
@@ -39,6 +41,10 @@ class SingleTurn:
         answer = Answer(example.prompt_text, response, example.reference_text, task.row)
         info = {"prompt": answer.prompt, "response": response, "reference": answer.reference}
         return policy.finish(await reward_terms(self._rewards, answer), info=info)
+
+    def first_prompt(self, task: Task) -> Sequence[int]:
+        """See `ShowsPrompt`."""
+        return self._example(task).prompt_ids
 
     def _example(self, task: Task) -> GenerationExample:
         """The row's prompt, rendered and encoded once for all attempts of a group."""

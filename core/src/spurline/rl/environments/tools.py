@@ -26,7 +26,7 @@ from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline.protocols.reward import Answer, Reward
-from spurline.rl.chat_front import ChatFront, PrefixError, Reply
+from spurline.rl.chat_front import ChatFront, PrefixError, Reply, opening_ids
 from spurline.rl.concurrency import within
 from spurline.rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline.rl.rewards.function import load_function
@@ -189,11 +189,12 @@ class Tools:
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         question = self._read(task)
+        messages, tools = self._opening(question)
         chat = ChatFront(
             policy,
             self._tokenizer,
-            question.messages[: _count_beginning(question.messages, question.answer_at)],
-            tools=question.tools or self._schemas,
+            messages,
+            tools=tools,
             history=self._config.history,
             where=f"{task.location} (prompt {task.uid}, sample {task.sample})",
         )
@@ -212,9 +213,19 @@ class Tools:
         terms = await reward_terms(self._rewards, answer)
         return policy.finish(terms, turn_rewards=penalties if any(penalties) else None, info=info)
 
+    def first_prompt(self, task: Task) -> Sequence[int]:
+        """See `ShowsPrompt`."""
+        messages, tools = self._opening(self._read(task))
+        return opening_ids(self._tokenizer, messages, tools, where=task.location)
+
     def close(self) -> None:
         """Close the rewards."""
         close_all(self._rewards)
+
+    def _opening(self, question: ChatQuestion) -> tuple[Sequence[Message], list[dict[str, Any]]]:
+        """How the conversation begins, and the tools that it is shown with."""
+        begun = question.messages[: _count_beginning(question.messages, question.answer_at)]
+        return begun, question.tools or self._schemas
 
     async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
         """Talk until an answer or a limit. Returns how it ended, and per turn the numbers of calls and failed calls."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume
 from spurline.errors import Problem
+from spurline.plugins.registry import resolve
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class PoolConfig(RolloutEngineConfig):
         return self.engines
 
 
+_ESTIMATES = ("count_parameters", "estimate_cache")
+
+
 class ChildProcessEngineConfig(PoolConfig):
     """The Hugging Face model in processes of its own: for CPUs, small models and tests."""
 
@@ -59,6 +63,17 @@ class ChildProcessEngineConfig(PoolConfig):
     """As of engine `in_process`."""
     num_threads: Annotated[int | None, OnResume.FREE] = Field(default=1, gt=0)
     """CPU threads of each engine; null leaves torch's choice."""
+
+    def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
+        together = min(-(-responses // self.engines), self.max_batch)
+        tokens = max(length, min(together * length, self.max_cache_tokens))
+        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        parameters, cache = (resolve(f"spurline.model.memory:{name}", "memory estimate") for name in _ESTIMATES)
+        size = 4 * parameters(run.model) + cache(run.model, tokens, precision=self.precision)
+        return [
+            f"engine {self.name}: {self.engines} processes of {size / 2**30:,.1f} GiB each, a copy of the weights with "
+            f"keys and values; {together:,} responses decoded together in each"
+        ]
 
 
 _ENGINE_ONLY = (
@@ -113,6 +128,20 @@ class VllmEngineConfig(PoolConfig):
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
     """`mode: server`: environment variable with the servers' API key, if they want one."""
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self.max_model_len
+
+    def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
+        if self.mode == "server":
+            return [f"engine {self.name}: {len(self.urls)} servers that run already, with memory of their own"]
+        cache = f", {self.kv_cache_gb:g} GiB of keys and values each" if self.kv_cache_gb is not None else ""
+        share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
+        return [
+            f"engine {self.name}: {self.engines} of {self.tensor_parallel_size} GPU each, which takes {share}{cache}; "
+            f"up to {min(responses, self.max_num_seqs * self.engines):,} responses decoded together"
+        ]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.mode == "engine":

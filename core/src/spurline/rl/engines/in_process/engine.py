@@ -72,7 +72,7 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
     limit = check_config(causal, run.model.path, run.data.max_length)
     model = StreamModel(causal.requires_grad_(False).eval())
     check_exactness(model, profile, run.model.path)
-    return generation_model(causal, profile, limit)
+    return generation_model(causal, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
 
 
 class WeightWriter:

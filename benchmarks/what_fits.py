@@ -1,0 +1,111 @@
+"""What fits on one GPU: memory of a step by model, method and size of the GPU, as `spurline plan` estimates it.
+
+    python benchmarks/what_fits.py [--json]
+
+The models are the dense ones of Qwen3, built on the meta device from their public shapes; no weight is read and no GPU
+is needed. Each figure is the total of the estimate that `spurline plan` prints for the settings below. A method fits
+where the estimate leaves a tenth of the GPU free, for the CUDA context and gaps between allocations.
+
+Settings: backend `local` (weights, gradients and AdamW in fp32, computation in bf16), activation checkpointing,
+micro-batches of 8,192 tokens. RL: 32 prompts x 8 attempts, prompts of 512 and responses of 1,024 tokens, engine
+`in_process`, no reference model. LoRA: rank 16 on all linear layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import Qwen3Config
+
+from spurline.config.loading import load_config
+from spurline.run.plan import peak_memory
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "Qwen3-1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "Qwen3-4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "Qwen3-14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "Qwen3-32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+}
+"""As in `config.json` of each model on the Hugging Face hub."""
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+TIED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")
+"""Models whose output layer is their embedding."""
+
+GPUS_GIB = (24, 48, 80, 141)
+SHARE_USED = 0.9
+
+SAMPLE_TOKENS, MICROBATCH_TOKENS = 2048, 8192
+PROMPT_TOKENS, RESPONSE_TOKENS = 512, 1024
+BACKEND = {"precision": "bf16", "activation_checkpointing": True, "max_tokens_per_microbatch": MICROBATCH_TOKENS}
+LORA = {**BACKEND, "lora": {"rank": 16}}
+ROLLOUTS = {
+    "name": "rollouts",
+    "prompts_per_step": 32,
+    "samples_per_prompt": 8,
+    "environment": {"name": "single_turn", "rewards": {"exact_match": "exact_match"}},
+    "sampling": {"max_new_tokens": RESPONSE_TOKENS},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "SFT, LoRA": {"backend": LORA},
+    "SFT, all weights": {"backend": BACKEND},
+    "RL, LoRA": {"backend": LORA, "source": ROLLOUTS},
+    "RL, all weights": {"backend": BACKEND, "source": ROLLOUTS},
+}
+
+
+def measure() -> dict[str, dict[str, float]]:
+    """GiB by model and method."""
+    found: dict[str, dict[str, float]] = {}
+    for name, shape in MODELS.items():
+        with TemporaryDirectory() as folder:
+            Qwen3Config(**shape, **SHARED, tie_word_embeddings=name in TIED).save_pretrained(folder)
+            found[name] = {method: _estimate(Path(folder), settings) for method, settings in METHODS.items()}
+    return found
+
+
+def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
+    data = {"train": "rows.jsonl", "max_length": SAMPLE_TOKENS}
+    loaded = load_config({"model": {"path": str(model)}, "data": data, "steps": 1, **settings})
+    source = loaded.config.source
+    update = source.largest_update(loaded.config, PROMPT_TOKENS, None)
+    row_length, tokens = (SAMPLE_TOKENS, MICROBATCH_TOKENS) if update is None else (update.row_length, update.tokens)
+    parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
+    return peak_memory(parts, source.generation_memory(loaded.config, PROMPT_TOKENS, None)) / 2**30
+
+
+def as_cell(gib: float) -> str:
+    """The estimate with the smallest of the GPUs that it fits on."""
+    smallest = next((gpu for gpu in GPUS_GIB if gib <= SHARE_USED * gpu), None)
+    return f"{gib:,.0f} GiB: " + (f"{smallest} GiB GPU" if smallest else "more than one GPU")
+
+
+def main() -> None:
+    """Print the table, as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    figures = measure()
+    if arguments.json:
+        print(json.dumps({"gib": figures, "gpus_gib": GPUS_GIB, "share_used": SHARE_USED}, indent=2))
+        return
+    print(f"| model | {' | '.join(METHODS)} |")
+    print(f"|---|{'---|' * len(METHODS)}")
+    for name, by_method in figures.items():
+        print(f"| {name} | {' | '.join(as_cell(gib) for gib in by_method.values())} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Find models and tokenizers by name: a local folder, or the Hugging Face hub and its cache.
+
+The libraries try a hub that cannot be reached again and again, for every file they look for. Here it is asked once,
+within seconds; when it does not answer they look into the cache alone, which takes no time.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+
+from spurline.errors import ModelError, suggestion
+
+_ANSWER_WITHIN_S = 5.0
+_FOLDERS_SHOWN = 12
+
+
+@contextmanager
+def finding(key: str, source: str) -> Iterator[None]:
+    """Load `source`, which the setting `key` names, without waiting for a hub that does not answer.
+
+    Raises ModelError at once for a local path that does not exist.
+    """
+    if Path(source).is_dir():
+        yield
+        return
+    if is_local(source):
+        raise ModelError(f"{key}: {describe_missing_path(source)}")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not hub_answers()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached; asked anew after a minute."""
+    return not constants.is_offline_mode() and _answers(int(time.monotonic() // 60))
+
+
+@functools.lru_cache(maxsize=1)
+def _answers(minute: int) -> bool:
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_ANSWER_WITHIN_S)
+    except Exception:  # noqa: BLE001 - whatever a client raises, there was no answer
+        return False
+    return True
+
+
+def is_local(source: str) -> bool:
+    """Whether this is meant as a path: a hub name has at most one slash, and does not begin like a path.
+
+    `models/tiny` may be either; it is a path where the folder `models` has something of a similar name.
+    """
+    if source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists():
+        return True
+    parent = Path(source).parent
+    return "/" in source and parent.is_dir() and suggestion(Path(source).name, _folders(parent)) != ""
+
+
+def describe_missing_path(source: str) -> str:
+    """What is wrong with a local path, with the nearest name there is."""
+    path = Path(source)
+    if path.is_file():
+        return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    folders = _folders(parent)
+    # The first part of the path that is not there is the one that may be misspelled.
+    wrong = path.parts[len(parent.parts)] if parent != Path() else path.parts[0]
+    shown = ", ".join(folders[:_FOLDERS_SHOWN]) + (", ..." if len(folders) > _FOLDERS_SHOWN else "")
+    return (
+        f"folder {source} does not exist.{suggestion(wrong, folders)} Folders in {parent.absolute()}: "
+        f"{shown or '(none)'}."
+    )
+
+
+def describe_unfound(source: str, what: str, reason: str) -> str:
+    """What was looked for where, for a name that is no path. reason: what the hub's client said."""
+    searched = f"{source} is neither a local folder nor a {what}"
+    cached = suggestion(source, _cached_names())
+    if hub_answers():
+        return (
+            f"{searched} the Hugging Face hub gave us: {reason}\nCheck the spelling and model.revision; for a private "
+            f"model run `hf auth login`.{cached}"
+        )
+    why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
+    return (
+        f"{searched} in the cache of the Hugging Face hub ({constants.HF_HUB_CACHE}), and {why}.{cached}\n"
+        f"Where there is network run `hf download {source}` and copy that cache; without network give a local folder."
+    )
+
+
+def _folders(parent: Path) -> list[str]:
+    return sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _cached_names() -> list[str]:
+    """Models in the hub's cache."""
+    cache = Path(constants.HF_HUB_CACHE)
+    found = cache.glob("models--*") if cache.is_dir() else ()
+    return [folder.name.removeprefix("models--").replace("--", "/") for folder in found]

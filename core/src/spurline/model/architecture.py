@@ -1,0 +1,136 @@
+"""The architecture of a model: its config with the run's overrides, and a model of it without memory.
+
+What does not fit is refused here, with the override that made it so, before torch meets it in the middle of a forward.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from spurline.config.run_config import ModelConfig
+from spurline.data.hub import finding
+from spurline.data.tokenizer import describe_missing
+from spurline.errors import ModelError, listing, suggestion
+
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    ImportError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    StrictDataclassError,
+)
+"""What transformers raises for folders, names and architectures it cannot use."""
+
+_COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+"""Fields that are above 0 in every model; transformers itself takes any number."""
+
+
+def load_model_config(model: ModelConfig) -> PretrainedConfig:
+    """The architecture of `model.path` with `model.config_overrides` applied. Raises ModelError."""
+    try:
+        with finding("model.path", model.path):
+            config = AutoConfig.from_pretrained(
+                model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+            )
+    except LOADING_ERRORS as error:
+        raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
+    for name, value in model.config_overrides.items():
+        _override(config, name, value)
+    _check_consistent(config, model)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model.path: {model.path} is quantized, and quantized weights cannot be trained. "
+            "Use the unquantized model it was made from."
+        )
+    return config
+
+
+def build_without_memory(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device: shapes without storage. Raises ModelError for an architecture that is none."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise ModelError(_cannot_build(config, model, error)) from error
+
+
+def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception) -> str:
+    if "Unrecognized configuration class" in str(error):
+        return (
+            f"model.path: {model.path} ({type(config).__name__}) is not a causal language model. "
+            "Choose a decoder-only text model."
+        )
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if model.config_overrides:
+        return (
+            f"model.config_overrides: no {type(config).__name__.removesuffix('Config')} model can be built with "
+            f"{model.config_overrides} ({reason}). Remove them one by one to see which does not fit."
+        )
+    return f"model.path: no model can be built from the config of {model.path} ({reason}). Mend its config.json."
+
+
+def _override(config: PretrainedConfig, name: str, value: Any) -> None:
+    known = {*config.to_dict(), *config.attribute_map}
+    key = f"model.config_overrides.{name}"
+    if name not in known and (not hasattr(config, name) or callable(getattr(config, name))):
+        raise ModelError(
+            f"model.config_overrides: '{name}' is not a field of {type(config).__name__}."
+            f"{suggestion(name, known)}\n"
+            f"Fields: {listing(known)}."
+        )
+    before = getattr(config, name, None)
+    try:
+        # transformers completes some values in place, and a run's config never changes.
+        setattr(config, name, deepcopy(value))
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        reason = str(error.__cause__ or error).splitlines()[-1].strip()
+        raise ModelError(
+            f"{key} is {value!r}, which does not fit: {reason}. The model itself has {before!r}."
+        ) from None
+    if name in _COUNTS and isinstance(value, int) and value <= 0:
+        raise ModelError(f"{key} is {value}; it must be above 0. The model itself has {before!r}.")
+
+
+def _check_consistent(config: PretrainedConfig, model: ModelConfig) -> None:
+    """Fields that depend on each other; transformers finds out while it builds or computes, or not at all."""
+    text = config.get_text_config()
+    place = "model.config_overrides" if model.config_overrides else f"model.path: the config of {model.path}"
+    layers, kinds = getattr(text, "num_hidden_layers", None), getattr(text, "layer_types", None)
+    if isinstance(layers, int) and isinstance(kinds, list):
+        # A model cut to its first layers is usual, and takes the first kinds.
+        is_cut = "num_hidden_layers" in model.config_overrides and "layer_types" not in model.config_overrides
+        if len(kinds) < layers or (len(kinds) > layers and not is_cut):
+            example = f" layer_types: [{', '.join([kinds[0]] * layers)}]" if len(set(kinds)) == 1 and layers < 9 else ""
+            raise ModelError(
+                f"{place}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}. Set both to fit "
+                f"each other{',' if example else '.'}{example}{'.' if example else ''}"
+            )
+    heads, key_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads <= 0 or heads % key_heads):
+        raise ModelError(
+            f"{place}: num_key_value_heads is {key_heads}, which does not divide num_attention_heads: {heads}. Change "
+            "one of them."
+        )
+    hidden, head_size = getattr(text, "hidden_size", None), getattr(text, "head_dim", None)
+    if isinstance(heads, int) and isinstance(hidden, int) and not head_size and hidden % heads:
+        raise ModelError(
+            f"{place}: num_attention_heads is {heads}, which does not divide hidden_size: {hidden}. Change one of them."
+        )

@@ -1,0 +1,55 @@
+"""What a start writes to stderr before there is anything to measure: what is about to run, and what takes time.
+
+The banner is made of settings alone, so that it is out before torch is imported. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from spurline.config.loading import LoadedConfig
+from spurline.plugins.registry import CORE
+
+_WIDTH = 8
+
+
+def banner(loaded: LoadedConfig) -> list[str]:
+    """What a person checks at a glance before walking away."""
+    config, plugins = loaded.config, loaded.host.plugins
+    model = config.model
+    enabled = [f"{name} {plugin.version}" for name, plugin in plugins.items() if name != CORE]
+    adapted = ", adapters" if config.backend.trains_adapters else ""
+    held_out = f"; held out: {', '.join(entry.place for entry in config.data.eval)}" if config.data.eval else ""
+    facts: Mapping[str, str] = {
+        "run": f"{loaded.origin} -> {config.run_dir}",
+        "model": f"{model.path}{' (random weights)' if model.init == 'random' else ''}{adapted}",
+        "data": f"{', '.join(entry.place for entry in config.data.train)}{held_out}",
+        "training": f"source {config.source.name}, loss {config.loss.name}",
+        "device": f"backend {config.backend.name}{config.backend.describe_device()}",
+        "plugins": ", ".join(enabled) or "none",
+    }
+    return [f"spurline {plugins[CORE].version}", *(f"  {name:{_WIDTH}} {text}" for name, text in facts.items())]
+
+
+class StartLines:
+    """A `Progress` that writes lines to stderr, each with the seconds since the first; nothing when `quiet`."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._began = time.monotonic()
+
+    @classmethod
+    def of(cls, loaded: LoadedConfig) -> StartLines:
+        """As the trackers of this run want it."""
+        return cls(quiet=any(tracker.silences_start for tracker in loaded.config.trackers))
+
+    def show(self, lines: list[str]) -> None:
+        """Write lines as they are."""
+        if not self._quiet:
+            # Whatever stdout is, and however it is buffered, these are out before the next import.
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def __call__(self, text: str) -> None:
+        self.show([f"  [{time.monotonic() - self._began:5.1f} s] {text}"])

@@ -1,0 +1,95 @@
+"""What is not there is found out at once: neither a missing folder nor a hub that does not answer costs time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from spurline.config.run_config import ModelConfig
+from spurline.data import hub
+from spurline.data.tokenizer import load_tokenizer
+from spurline.errors import ModelError
+from spurline.testing.inputs import write_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where nobody has said that there is no network."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub._answers.cache_clear()
+    yield
+    hub._answers.cache_clear()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub's cache that holds one model's folder."""
+    (tmp_path / "hub" / "models--someone--tiny-model").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def failure(path: str) -> tuple[str, float]:
+    begin = time.monotonic()
+    with pytest.raises(ModelError) as raised:
+        load_tokenizer(ModelConfig(path=path))
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_a_hub_that_refuses_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    message, seconds = failure("someone/tiny-modle")
+    assert "neither a local folder nor a tokenizer in the cache of the Hugging Face hub" in message
+    assert f"({cache}), and http://127.0.0.1:9 cannot be reached. Did you mean 'someone/tiny-model'?" in message
+    assert "hf download someone/tiny-modle" in message
+    assert seconds < 3
+
+
+def test_a_hub_that_is_silent_is_given_up_after_one_time_limit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(hub, "_ANSWER_WITHIN_S", 0.5)
+        message, seconds = failure("someone/other")
+    assert "cannot be reached" in message
+    assert seconds < 4
+
+
+def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message, seconds = failure("someone/other")
+    assert "HF_HUB_OFFLINE is set" in message
+    assert seconds < 3
+
+
+def test_the_libraries_are_online_again_afterwards(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    failure("someone/other")
+    assert not constants.is_offline_mode()
+
+
+@pytest.mark.parametrize("path", ["./models/tinny", "models/tinny", "models/old/tinny/v1", "~/no/such/model"])
+def test_what_looks_like_a_path_never_asks_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "hub_answers", lambda: pytest.fail("asked the hub"))
+    message, _ = failure(path)
+    assert f"model.path: folder {path} does not exist." in message
+    if path.endswith("models/tinny"):
+        assert f"Did you mean 'tiny'? Folders in {tmp_path / 'models'}: tiny." in message
+
+
+def test_a_hub_name_beside_a_folder_of_its_owner_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "someone" / "quite-different").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not hub.is_local("someone/tiny-model")
+
+
+def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    message, _ = failure(str(folder / "config.json"))
+    assert "config.json is a file. Give the folder" in message

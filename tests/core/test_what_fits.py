@@ -1,0 +1,40 @@
+"""The table of what fits comes from the estimator of `spurline plan`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "what_fits.py"
+
+
+@pytest.fixture(scope="module")
+def what_fits() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("what_fits", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_smallest_model_has_its_published_size_and_fits_as_estimated(
+    what_fits: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(what_fits, "MODELS", {"Qwen3-0.6B": what_fits.MODELS["Qwen3-0.6B"]})
+    [found] = what_fits.measure().values()
+    # 596,049,920 parameters: weights, gradients and two moments in fp32 and the rounded weights are 18 bytes each.
+    assert 18 * 596_049_920 / 2**30 < found["SFT, all weights"] < 24
+    assert found["SFT, LoRA"] < found["SFT, all weights"]
+    assert found["RL, all weights"] > found["SFT, all weights"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "cell"),
+    [(21.0, "21 GiB: 24 GiB GPU"), (22.0, "22 GiB: 48 GiB GPU"), (140.0, "140 GiB: more than one GPU")],
+)
+def test_a_tenth_of_the_gpu_stays_free(what_fits: ModuleType, gib: float, cell: str) -> None:
+    assert what_fits.as_cell(gib) == cell

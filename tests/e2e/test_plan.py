@@ -1,0 +1,124 @@
+"""What `spurline plan` says first and last, and what it finds in the prompts of a run that generates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline.config.loading import load_config
+from spurline.run.plan import make_plan, peak_memory
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+
+def test_a_plan_begins_with_what_the_run_will_do_and_ends_with_plugins(base_config: dict[str, Any]) -> None:
+    plan = make_plan(load_config(base_config))
+    assert plan.problems == []
+    headings = list(plan.sections)
+    assert (headings[0], headings[-1]) == ("this run", "plugins")
+    [sentence] = plan.sections["this run"]
+    assert sentence.startswith(f"Train {base_config['model']['path']} (41 K parameters)")
+    assert "on 64 samples for 6 steps (0.75 epochs)" in sentence
+    assert sentence.endswith(f"go to {base_config['run_dir']}.")
+
+
+def test_a_plan_shows_the_first_prompt_as_the_model_gets_it(rl_config: dict[str, Any]) -> None:
+    said = make_plan(load_config(rl_config)).sections["prompts"]
+    assert said[0].startswith("64 looked at, 25 tokens on average, longest 25 (")
+    assert said[2:] == ["  | <|im_start|>user", "  | say 0<|im_end|>", "  | <|im_start|>assistant"]
+
+
+def test_a_plan_shows_tools_in_the_prompt_of_an_environment_that_has_some(rl_config: dict[str, Any]) -> None:
+    rewards = rl_config["source"]["environment"]["rewards"]
+    rl_config["source"]["environment"] = {"name": "tools", "tools": ["calculator"], "rewards": rewards}
+    template = Path(rl_config["run_dir"]).parent / "tools.jinja"
+    turns = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}{% endfor %}"
+    template.write_text("{{ tools[0]['function']['name'] }} for " + turns, encoding="utf-8")
+    rl_config["model"] |= {"chat_template": str(template)}
+    plan = make_plan(load_config(rl_config))
+    assert plan.sections["prompts"][2] == "  | calculator for user: say 0"
+
+
+def test_a_long_prompt_is_shown_shortened(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    rows = tmp_path / "long.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}), encoding="utf-8")
+    rl_config["data"]["train"] = str(rows)
+    rl_config["model"]["allow_extrapolation"] = True
+    shown = "".join(make_plan(load_config(rl_config)).sections["prompts"])
+    assert "[... 1,2" in shown
+    assert len(shown) < 1200
+
+
+def test_a_plan_sizes_generation_and_updates_by_the_settings(rl_config: dict[str, Any]) -> None:
+    rl_config["minibatches"] = {"name": "by_prompt", "prompts_per_minibatch": 2}
+    plan = make_plan(load_config(rl_config))
+    # 2 prompts x 4 samples of 25 + 6 tokens.
+    assert "at most 248 tokens in an optimizer step, rows of up to 31" in plan.sections["batches"][0]
+    assert plan.sections["generation"] == ["engine in_process: 16 responses decoded together, in this process"]
+    memory = " ".join(plan.sections["memory (estimate)"])
+    for part in ("weights:", "activations:", "logits:", "keys and values, while generating:", "take turns"):
+        assert part in memory
+
+
+def test_microbatches_bound_the_activations_of_rollouts(rl_config: dict[str, Any]) -> None:
+    rl_config["source"]["sampling"] = {"max_new_tokens": 400}
+
+    def activations(**backend: int) -> int:
+        loaded = load_config(rl_config | {"backend": rl_config["backend"] | backend})
+        update = loaded.config.source.largest_update(loaded.config, 25, 512)
+        assert update is not None
+        return loaded.config.backend.estimate_memory(loaded.config, update.row_length, update.tokens)["activations"]
+
+    assert activations() == 8 * activations(rows_per_microbatch=1)
+    assert activations(max_tokens_per_microbatch=850) == 2 * activations(rows_per_microbatch=1)
+
+
+def test_an_update_and_generation_take_turns_at_the_peak() -> None:
+    training = {"weights": 10, "optimizer": 20, "gradients": 5, "activations": 3}
+    assert peak_memory(training, {}) == 38
+    assert peak_memory(training, {"keys and values": 6}) == 38
+    assert peak_memory(training, {"keys and values": 9}) == 39
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_row_that_is_no_prompt_is_found_before_anything_is_generated(
+    spurline: Spurline,
+    write_config: WriteConfig,
+    rl_config: dict[str, Any],
+    tmp_path: Path,
+    command: str,
+    held_out: bool,
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"say {number}"}]} for number in range(40)]
+    rows[30] = {"messages": [{"role": "user"}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    rl_config["data"] |= {"eval" if held_out else "train": str(path)}
+    code, _, err = spurline(command, write_config(rl_config))
+    assert code == 2
+    assert f"{path}:31: messages[0] has no 'content'" in err
+    assert err.count("has no 'content'") == 1
+    assert not (Path(rl_config["run_dir"]) / "metrics.jsonl").exists()
+    entry = {"path": str(path), "on_bad_row": "skip"}
+    rl_config["data"] |= {"eval" if held_out else "train": entry}
+    code, out, err = spurline("plan", write_config(rl_config))
+    assert (code, err) == (0, "")
+    assert held_out or "; 1 rows will be left out" in out
+
+
+def test_a_plan_finds_broken_weights(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    from spurline.testing.inputs import write_tiny_model
+
+    folder = write_tiny_model(tmp_path / "broken")
+    (folder / "model.safetensors").write_bytes(b"")
+    code, _, err = spurline("plan", write_config(base_config | {"model": {"path": str(folder)}}))
+    assert code == 2
+    assert "model.safetensors is empty" in err

@@ -1,0 +1,69 @@
+"""The first lines of a run are out before torch is imported, and say what the start is doing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline.cli import main
+
+WriteConfig = Callable[[dict[str, Any]], Path]
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from spurline.cli import main; main(sys.argv[1:])"
+
+
+def start_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit):
+        main(["train", str(path)])
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.processes
+def test_the_banner_needs_no_torch(write_config: WriteConfig, base_config: dict[str, Any]) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "train", str(write_config(base_config))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode != 0
+    before, _, after = result.stderr.partition("loading PyTorch")
+    for expected in ("spurline ", base_config["run_dir"], base_config["model"]["path"], "chat.jsonl", "on cpu, fp32"):
+        assert expected in before
+    assert "plugins  none" in before
+    assert "torch" in after
+
+
+def test_a_start_says_what_takes_time(
+    write_config: WriteConfig, base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = start_of(write_config(base_config | {"plugins": ["collation_fast"]}), capsys)
+    assert any(line.startswith("  plugins  collation_fast ") for line in lines)
+    done = [line.split("] ")[1] for line in lines if line.startswith("  [")]
+    assert done[:5] == [
+        "loading PyTorch and transformers",
+        "loading the tokenizer",
+        "reading the data",
+        "tokenizing chat",
+        "loading weights",
+    ]
+    assert done[5] == "41 K parameters, on cpu"
+
+
+def test_the_lines_can_be_switched_off(
+    write_config: WriteConfig, base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = base_config | {"trackers": [{"name": "console", "start_lines": False}]}
+    assert start_of(write_config(quiet), capsys) == []
+
+
+def test_a_run_from_python_is_silent_unless_told(
+    base_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from spurline.config.loading import load_config
+    from spurline.run.run import Run
+
+    said: list[str] = []
+    Run(load_config(base_config), progress=said.append).train()
+    assert "loading weights" in said
+    assert capsys.readouterr().err == ""
