@@ -9,8 +9,10 @@ The pages are committed, so that a reader needs no build; a test keeps them in s
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
+import pkgutil
 import sys
 import tomllib
 import types
@@ -25,8 +27,39 @@ from spurline import testing
 from spurline.config.run_config import RunConfig
 from spurline.config.section import Component, OnResume, Section, summary_of
 from spurline.plugins import hookspecs
-from spurline.plugins.host import PluginHost
+from spurline.plugins.host import API_VERSION, PluginHost
 from spurline.plugins.registry import KINDS, Registration
+
+COVERED = (
+    "spurline",
+    "spurline.errors",
+    "spurline.plugins",
+    "spurline.plugins.hookspecs",
+    "spurline.protocols.*",
+    "spurline.config.section",
+    "spurline.config.run_config",
+    "spurline.config.loading",
+    "spurline.data.batch",
+    "spurline.data.configs",
+    "spurline.data.token_store",
+    "spurline.data.tokenization",
+    "spurline.data.tokenizer",
+    "spurline.data.collators.layout",
+    "spurline.losses.configs",
+    "spurline.losses.policy_loss",
+    "spurline.update.configs",
+    "spurline.rl.configs",
+    "spurline.rl.concurrency",
+    "spurline.rl.prompt_source",
+    "spurline.rl.trajectory",
+    "spurline.rl.advantages.configs",
+    "spurline.rl.advantages.shared",
+    "spurline.report.figure",
+    "spurline.report.markup",
+    "spurline.report.record",
+    "spurline.testing",
+)
+"""Modules whose public names the plugin interface covers; `.*` stands for every module in a package."""
 
 PLUGINS = ("collation_fast", "async_rl")
 """Those of this repository."""
@@ -167,7 +200,7 @@ def _table(section: type[BaseModel], skip: tuple[str, ...], above: OnResume) -> 
 
 def _type(field: FieldInfo) -> str:
     text = _words(field.annotation, field.metadata)
-    if "component" in text:
+    if "component" in text or "section" in text:
         return text
     bounds = list(_bounds(field.annotation, field.metadata))
     return f"`{text}`" + (f" ({', '.join(bounds)})" if bounds else "")
@@ -196,12 +229,14 @@ def _words(annotation: Any, marks: Sequence[Any] = ()) -> str:
         return f"{mark.kind} component" + (" or null" if len(choices) < len(arguments) else "")
     if _is_union(origin):
         parts = [_words(item) for item in arguments]
-        if any("component" in part for part in parts):
+        if any("component" in part or part == "section" for part in parts):
             return " or ".join("null" if part == "None" else part for part in parts)
         return " | ".join(parts)
     inner = [_words(item) for item in arguments if item is not Ellipsis]
     if any("component" in part for part in inner):
         return f"map of name to {inner[-1]}" if origin is dict else f"list of {inner[0]}s"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
     if origin is Literal:
         return " | ".join(repr(item) for item in arguments)
     name = "None" if annotation is type(None) else getattr(origin or annotation, "__name__", str(annotation))
@@ -304,7 +339,78 @@ def contracts() -> list[str]:
     return lines
 
 
-PAGES: dict[str, Callable[[], str]] = {"reference/config.md": config_page, "reference/hooks.md": hooks_page}
+def covered_modules() -> list[str]:
+    """The names of `COVERED`, packages spelled out."""
+    names: list[str] = []
+    for name in COVERED:
+        package = importlib.import_module(name.removesuffix(".*"))
+        inner = pkgutil.iter_modules(package.__path__) if name.endswith(".*") else ()
+        names += [f"{package.__name__}.{module.name}" for module in inner] or [name]
+    return names
+
+
+def public_names(module: types.ModuleType) -> dict[str, Any]:
+    """What a module offers: what its `__all__` lists, else what it defines without an underscore."""
+    if hasattr(module, "__all__"):
+        return {name: getattr(module, name) for name in sorted(module.__all__)}
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    defined: list[str] = []
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            defined.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined += [target.id for target in targets if isinstance(target, ast.Name)]
+    return {name: getattr(module, name) for name in sorted(defined) if not name.startswith("_")}
+
+
+def public_api() -> list[str]:
+    """A line for each covered name: `module.name`, with its parameters, and `module.Class.member`."""
+    lines: list[str] = []
+    for name in covered_modules():
+        for attribute, value in public_names(importlib.import_module(name)).items():
+            lines.append(f"{name}.{attribute}{_parameters(value)}")
+            if inspect.isclass(value):
+                members = {*vars(value), *inspect.get_annotations(value)}
+                lines += [
+                    f"{name}.{attribute}.{member}{_parameters(inspect.getattr_static(value, member, None))}"
+                    for member in sorted(members)
+                    # Tests of a suite may come and go.
+                    if not member.startswith(("_", "test_", "model_"))
+                ]
+    return lines
+
+
+def _parameters(value: Any) -> str:
+    """Names of a function's parameters in brackets; nothing for anything else."""
+    if not inspect.isfunction(value):
+        return ""
+    return f"({', '.join(name for name in inspect.signature(value).parameters if name != 'self')})"
+
+
+def api_page() -> str:
+    """What plugins may rely on, by module, and for what."""
+    lines = [
+        "# Plugin interface",
+        "",
+        "Generated from the code by `docs/generate.py`. These are the modules and names that `api=1` covers: a plugin",
+        "that declares it may import them, and a release of Spurline that takes one away, or changes what it means,",
+        "has another number. [Architecture](../architecture.md#what-a-plugin-may-import) says what else may be",
+        "imported.",
+        "",
+    ]
+    for name in covered_modules():
+        module = importlib.import_module(name)
+        names = ", ".join(f"`{attribute}`" for attribute in public_names(module))
+        lines += [f"## `{name}`", "", (inspect.getdoc(module) or "").splitlines()[0], "", names, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/config.md": config_page,
+    "reference/hooks.md": hooks_page,
+    "reference/api.md": api_page,
+}
 """Pages that are generated as a whole."""
 
 PARTS: dict[str, dict[str, Callable[[], list[str]]]] = {
@@ -312,6 +418,16 @@ PARTS: dict[str, dict[str, Callable[[], list[str]]]] = {
     "testing-plugins.md": {"contracts": contracts},
 }
 """Generated parts of written pages, between `<!-- generated: NAME -->` and `<!-- end -->`."""
+
+
+PROMISED = ROOT / "tests" / "meta" / f"api_{API_VERSION}.txt"
+"""Every line of `public_api` that was ever there under this number; only a hand takes one out."""
+
+
+def promised() -> str:
+    """The file of promises with what has come since."""
+    before = PROMISED.read_text(encoding="utf-8").splitlines() if PROMISED.exists() else []
+    return "\n".join(sorted({*before, *public_api()})) + "\n"
 
 
 def with_parts(text: str, parts: dict[str, Callable[[], list[str]]]) -> str:
@@ -330,7 +446,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say which pages are stale")
     check = parser.parse_args().check
-    built = {DOCS / name: build() for name, build in PAGES.items()}
+    built = {DOCS / name: build() for name, build in PAGES.items()} | {PROMISED: promised()}
     for name, parts in PARTS.items():
         built[DOCS / name] = with_parts((DOCS / name).read_text(encoding="utf-8"), parts)
     stale = [path for path, text in built.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -143,9 +143,21 @@ def test_a_component_inside_a_component_is_chosen_by_name_too(plugins: FakePlugi
     assert inner == {"name": "exact_match", "ignore_case": True}
 
 
-def test_a_component_that_can_hold_its_own_kind_is_refused(plugins: FakePlugins) -> None:
-    with pytest.raises(PluginError, match=r"circle \(reward -> reward\)"):
-        nested(plugins, "reward")
+def test_a_component_may_hold_its_own_kind_but_never_itself(plugins: FakePlugins) -> None:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(of_kind(ScaledConfig, "reward"), "m:C")
+
+    available = plugins.add("scaling", register=register)
+    base = {"plugins": ["scaling"], "model": {"path": "m"}, "data": {"train": "a", "eval": "a"}, "steps": 1}
+
+    def load(reward: dict[str, Any]) -> LoadedConfig:
+        return load_config({**base, "evaluation": {"generate": {"rewards": reward}}}, available=available)
+
+    scaled = {"name": "scaled", "inner": {"name": "exact_match", "ignore_case": True}}
+    rewards = load({"right": scaled}).resolved()["evaluation"]["generate"]["rewards"]
+    assert rewards["right"]["inner"] == {"name": "exact_match", "ignore_case": True}
+    with pytest.raises(ConfigError, match=r"right\.inner is 'scaled', which cannot hold itself.*exact_match"):
+        load({"right": {"name": "scaled", "inner": scaled}})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

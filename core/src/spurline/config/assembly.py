@@ -42,7 +42,7 @@ class _Builder:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._open_kinds: list[str] = []
+        self._open: list[tuple[str, str]] = []
 
     def specialized(self, model: type[Section], extra: Mapping[str, Any] | None = None) -> type[Section]:
         """A subclass of `model` whose marked fields are unions over the registry; `model` itself when none is."""
@@ -100,14 +100,14 @@ class _Builder:
         names = self._registry.all_names(mark.kind)
         if not names:
             return ComponentConfig
-        if mark.kind in self._open_kinds:
-            first = self._open_kinds.index(mark.kind)
-            chain = " -> ".join([*self._open_kinds[first:], mark.kind])
-            raise PluginError(f"A config class nests components in a circle ({chain}); that cannot be written down.")
-        self._open_kinds.append(mark.kind)
-        configs = {name: self.specialized(self._registry.get(mark.kind, name).config) for name in names}
+        # A component may hold another one of its own kind, as one that decorates does, but never itself: that would
+        # go on for ever.
+        configs = {name: self._open_up(mark.kind, name) for name in names if (mark.kind, name) not in self._open}
+        if not configs:
+            raise PluginError(
+                f"{_names(self._open)}: the config class of the last holds a {mark.kind}, and none is left."
+            )
         members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
-        self._open_kinds.pop()
         discriminator = Discriminator(
             _chosen_name(default),
             custom_error_type="unknown_component",
@@ -119,9 +119,20 @@ class _Builder:
             [
                 discriminator,
                 BeforeValidator(functools.partial(expand_shorthand, setting=mark.shorthand)),
-                SchemaOfShorthand(names if mark.shorthand == "name" else None),
+                SchemaOfShorthand(list(configs) if mark.shorthand == "name" else None),
             ],
         )
+
+    def _open_up(self, kind: str, name: str) -> type[Section]:
+        self._open.append((kind, name))
+        try:
+            return self.specialized(self._registry.get(kind, name).config)
+        finally:
+            self._open.pop()
+
+
+def _names(chain: Sequence[tuple[str, str]]) -> str:
+    return " -> ".join(f"{kind} '{name}'" for kind, name in chain)
 
 
 def _component_mark(metadata: Sequence[Any]) -> Component | None:

@@ -189,6 +189,9 @@ def _unknown_component(
     if not isinstance(name, str):
         article = "an" if kind[0] in "aeiou" else "a"
         return f"must be {article} {kind}: its {shorthand}, or a mapping with `name:`. Available: {listing(names)}."
+    if name in names:
+        others = [other for other in names if other != name]
+        return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
     elsewhere = "".join(_of_another_kind(name, entry, model) for entry in registry.entries() if entry.name == name)
     # Which plugin has it cannot be known without importing it, and only listed plugins are imported.
     plugins = (

@@ -84,16 +84,24 @@ def load_config(
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
     """The file's values, with the components that the chosen source takes where the file names none."""
-    source: Any = expand_shorthand(values.get("source"), "name")
-    name = cast("Mapping[str, Any]", source).get("name") if isinstance(source, Mapping) else None
     completed = dict(values)
-    if isinstance(name, str) and name in registry.all_names("source"):
-        config = cast("type[SourceConfig]", registry.get("source", name).config)
-        for setting, default in config.run_defaults.items():
-            given = completed.setdefault(setting, {})
-            if isinstance(given, Mapping) and BARE not in given:
-                completed[setting] = {"name": default, **given}
+    for setting, default in _run_defaults(values.get("source"), registry).items():
+        given = completed.setdefault(setting, {})
+        if isinstance(given, Mapping) and BARE not in given:
+            completed[setting] = {"name": default, **given}
     return completed
+
+
+def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
+    """What the source of these settings asks of the run; one that decorates another asks what that one does."""
+    source: Any = expand_shorthand(value, "name")
+    settings = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
+    name = settings.get("name")
+    if not isinstance(name, str) or name not in registry.all_names("source"):
+        return {}
+    config = cast("type[SourceConfig]", registry.get("source", name).config)
+    inner = {} if config.decorates is None else _run_defaults(settings.get(config.decorates), registry)
+    return {**inner, **config.run_defaults}
 
 
 def _config_error(problems: Sequence[Problem], document: Document) -> ConfigError:

@@ -95,7 +95,8 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
     if missing:
         raise DataError(
             f"The loss needs {listing(missing)}, which this run's batches do not have. "
-            "Choose another `loss`, or a `source` that provides it."
+            "Choose another `loss`, or a `source` that provides it: one of rollouts takes numbers of the data's rows "
+            "along with source.carry."
         )
 
 

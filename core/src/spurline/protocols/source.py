@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
-from spurline.config.section import ComponentConfig
+from spurline.config.section import Component, ComponentConfig
 from spurline.errors import Problem
 from spurline.progress import Progress, silent
+from spurline.protocols.stateful import Stateful
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,6 +65,9 @@ class SourceConfig(ComponentConfig):
     """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     run_defaults: ClassVar[Mapping[str, str]] = {}
     """Top-level component settings and the names they take with this source when the file has none."""
+
+    decorates: ClassVar[str | None] = None
+    """Setting that holds the source which this one decorates: the run takes that one's `run_defaults`."""
 
     @property
     def num_prompts(self) -> int | None:
@@ -140,6 +144,60 @@ class SourceConfig(ComponentConfig):
                 )
 
 
+class DecoratedSourceConfig(SourceConfig):
+    """Base of the settings of a source that decorates another: what the run asks is what the inner source says."""
+
+    decorates: ClassVar[str | None] = "of"
+
+    of: Annotated[SourceConfig, Component("source")]
+    """The source that is decorated."""
+
+    @property
+    def supplies(self) -> Literal["samples", "pairs", "rollouts"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.supplies
+
+    @property
+    def reward_terms(self) -> Collection[str] | None:
+        return self.of.reward_terms
+
+    @property
+    def num_prompts(self) -> int | None:
+        return self.of.num_prompts
+
+    @property
+    def sampling_temperature(self) -> float:
+        return self.of.sampling_temperature
+
+    @property
+    def without_critic(self) -> str | None:
+        return self.of.without_critic
+
+    @property
+    def transport(self) -> str | None:
+        return self.of.transport
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self.of.context_tokens
+
+    @property
+    def most_turns(self) -> int:
+        return self.of.most_turns
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.of.uses_reference
+
+    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
+        return self.of.largest_update(run, prompt_tokens, context)
+
+    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
+        return self.of.generation_memory(run, prompt_tokens, context)
+
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
+        return self.of.generation_notes(run, prompt_tokens, context)
+
+
 @dataclass(frozen=True)
 class SourceContext:
     """Everything a source may build on.
@@ -168,7 +226,7 @@ class BatchSource(ABC):
     total_steps: int
     """Loop steps of the whole run."""
 
-    records: ClassVar[tuple[str, ...]] = ()
+    records: tuple[str, ...] = ()
     """Names of what it writes in the run directory; set aside with the metrics when a run begins again."""
 
     pure: bool = False
@@ -221,6 +279,59 @@ class BatchSource(ABC):
 
     def close(self) -> None:  # noqa: B027 - many have nothing to stop
         """Stop all work of the source."""
+
+
+class DecoratedSource(BatchSource):
+    """A source around another one, `inner`, which answers all that a subclass does not override; most override `build`.
+
+    Its state is the inner source's; one with a state of its own keeps both.
+    """
+
+    def __init__(self, config: DecoratedSourceConfig, context: SourceContext) -> None:
+        self.inner: BatchSource = context.host.registry.create("source", config.of, context=context)
+        self.total_steps = self.inner.total_steps
+        self.pure = self.inner.pure
+        self.records = self.inner.records
+
+    def summary(self) -> Mapping[str, object]:
+        return self.inner.summary()
+
+    def longest(self) -> Longest | None:
+        return self.inner.longest()
+
+    def preview(self) -> Sequence[str]:
+        return self.inner.preview()
+
+    def start(self, step: int, backend: Backend) -> None:
+        self.inner.start(step, backend)
+
+    def build(self, step: int) -> TrainingBatch:
+        return self.inner.build(step)
+
+    def epoch(self, step: int) -> float:
+        return self.inner.epoch(step)
+
+    def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
+        return self.inner.after_update(step, backend)
+
+    def evaluation(self) -> HeldOutEvaluation | None:
+        return self.inner.evaluation()
+
+    def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
+        return self.inner.held_out(datasets)
+
+    def given_up(self) -> Sequence[str]:
+        return self.inner.given_up()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def state_dict(self) -> dict[str, object]:
+        return self.inner.state_dict() if isinstance(self.inner, Stateful) else {}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        if isinstance(self.inner, Stateful):
+            self.inner.load_state_dict(state)
 
 
 class Samples(Protocol):

@@ -96,6 +96,7 @@ class Attempts:
             attempt_timeout_s=faults.attempt_timeout_s,
             max_concurrent=self._config.max_concurrent,
             seconds_down=lambda: self.engine.seconds_down() if isinstance(self.engine, MayBeDown) else 0.0,
+            carry=self._config.carry if trains else (),
         )
 
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:

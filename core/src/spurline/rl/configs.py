@@ -173,6 +173,9 @@ class PromptSourceConfig(SourceConfig):
     (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     max_draws_per_step: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """Prompts that one step may draw, those given up or filtered included; null is 8 x prompts_per_step."""
+    carry: tuple[str, ...] = ()
+    """Columns of the training rows, a number or a truth value in each, that go along with the rollouts: advantages read
+    them in `Group.columns`, and each becomes a float32 token column of the batch, which a loss asks for in `needs`."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Take reward from responses that come close to the limit."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None

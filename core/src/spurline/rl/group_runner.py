@@ -7,13 +7,16 @@ the reason. It knows nothing of engines, batches or steps; `run_group` is what e
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
 from typing import Any, cast
 
-from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError
+import numpy as np
+
+from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
 from spurline.rl.concurrency import all_or_none, end_tasks, located
@@ -86,7 +89,8 @@ class GroupRunner:
 
     make_policy: a handle for a task and the number of its earlier failures. score: applied to every trajectory within
     its attempt, so that what it raises counts as a failure of the attempt. retries: further attempts after a failure.
-    max_concurrent: attempts under way at the same time. seconds_down: as of `MayBeDown`.
+    max_concurrent: attempts under way at the same time. seconds_down: as of `MayBeDown`. carry: columns of the row that
+    the group takes along.
 
     DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or the
     row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration, a
@@ -105,6 +109,7 @@ class GroupRunner:
     attempt_timeout_s: float
     max_concurrent: InitVar[int]
     seconds_down: Callable[[], float] = lambda: 0.0
+    carry: Sequence[str] = ()
 
     def __post_init__(self, max_concurrent: int) -> None:
         self._places = asyncio.Semaphore(max_concurrent)
@@ -125,6 +130,8 @@ class GroupRunner:
             for sample in range(self.samples_per_prompt)
         ]
         try:
+            # Before the attempts: a row without the numbers must not cost a generation.
+            columns = {name: _carried(prompt, name) for name in self.carry}
             trajectories = await all_or_none([self._run_task(task) for task in tasks], "work")
         except _GiveUp as failure:
             lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
@@ -134,7 +141,7 @@ class GroupRunner:
             if prompt.dataset.on_bad_row == "error":
                 raise
             return SkippedRow(prompt.uid, prompt.number, str(error))
-        return Group(prompt.uid, prompt.number, tuple(trajectories))
+        return Group(prompt.uid, prompt.number, tuple(trajectories), columns)
 
     def take_retries(self, uid: str) -> int:
         """Attempts at this prompt that were made again; told once."""
@@ -221,6 +228,23 @@ async def _run_within(
         raise AttemptFailedError(f"{what} did not end within {timeout_s:g} s (source.faults.attempt_timeout_s).")
     finally:
         await end_tasks([task], what)
+
+
+def _carried(prompt: Draw, name: str) -> float:
+    """The number in this column of the prompt's row. Raises DataError when there is none."""
+    value = prompt.row.get(name)
+    # bool is an int; numpy's numbers come from Arrow tables.
+    if isinstance(value, (int, float, np.number, np.bool_)) and math.isfinite(value):
+        return float(value)
+    there = (
+        f"holds {value!r}, which is no finite number"
+        if name in prompt.row
+        else f"is missing.{suggestion(name, prompt.row)} Columns: {listing(prompt.row)}"
+    )
+    raise DataError(
+        f"{prompt.location}: the column '{name}', which source.carry takes along, {there}. Mend the row, or leave such "
+        "rows out with `on_bad_row: skip`."
+    )
 
 
 def _name(task: Task) -> str:

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TrainingBatch
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.tokenizer import pad_token_id
+from spurline.errors import ConfigError, DataError
 from spurline.losses.policy_loss import kl_estimate
 from spurline.protocols.advantage import Advantage
 from spurline.protocols.backend import Backend, Role
@@ -61,7 +62,7 @@ class TurnColumns:
 
     def join(self, name: str, values: Sequence[NDArray[np.float32]]) -> Tensor:
         """One array per turn as the column `name`, zero everywhere else."""
-        column = torch.zeros(self._shape, dtype=OPTIONAL_TOKEN_COLUMNS[name])
+        column = torch.zeros(self._shape, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32))
         target = column.numpy()
         for place, found in zip(self._places, values, strict=True):
             target[place] = found
@@ -81,6 +82,7 @@ class Preparation:
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
+        _refuse_taken_columns(config.carry)
         self._config = config
         self._layout = context.layout
         self._collator: RolloutCollator = registry.create(
@@ -126,7 +128,8 @@ class Preparation:
             groups = with_turns(groups, [replace(turn, values=found) for turn, found in values])
         groups, charged = self._charge_kl(groups, columns, scored)
         groups = self._set_advantages(groups)
-        batch = batch.with_tokens(**scored, **_join_computed(turns_of(groups), columns))
+        carried = _join_carried(groups, self._config.carry, columns)
+        batch = batch.with_tokens(**scored, **_join_computed(turns_of(groups), columns), **carried)
         batch, corrected = self._correct(batch)
         metrics = {**mismatch_metrics(batch), **charged, **advantage_metrics(batch), **corrected}
         info = {**batch.info, **metrics, "time/look_back": seconds}
@@ -202,3 +205,37 @@ def _join_computed(turns: Sequence[Turn], columns: TurnColumns) -> dict[str, Ten
         name: columns.join(name, cast("list[NDArray[np.float32]]", [getattr(turn, name) for turn in turns]))
         for name in names
     }
+
+
+def _refuse_taken_columns(names: Sequence[str]) -> None:
+    """Raise ConfigError for a carried column that would take the place of one that batches have."""
+    for name in names:
+        if name in TOKEN_COLUMNS or name in OPTIONAL_TOKEN_COLUMNS:
+            raise ConfigError.at(
+                "source.carry",
+                f"names '{name}', which batches have a column of their own for. Rename the column in the data.",
+            )
+
+
+def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
+    """Each carried number of a prompt's row, on the response tokens of all turns of its group."""
+    return {
+        name: columns.join(
+            name,
+            [
+                np.full(len(turn.response_ids), _column_of(group, name), np.float32)
+                for group in groups
+                for turn in turns_of([group])
+            ],
+        )
+        for name in names
+    }
+
+
+def _column_of(group: Group, name: str) -> float:
+    if name not in group.columns:
+        raise DataError(
+            f"The group of prompt '{group.uid}' has no column '{name}', which source.carry names: it was recorded "
+            "without it. Record with the same `carry`, or remove the name."
+        )
+    return group.columns[name]

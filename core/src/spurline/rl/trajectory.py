@@ -81,11 +81,15 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    """All attempts at one prompt. draw: position of the prompt in the endless data order."""
+    """All attempts at one prompt.
+
+    draw: position of the prompt in the endless data order. columns: numbers of the prompt's row, by `source.carry`.
+    """
 
     uid: str
     draw: int
     trajectories: tuple[Trajectory, ...]
+    columns: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:

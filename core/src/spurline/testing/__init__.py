@@ -6,7 +6,8 @@
         def make_collator(self, pad_token_id, layout):
             return MyCollator(MyConfig(), pad_token_id=pad_token_id, layout=layout)
 
-Names are imported on first use, so that importing this package in a conftest costs nothing.
+Names are imported on first use, so that importing this package in a conftest costs nothing. Each suite's docstring says
+what a subclass provides, and which attributes it may set.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __dir__() -> list[str]:
-    return __all__
+__doc__ += "\nSuites: " + ", ".join(name for name in __all__ if name.endswith("Contract")) + "."
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'spurline.testing' has no attribute '{name}'")
     return getattr(importlib.import_module(f"spurline.testing.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    # `help(spurline.testing)` documents what it finds here.
+    return sorted({*globals(), *_HOMES})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,9 +19,11 @@ class AdvantageContract:
 
     compares_samples: whether a group whose samples all got the same reward has advantage 0. Set it to False for
     algorithms whose baseline is not the group's.
+    carry: columns that your advantage reads in `Group.columns`; they are numbers between 0.5 and 1.5.
     """
 
     compares_samples = True
+    carry: ClassVar[tuple[str, ...]] = ()
 
     def make_advantage(self) -> Advantage:
         """Your advantage."""
@@ -34,6 +37,7 @@ class AdvantageContract:
                 f"prompt-{draw}",
                 draw,
                 tuple(_trajectory(random, f"prompt-{draw}", sample) for sample in range(int(random.integers(2, 5)))),
+                {name: float(random.uniform(0.5, 1.5)) for name in self.carry},
             )
             for draw in range(num_groups)
         ]
@@ -64,7 +68,7 @@ class AdvantageContract:
             np.testing.assert_allclose(_advantages(one), _advantages(other), rtol=1e-5, atol=1e-6)
 
     def test_a_better_sample_never_has_the_lower_advantage(self) -> None:
-        for group in self.make_advantage().advantages(_one_token_groups()):
+        for group in self.make_advantage().advantages(_one_token_groups(self.carry)):
             rewards = np.array([_advantages(t.turns[0])[0] for t in group.trajectories])
             assert (np.diff(rewards) >= 0).all(), rewards
 
@@ -102,8 +106,8 @@ def _turn(random: np.random.Generator, length: int) -> Turn:
     )
 
 
-def _one_token_groups() -> list[Group]:
-    """Two groups of samples with one token each, rewards ascending, a critic that expects 0."""
+def _one_token_groups(carry: Sequence[str]) -> list[Group]:
+    """Two groups of samples with one token each, rewards ascending, a critic that expects 0, carried columns of 1."""
 
     def sample(uid: str, number: int, reward: float) -> Trajectory:
         array = np.array([reward], dtype=np.float32)
@@ -112,7 +116,12 @@ def _one_token_groups() -> list[Group]:
 
     rewards = {"a": (0.0, 0.25, 1.0), "b": (0.5, 0.5, 0.75)}
     return [
-        Group(uid, draw, tuple(sample(uid, number, reward) for number, reward in enumerate(rewards[uid])))
+        Group(
+            uid,
+            draw,
+            tuple(sample(uid, number, reward) for number, reward in enumerate(rewards[uid])),
+            dict.fromkeys(carry, 1.0),
+        )
         for draw, uid in enumerate(rewards)
     ]
 

@@ -47,16 +47,20 @@ TEMPERATURE = 0.7
 
 
 class BackendContract:
-    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable."""
+    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable.
+
+    gradient_tolerance, step_tolerance: largest relative difference from the local backend, of each parameter's gradient
+    and of the loss and the gradient norm of a step.
+    dropout: of the attention, where random numbers must be drawn; 0 for a backend that has no dropout.
+    has_critic: whether it trains a critic; False for a backend that refuses one.
+    """
 
     backend_settings: Mapping[str, Any] = {"name": "local"}
     plugins: tuple[str, ...] = ()
     gradient_tolerance = 1e-5
     step_tolerance = 1e-6
     dropout = 0.2
-    """Of the attention, where random numbers must be drawn; 0 for a backend that has no dropout."""
     has_critic = True
-    """Whether it trains a critic; False for a backend that refuses one."""
 
     @contextmanager
     def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:

@@ -131,13 +131,13 @@ class RolloutCollatorContract:
         """Core's reference with the same settings, or None."""
         return None
 
-    turns_strategy = st.lists(
+    _turns_strategy = st.lists(
         st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).filter(any), min_size=1, max_size=4),
         min_size=1,
         max_size=6,
     )
 
-    @given(turns=turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
+    @given(turns=_turns_strategy, ranks=st.integers(1, 4), optional=st.booleans(), seed=st.integers(0, 9))
     @fuzzing(40)
     def test_every_turn_is_in_exactly_one_segment_with_its_columns(
         self, turns: Any, ranks: int, optional: bool, seed: int
@@ -155,7 +155,7 @@ class RolloutCollatorContract:
             assert not bool(batch.is_padding_row[: len(expected)].any()), "padding rows come before turns"
 
     @given(
-        turns=turns_strategy,
+        turns=_turns_strategy,
         layout=layout_strategy,
         columns=st.sets(st.sampled_from(_TURN_COLUMNS)),
         odd_one=st.integers(0, 5),

@@ -70,6 +70,9 @@ class EngineUpdateContract(EngineContract):
     """Subclass with `make_engine(model)` and `make_sync()`.
 
     Your engine `TakesWeights`. Every test publishes the old model's before it asks for anything, as every source does.
+
+    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
+    engine.
     """
 
     def make_sync(self) -> WeightSync:

@@ -27,12 +27,14 @@ PROMPTS = ([40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73, 74
 
 
 class EngineContract:
-    """What the suites of engines share: an engine on an event loop of its own."""
+    """What the suites of engines share: an engine on an event loop of its own.
+
+    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
+    engine.
+    """
 
     logprob_tolerance = 1e-5
-    """Allowed difference from the model's own fp32 logprobs."""
     limit_s = 120.0
-    """Seconds one test may wait for the engine."""
 
     def make_engine(self, model: Path) -> Any:
         """Your engine with the weights of this folder; called on its event loop."""
@@ -52,7 +54,11 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """Subclass with `make_engine(model)`."""
+    """Subclass with `make_engine(model)`.
+
+    logprob_tolerance: allowed difference from the model's own fp32 logprobs. limit_s: seconds one test may wait for the
+    engine.
+    """
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:

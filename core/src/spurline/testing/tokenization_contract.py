@@ -39,7 +39,10 @@ class ListDataset:
 
 
 class TokenizationContract:
-    """Subclass with `make_tokenization(tokenizer, data)`."""
+    """Subclass with `make_tokenization(tokenizer, data)`.
+
+    rows: the chat rows that most tests tokenize.
+    """
 
     def make_tokenization(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Tokenization:
         """Your tokenization."""

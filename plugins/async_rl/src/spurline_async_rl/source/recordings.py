@@ -42,7 +42,12 @@ def groups_state(groups: Sequence[Group]) -> dict[str, object]:
     turns = turns_of(groups)
     return {
         "groups": [
-            {"uid": group.uid, "draw": group.draw, "trajectories": [_trajectory(item) for item in group.trajectories]}
+            {
+                "uid": group.uid,
+                "draw": group.draw,
+                "trajectories": [_trajectory(item) for item in group.trajectories],
+                "columns": dict(group.columns),
+            }
             for group in groups
         ],
         "finish_reasons": [turn.finish_reason for turn in turns],
@@ -74,6 +79,8 @@ def groups_of(state: Mapping[str, object]) -> list[Group]:
                 )
                 for item in group["trajectories"]
             ),
+            # Checkpoints from before rows could carry numbers have no such part.
+            group.get("columns", {}),
         )
         for group in cast("Sequence[Mapping[str, Any]]", state["groups"])
     ]

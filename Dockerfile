@@ -1,0 +1,46 @@
+# An image of this checkout: core and the plugins of this repository. Podman and Docker both build it.
+#
+#   docker build -t spurline .                              for CPUs
+#   docker build -t spurline --build-arg VARIANT=cuda .     for NVIDIA GPUs; run it with --gpus all
+#
+#   docker run --rm -v "$PWD:/work" spurline train run.yaml
+#
+# Nothing is fetched from a model hub, neither here nor by the check at the end.
+ARG PYTHON_VERSION=3.11
+FROM docker.io/library/python:${PYTHON_VERSION}-slim-bookworm
+
+ARG VARIANT=cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PYTHONUNBUFFERED=1
+
+# Kernels for GPUs are compiled when they are first used.
+RUN if [ "$VARIANT" = cuda ]; then \
+      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
+
+WORKDIR /opt/spurline
+
+# torch comes first and alone: as a dependency of something else pip would choose its own build.
+COPY constraints.txt ./
+RUN case "$VARIANT" in \
+      cpu) pip install --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' constraints.txt)" ;; \
+      cuda) pip install "$(grep '^torch==' constraints.txt)" ;; \
+      *) echo "VARIANT is '$VARIANT'. Choose cpu or cuda." >&2; exit 1 ;; \
+    esac
+
+COPY LICENSE README.md ./
+COPY core core
+COPY plugins plugins
+RUN pip install -c constraints.txt './core[lora,math,tensorboard]' ./plugins/collation_fast ./plugins/async_rl
+
+# The image must answer and plan a run without a network, or it is not finished.
+COPY examples examples
+RUN HF_HUB_OFFLINE=1 python examples/make_tiny_model.py models/tiny-qwen3 \
+    && HF_HUB_OFFLINE=1 spurline plan examples/sft_sort.yaml \
+    && spurline plugins doctor \
+    && rm -rf models
+
+RUN useradd --create-home --uid 1000 spurline && mkdir /work && chown spurline /work
+USER spurline
+WORKDIR /work
+ENTRYPOINT ["spurline"]
+CMD ["--help"]

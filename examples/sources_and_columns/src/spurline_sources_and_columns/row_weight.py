@@ -1,0 +1,64 @@
+"""An advantage and a loss that read a number of the prompt's row, which `source.carry` takes along.
+
+row_weight      A_i = w (R_i - mean(R)) / std(R)     w: the number of the prompt's row
+row_gradient    l = -w A log p
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from spurline.errors import DataError
+from spurline.losses.policy_loss import PolicyLoss
+from spurline.protocols.loss import TokenLossInputs
+from spurline.rl.advantages.shared import Returns, relative_to_group, spread_over_tokens
+from spurline.rl.trajectory import Group
+from spurline_sources_and_columns.config import RowGradientConfig, RowWeightConfig
+
+
+class RowWeight:
+    """Sets the advantages of a group to those of GRPO times the group's column."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, config: RowWeightConfig) -> None:
+        self._column = config.column
+
+    def advantages(self, groups: Sequence[Group]) -> list[Group]:
+        return [
+            spread_over_tokens(group, self._weight(group) * relative_to_group(group, "row_weight", _standardized))
+            for group in groups
+        ]
+
+    def _weight(self, group: Group) -> float:
+        if self._column not in group.columns:
+            raise DataError(
+                f"The group of prompt '{group.uid}' has no column '{self._column}'. Set source.carry: [{self._column}]."
+            )
+        return group.columns[self._column]
+
+    def describe(self) -> str:
+        return f"GRPO times the column '{self._column}' of the prompt's row."
+
+
+def _standardized(returns: Returns) -> Returns:
+    return (returns - returns.mean()) / returns.std(ddof=1)
+
+
+class RowGradient(PolicyLoss):
+    """-w A log p."""
+
+    def __init__(self, config: RowGradientConfig) -> None:
+        self._column = config.column
+        super().__init__(config)
+
+    def surrogate_needs(self) -> frozenset[str]:
+        return frozenset({"advantages", self._column})
+
+    def surrogate(self, inputs: TokenLossInputs) -> Tensor:
+        return -inputs.columns[self._column] * inputs.columns["advantages"] * inputs.logprobs
+
+    def describe_surrogate(self) -> str:
+        return f"Policy gradient: minus the row's '{self._column}' times advantage times log-probability"

@@ -1,0 +1,88 @@
+"""Source `windows`: long texts as one stream of tokens, cut into windows of equal length.
+
+The batch of a step is a pure function of the config and the step, so nothing is carried from step to step: a resume
+only has to find the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.token_store import TokenStoreBuilder, summarize
+from spurline.data.tokenization import open_datasets
+from spurline.data.tokenizer import pad_token_id
+from spurline.errors import DataError
+from spurline.protocols.collator import Collator
+from spurline.protocols.source import BatchSource, SourceContext
+from spurline.protocols.stateful import refuse_other_data
+from spurline.protocols.tokenization import Tokenized
+from spurline_sources_and_columns.config import WindowsConfig
+
+
+class Windows(BatchSource):
+    """Reads all rows when it is built, and hands out their windows in order, again and again."""
+
+    pure = True
+
+    def __init__(self, config: WindowsConfig, context: SourceContext) -> None:
+        run, registry = context.config, context.host.registry
+        self._batch_size = run.batch_size
+        tokens = _stream(config, context)
+        builder = TokenStoreBuilder(["windows"])
+        for number in range(len(tokens) // config.window_tokens):
+            window = tokens[number * config.window_tokens : (number + 1) * config.window_tokens]
+            # Nothing predicts the first token of a sample, so it carries no loss.
+            builder.add(window, [0] + [1] * (len(window) - 1), source=0, row=number)
+        self._store = builder.build()
+        if not len(self._store):
+            raise DataError(
+                f"The texts have {len(tokens)} tokens, too few for one window of {config.window_tokens}. Lower "
+                "source.window_tokens, or add rows to data.train."
+            )
+        self._collator: Collator = registry.create(
+            "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
+        )
+        self.total_steps = run.total_steps(len(self._store))
+
+    def summary(self) -> Mapping[str, object]:
+        return {**summarize(Tokenized(self._store)), "samples_per_epoch": len(self._store)}
+
+    def build(self, step: int) -> TrainingBatch:
+        first = (step - 1) * self._batch_size
+        numbers = np.arange(first, first + self._batch_size, dtype=np.int64) % len(self._store)
+        return self._collator.collate(self._store.view(numbers), training=True)
+
+    def epoch(self, step: int) -> float:
+        return step * self._batch_size / len(self._store)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"data": self._store.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        refuse_other_data(
+            state,
+            self._store.fingerprint,
+            "The windows are not those the checkpoint was trained on. Restore the data and the tokenizer, or start "
+            "anew with another run_dir.",
+        )
+
+
+def _stream(config: WindowsConfig, context: SourceContext) -> list[int]:
+    """The tokens of all texts, each with an end-of-sequence token after it."""
+    tokens: list[int] = []
+    for opened in open_datasets(context.config.data.train, context.host.registry, context.row_limit):
+        dataset = opened.dataset
+        for number in range(len(dataset)):
+            text = dataset[number].get(config.column)
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{dataset.location(number)}: has no text in the column '{config.column}'. Name the column with "
+                    f"source.column; the row has: {', '.join(dataset[number])}."
+                )
+            tokens += context.tokenizer.encode(text, add_special_tokens=False)
+            if context.tokenizer.eos_token_id is not None:
+                tokens.append(context.tokenizer.eos_token_id)
+    return tokens

@@ -1,0 +1,187 @@
+"""What a newcomer copies from the first page works: pip lines, container file, picture, figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from spurline import Run, load_config
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(word, argument) of each instruction, continued lines put together."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M).replace("\\\n", " ")
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1].strip()) for line in text.splitlines() if line.strip()]
+
+
+def pip_targets(command: str) -> list[str]:
+    """What each `pip install` of a command installs, without options."""
+    found: list[str] = []
+    for part in re.split(r"&&|;|\n|\|\|", command):
+        words = shlex.split(part, comments=True)
+        if words[:2] == ["pip", "install"] or words[1:4] == ["-m", "pip", "install"]:
+            rest = iter(words[words.index("install") + 1 :])
+            for word in rest:
+                if word in ("-c", "-r", "--index-url"):
+                    next(rest)
+                elif not word.startswith("-"):
+                    found.append(word)
+    return found
+
+
+def readme_lines() -> list[str]:
+    return [line[2:] for line in README.splitlines() if line.startswith("$ pip install")]
+
+
+def test_the_first_screen_says_what_why_how_and_what_fits() -> None:
+    headings = re.findall(r"^## (.*)$", README, re.M)
+    assert headings[:4] == ["Why", "Two commands", "A run", "What fits"]
+    assert "docs/images/report.png" in README.partition("## A run")[0]
+    assert len(README.splitlines()) <= 194, "details belong into docs/"
+
+
+def test_every_row_of_the_comparison_names_its_proof() -> None:
+    table = README.partition("## Why")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 5
+    for row in rows:
+        _, claim, ours, theirs, _ = re.split(r"(?<!\\)\|", row)
+        assert re.search(r"\]\((tests|docs|benchmarks|examples)/", ours), f"no test or command for: {claim}"
+        assert "https://" in theirs, f"no source for what others do: {claim}"
+
+
+def test_pip_lines_of_the_readme_install_packages_of_this_repository() -> None:
+    lines = readme_lines()
+    assert len(lines) >= 3
+    for target in [target for line in lines for target in pip_targets(line)]:
+        folder, extras = re.fullmatch(r"(.*?)(?:\[(.*)\])?", target.partition("#subdirectory=")[2] or target).groups()
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        known = project.get("optional-dependencies", {})
+        assert {*filter(None, (extras or "").split(","))} <= {*known}, target
+        if target.startswith("spurline"):
+            assert project["name"] == target.partition(" @")[0].partition("[")[0].strip()
+
+
+def test_the_container_installs_what_the_readme_says() -> None:
+    installed = {target for word, argument in instructions() if word == "RUN" for target in pip_targets(argument)}
+    packages = {re.sub(r"\[.*", "", target) for target in installed if target.startswith("./")}
+    said = {re.sub(r"\[.*", "", target) for line in readme_lines() for target in pip_targets(line)}
+    assert packages == {"./core", "./plugins/collation_fast", "./plugins/async_rl"}
+    assert packages <= said
+
+
+def test_everything_that_the_container_copies_is_there_and_passes_the_ignore_file() -> None:
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = [source for word, argument in instructions() if word == "COPY" for source in argument.split()[:-1]]
+    assert {"core", "plugins", "examples", "constraints.txt"} <= {*copied}
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in ignore, f"{source} is kept out by .dockerignore"
+
+
+def test_the_container_needs_no_hub_and_ends_as_an_ordinary_user() -> None:
+    words = instructions()
+    runs = [argument for word, argument in words if word == "RUN"]
+    assert not [run for run in runs if re.search(r"huggingface|hf download|snapshot", run)]
+    checks = [part for run in runs for part in run.split("&&") if re.search(r"\bspurline plan|make_tiny_model", part)]
+    assert checks
+    assert all("HF_HUB_OFFLINE=1" in check for check in checks)
+    users = [argument for word, argument in words if word == "USER"]
+    assert users == ["spurline"]
+    last_root = max(number for number, (word, _) in enumerate(words) if word in ("RUN", "COPY"))
+    assert words.index(("USER", "spurline")) > last_root
+    assert json.loads(dict(words)["ENTRYPOINT"]) == ["spurline"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("variant", "expected"), [("cpu", "whl/cpu"), ("cuda", "torch=="), ("rocm", None)])
+def test_each_variant_of_the_container_installs_its_torch(variant: str, expected: str | None, tmp_path: Path) -> None:
+    (command,) = [argument for word, argument in instructions() if word == "RUN" and argument.startswith("case")]
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
+    pip.chmod(0o755)
+    environment = {**os.environ, "VARIANT": variant, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["sh", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+    )
+    if expected is None:
+        assert result.returncode == 1
+        assert "Choose cpu or cuda" in result.stderr
+        return
+    assert result.returncode == 0, result.stderr
+    assert expected in result.stdout
+    assert re.search(r"torch==[\d.]+$", result.stdout.strip())
+    assert ("index-url" in result.stdout) == (variant == "cpu")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("word", ["RUN"])
+def test_every_command_of_the_container_is_valid_shell(word: str) -> None:
+    for argument in [argument for found, argument in instructions() if found == word]:
+        result = subprocess.run(["sh", "-n", "-c", argument], capture_output=True, text=True, timeout=30)
+        assert result.returncode == 0, f"{argument}: {result.stderr}"
+
+
+def test_the_picture_of_the_report_is_one() -> None:
+    data = (ROOT / "docs/images/report.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", data[16:24])
+    assert width >= 1000
+    assert height >= 800
+    assert len(data) < 400_000
+
+
+@pytest.mark.processes
+def test_taking_the_picture_without_a_browser_says_what_to_install(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "docs/picture.py", tmp_path / "report.html", tmp_path / "x.png"]
+    result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "Install Chromium" in result.stderr
+
+
+def test_the_front_page_of_the_docs_lists_what_a_run_leaves_behind(
+    spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs/index.md").read_text(encoding="utf-8").partition("## What a run leaves behind")[2]
+    listed = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(spurline_tiny_model)},
+        "data": {"train": str(spurline_chat_file), "eval": str(spurline_chat_file), "max_length": 128},
+        "batch_size": 4,
+        "steps": 1,
+        "collator": "padded",
+        "backend": {"device": "cpu"},
+        "evaluation": {"generate": {"rewards": {"exact": "exact_match"}, "max_samples": 2, "max_new_tokens": 4}},
+        "checkpoint": {"export_hf": True},
+    }
+    Run(load_config(config)).train()
+    found = {path.name + "/" * path.is_dir() for path in (tmp_path / "run").iterdir()}
+    assert found == {*listed}
+
+
+def test_the_configs_for_one_and_for_eight_gpus_are_valid(tmp_path: Path) -> None:
+    titles = re.findall(r"^\*\*(.* GPUs?)\*\*", README, re.M)
+    assert titles == ["One GPU", "Eight GPUs"]
+    blocks = re.findall(r"```yaml\n(.*?)```", README.partition("## A run")[2].partition("## What fits")[0], re.S)
+    assert len(blocks) == 2
+    loaded = []
+    for number, block in enumerate(blocks):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(block, encoding="utf-8")
+        loaded.append(load_config(path).config)
+    # One server for each GPU but the trainer's.
+    assert len(loaded[1].source.engine.urls) == 7
