@@ -147,9 +147,13 @@ class DataConfig(Section):
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""
     max_length: int = Field(default=2048, gt=1)
     """Tokens a sample may have."""
-    too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """A sample over `max_length` keeps its first tokens, is left out and counted, or stops the run. Prompts to
-    generate from are no samples: they are used whole, except that with `error` one over `max_length` stops the run."""
+    too_long: Literal["truncate", "split", "drop", "error"] | None = None
+    """A sample over `max_length` keeps its first tokens, is cut into several samples, is left out and counted, or stops
+    the run; null splits raw text (format `text`) and truncates everything else. Prompts to generate from are no
+    samples: they are used whole, except that with `error` one over `max_length` stops the run."""
+    on_ignored: Literal["error", "warn"] = "error"
+    """What to do about a row of which the chat template leaves out tools, tool calls, reasoning or a whole message, so
+    that other text would be trained than the row says: stop the run, or train on what is left and count it."""
     shuffle: bool = True
     """Permute the samples anew in each epoch; off keeps file order."""
 

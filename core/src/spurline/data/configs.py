@@ -118,6 +118,12 @@ class PreferenceSourceConfig(SourceConfig):
                 "name",
                 f"is {self.name}, whose pairs all count the same, but reduction: fixed_norm counts tokens. Remove it.",
             )
+        if run.data.too_long == "split":
+            yield Problem(
+                "name",
+                f"is {self.name}, but data.too_long: split would cut an answer in two, and no half of it belongs to a "
+                "pair. Set data.too_long to truncate, drop or error.",
+            )
         for entry in (*run.data.train, *run.data.eval):
             if entry.format != "auto":
                 yield Problem(

@@ -44,6 +44,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which chat template the tokenizer has, for messages."""
+    return getattr(tokenizer, "chat_template_source", None) or f"of the tokenizer {tokenizer.name_or_path}".rstrip()
+
+
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Id that fills rows. Padding never reaches the model, so that the end-of-sequence token serves as well."""
     token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

@@ -15,10 +15,13 @@ class DatasetConfig(ComponentConfig):
 
     kind: ClassVar[str] = "dataset"
 
-    format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized"] = "auto"
+    format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized", "text"] = "auto"
     """How a row is read; `auto` decides from the column names of the first row."""
     columns: dict[str, str] = {}
-    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file."""
+    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file. Dots go
+    into objects: `{reference: reward_model.ground_truth}`."""
+    append_eos: bool = True
+    """Format `text`: end each row's text with the end-of-sequence token, which has loss."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn."""
     on_bad_row: Literal["error", "skip"] = "error"

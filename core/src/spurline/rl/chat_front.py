@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.data.chat import ChatRenderer
 from spurline.data.encoding import encode_batch, require_chat_template
 from spurline.data.messages import Message
-from spurline.data.rows import BadRowError
+from spurline.data.rows import BadRowError, require_text
 from spurline.errors import DataError
 from spurline.protocols.environment import PolicyHandle
 from spurline.protocols.rollout_engine import GenerationResult, Sampling
@@ -119,6 +119,7 @@ class ChatFront:
         """Token ids of everything before the model's next turn."""
         try:
             text = self._renderer.render(self._messages, self._tools, add_generation_prompt=True)
+            require_text(text, {"messages": self._messages, "tools": self._tools})
         except BadRowError as error:
             raise error.at(self._where) from error
         if self._history == "retokenize" or not self._stretches:
