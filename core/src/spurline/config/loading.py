@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from spurline.config.assembly import assemble
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
+from spurline.config.paths import ConfigPlace
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
@@ -59,7 +60,8 @@ def load_config(
     host = _loaded_plugins(document, available)
     model = config_model(host)
     try:
-        config = model.model_validate(_with_defaults_of_source(document.values, host.registry))
+        place = ConfigPlace(None if isinstance(source, Mapping) else Path(source).absolute().parent, recorded)
+        config = model.model_validate(_with_defaults_of_source(document.values, host.registry), context=place)
     except ValidationError as error:
         raise _config_error(explain(error, model, host.registry), document) from None
     problems = [] if recorded else list(_cross_field_problems(config))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from spurline.config.paths import PathSetting
 from spurline.config.section import (
     Component,
     NamedSection,
@@ -158,17 +159,22 @@ class DataConfig(Section):
     """Permute the samples anew in each epoch; off keeps file order."""
 
 
+CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
+"""Bundled chat templates, as files `data/templates/NAME.jinja`."""
+
+
 class ModelConfig(Section):
     """The causal language model to train, as Hugging Face `transformers` loads it."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, PathSetting(reads=True)] = Field(min_length=1)
     """Hub name or local folder with `config.json`, weights and tokenizer."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, PathSetting(reads=True)] = None
     """Hub name or folder of the tokenizer; default is `path`."""
-    chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's chat template."""
+    chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES)] = None
+    """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
+    `gemma`, `zephyr`)."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the architecture from `path` and draws fresh weights from `seed`."""
     trust_remote_code: bool = False
@@ -236,8 +242,8 @@ class RunConfig(Section):
 
     plugins: tuple[str, ...] = ()
     """Plugins to enable, in the order their hooks are called."""
-    run_dir: Annotated[Path, FREE] = Path("runs/default")
-    """Folder for metrics, checkpoints and the report; one run at a time."""
+    run_dir: Annotated[Path, FREE, PathSetting()] = Path("runs/default")
+    """Folder for metrics, checkpoints and the report; one run at a time. Relative to the working directory."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, data order, dropout and sampling."""
     model: ModelConfig

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
@@ -21,7 +22,7 @@ class HfDatasetConfig(DatasetConfig):
     """Rows that Hugging Face `datasets` can load: local files and folders, or a hub name."""
 
     name: str = "hf"
-    path: Annotated[str, OnResume.FREE] = Field(min_length=1)
+    path: Annotated[str, OnResume.FREE, PathSetting(reads=True)] = Field(min_length=1)
     """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name."""
     subset: str | None = None
     """Configuration name of a hub dataset."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
+from spurline.config.paths import FunctionSetting
 from spurline.protocols.reward import RewardConfig
 
 
@@ -15,15 +18,16 @@ class ExactMatchConfig(RewardConfig):
     """Compare without regard to case."""
 
 
-FUNCTION_PATH = r"^[\w.]+:\w+$"
+FUNCTION_PATH = r"^(?:.*/)?[\w.\-]+:\w+$"
+"""`module:function`, `file.py:function`, or with a folder in front."""
 
 
 class FunctionRewardConfig(RewardConfig):
     """A Python function called with one argument, the `spurline.protocols.reward.Answer`; may be async."""
 
     name: str = "function"
-    path: str = Field(pattern=FUNCTION_PATH)
-    """`module:function`, installed or in the working directory."""
+    path: Annotated[str, FunctionSetting()] = Field(pattern=FUNCTION_PATH)
+    """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Seconds one call may take."""
 

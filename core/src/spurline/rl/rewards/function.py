@@ -9,13 +9,17 @@ def short_and_right(answer: Answer) -> float:
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from spurline.errors import ConfigError
+import xxhash
+
+from spurline.errors import ConfigError, PluginError, listing, suggestion
 from spurline.plugins.registry import resolve
 from spurline.protocols.reward import Answer
 from spurline.rl.concurrency import within
@@ -23,12 +27,55 @@ from spurline.rl.rewards.configs import FunctionRewardConfig
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function, from anything importable or a file in the working directory. Raises PluginError naming `what`."""
-    # A console script does not see the folder it is started in, where a config's functions usually are. Last on the
-    # path, so that no file there hides an installed module.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return resolve(path, what)
+    """The function of `module:function`, of `file.py:function`, or of a module in a folder, `FOLDER/module:function`.
+
+    A module without a folder is imported by its name, from the working directory too. Raises PluginError naming `what`.
+    """
+    module, _, function = path.rpartition(":")
+    folder, slash, name = module.rpartition("/")
+    # A console script does not see the folder it is started in, nor that of its config. Last on the path, so that no
+    # file there hides an installed module.
+    home = folder or "/" if slash else os.getcwd()
+    if home not in sys.path:
+        sys.path.append(home)
+    if module.endswith(".py"):
+        return resolve(f"{_import_file(Path(module), what)}:{function}", what)
+    found = resolve(f"{name}:{function}", what)
+    loaded = sys.modules[name]
+    if slash and not str(loaded.__file__).startswith(f"{folder}/"):
+        raise PluginError(
+            f"The {what} names {path}, but '{name}' is {loaded.__file__}, a module that is installed or was imported "
+            f"before. Rename yours, or name its file: {folder}/{name.replace('.', '/')}.py:{function}."
+        )
+    return found
+
+
+def _import_file(file: Path, what: str) -> str:
+    """Import a Python file; returns the module's name: the file's own, unless another module has it."""
+    if not file.is_file():
+        near = sorted(entry.name for entry in file.parent.glob("*.py"))
+        raise PluginError(
+            f"The {what} names the file {file}, which does not exist.{suggestion(file.name, near)} Python files in "
+            f"{file.parent.absolute()}: {listing(near)}. It is looked for beside the config file, then in the working "
+            "directory."
+        )
+    for name in (file.stem, f"{file.stem}_{xxhash.xxh3_64_hexdigest(str(file.resolve()))}"):
+        loaded = sys.modules.get(name)
+        if loaded is not None and loaded.__file__ is not None and file.samefile(loaded.__file__):
+            return name
+        if loaded is None and (name != file.stem or importlib.util.find_spec(name) is None):
+            break
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None, file
+    assert spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise PluginError(f"The {what} cannot be imported from {file}: {type(error).__name__}: {error}.") from error
+    return name
 
 
 class FunctionReward:
@@ -50,7 +97,7 @@ class FunctionReward:
 
 def _check_signature(function: Any, path: str) -> None:
     """Raise ConfigError for a function that one argument does not fit."""
-    name = path.partition(":")[2]
+    name = path.rpartition(":")[2]
     signature: inspect.Signature | None = None
     try:
         signature = inspect.signature(function)

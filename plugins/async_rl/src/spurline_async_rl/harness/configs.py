@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.reward import RewardTable
+from spurline.rl.rewards.configs import FUNCTION_PATH
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -24,8 +26,8 @@ class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
 
     name: str = "harness"
-    agent: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
-    """`my_module:my_function`, which gets a session (base URL, key, row) and returns the attempt's rewards."""
+    agent: Annotated[str | None, FunctionSetting()] = Field(default=None, pattern=FUNCTION_PATH)
+    """`my_module:my_function` or `file.py:my_function`, which gets a session (base URL, key, row) and returns the attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
     """A program with its arguments instead, started for each attempt: the row comes as JSON on its standard input, the
     last line it prints is the rewards as JSON."""
