@@ -106,7 +106,7 @@ def expanded(path: str) -> str:
             raise _error(f"the environment variable {name} is not set. Set it, or write the path out")
         return os.environ[name]
 
-    complete = os.path.expanduser(_VARIABLE.sub(value_of, path))  # noqa: PTH111 - a pathlib one loses what is no path
+    complete = os.path.expanduser(_VARIABLE.sub(value_of, path))
     if complete.startswith("~"):
         raise _error(f"there is no user {complete.partition('/')[0][1:]!r} whose folder ~ could stand for")
     return complete
