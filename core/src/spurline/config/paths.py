@@ -93,7 +93,7 @@ class FunctionSetting:
         top = module.partition(".")[0]
         homes = {_home(home, top): home for home in reversed(place.homes()) if _home(home, top) is not None}
         if len(homes) > 1:
-            raise _ambiguous([str(file) for file in homes])
+            raise _ambiguous([str(file) for file in reversed(homes)])
         return f"{next(iter(homes.values()))}/{module}:{function}" if homes else f"{module}:{function}"
 
 

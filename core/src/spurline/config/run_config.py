@@ -30,7 +30,7 @@ from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.report_panel import ReportPanelConfig
-from spurline.protocols.reward import RewardConfig
+from spurline.protocols.reward import RewardTable
 from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 from spurline.protocols.tracker import TrackerConfig
@@ -197,8 +197,8 @@ class CheckpointConfig(Section):
 class GenerationEvalConfig(Section):
     """Generate answers to held-out prompts and score them."""
 
-    rewards: dict[str, Annotated[RewardConfig, Component("reward")]] = Field(min_length=1)
-    """Named scores, each a reward component: `{exact_match: exact_match}` logs `eval/exact_match`."""
+    rewards: RewardTable = Field(min_length=1)
+    """Named scores, each a reward component or function: `{exact_match: exact_match}` logs `eval/exact_match`."""
     max_new_tokens: int = Field(default=128, gt=0)
     """Longest answer in tokens."""
     max_samples: int | None = Field(default=200, gt=0)

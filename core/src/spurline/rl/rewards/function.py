@@ -59,7 +59,7 @@ def _import_file(file: Path, what: str) -> str:
             f"{file.parent.absolute()}: {listing(near)}. It is looked for beside the config file, then in the working "
             "directory."
         )
-    for name in (file.stem, f"{file.stem}_{xxhash.xxh3_64_hexdigest(str(file.resolve()))}"):
+    for name in (file.stem, f"{file.stem}_{xxhash.xxh3_64_hexdigest(str(file.resolve()).encode())}"):
         loaded = sys.modules.get(name)
         if loaded is not None and loaded.__file__ is not None and file.samefile(loaded.__file__):
             return name

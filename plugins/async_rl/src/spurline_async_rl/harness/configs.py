@@ -27,7 +27,8 @@ class HarnessConfig(EnvironmentConfig):
 
     name: str = "harness"
     agent: Annotated[str | None, FunctionSetting()] = Field(default=None, pattern=FUNCTION_PATH)
-    """`my_module:my_function` or `file.py:my_function`, which gets a session (base URL, key, row) and returns the attempt's rewards."""
+    """`my_module:my_function` or `file.py:my_function`, which gets a session (base URL, key, row) and returns the
+    attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
     """A program with its arguments instead, started for each attempt: the row comes as JSON on its standard input, the
     last line it prints is the rewards as JSON."""
