@@ -177,9 +177,14 @@ def test_a_reward_module_in_both_places_or_of_an_installed_name_is_an_error(proj
     with pytest.raises(ConfigError, match=r"configs/test_paths_twice\.py and .*work/test_paths_twice\.py both exist"):
         reward(project, "test_paths_twice:f")
     (project / "configs" / "colorsys.py").write_text("def f(answer):\n    return 3\n", encoding="utf-8")
-    with pytest.raises(PluginError, match=r"'colorsys' is .* a module that is installed.*configs/colorsys\.py:f"):
+    with pytest.raises(PluginError, match=r"'colorsys' is .* a module that is installed.*configs/colorsys\.py:rgb"):
         load_function(reward(project, "colorsys:rgb_to_hls"), "reward function")
-    assert load_function(reward(project, "colorsys.py:f"), "reward function")(None) == 3
+    path = str(project / "configs" / "colorsys.py")
+    assert (
+        load_function(f"{path}:f", "reward function")(None)
+        == load_function(reward(project, "colorsys.py:f"), "r")(None)
+        == 3
+    )
 
 
 def test_a_reward_file_that_is_missing_is_told_with_those_that_are_there(project: Path) -> None:

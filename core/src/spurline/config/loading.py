@@ -6,6 +6,7 @@ was validated against. Errors list every problem at once, with file, line, key p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from spurline.config.document import Document, apply_overrides, plain, read_docu
 from spurline.config.explain import explain
 from spurline.config.paths import ConfigPlace
 from spurline.config.run_config import RunConfig
-from spurline.config.section import BARE, expand_shorthand, sections_within
+from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
@@ -90,8 +91,22 @@ def _config_error(problems: Sequence[Problem], document: Document) -> ConfigErro
     for problem in sorted(problems, key=lambda problem: line_of(problem.key, document.lines) or 0):
         override = document.override_of(problem.key)
         note = f" (from --set {override})" if override is not None else ""
-        told.append(Problem(problem.key, f"{problem.message}{note}"))
+        told.append(Problem(problem.key, f"{problem.message}{_dataset_note(problem.key, document)}{note}"))
     return ConfigError(told, document.origin, document.lines)
+
+
+def _dataset_note(key: str, document: Document) -> str:
+    """` (dataset rows.jsonl)` for the key of a setting of a dataset: people know it by name, not by its place."""
+    match = re.match(r"data\.(train|eval)\.(\d+)(?:\.|$)", key)
+    data = document.values.get("data")
+    if match is None or not isinstance(data, Mapping):
+        return ""
+    entries: Any = as_list(cast("Mapping[str, Any]", data).get(match[1]))
+    if not isinstance(entries, list) or int(match[2]) >= len(cast("list[Any]", entries)):
+        return ""
+    entry: Any = expand_shorthand(entries[int(match[2])], "path")
+    name: Any = (entry.get("label") or entry.get("path")) if isinstance(entry, Mapping) else None
+    return f" (dataset {name})" if isinstance(name, str) else ""
 
 
 def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin] | None) -> PluginHost:

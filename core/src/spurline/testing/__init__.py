@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spurline.testing.backend_contract import BackendContract as BackendContract
     from spurline.testing.collator_contract import CollatorContract as CollatorContract
     from spurline.testing.collator_contract import RolloutCollatorContract as RolloutCollatorContract
+    from spurline.testing.dataset_contract import DatasetContract as DatasetContract
     from spurline.testing.engine_update_contract import EngineUpdateContract as EngineUpdateContract
     from spurline.testing.environment_contract import EnvironmentContract as EnvironmentContract
     from spurline.testing.inputs import make_store as make_store
@@ -38,6 +39,7 @@ _NAMES = {
     "advantage_contract": ("AdvantageContract",),
     "backend_contract": ("BackendContract",),
     "collator_contract": ("CollatorContract", "RolloutCollatorContract"),
+    "dataset_contract": ("DatasetContract",),
     "engine_update_contract": ("EngineUpdateContract",),
     "environment_contract": ("EnvironmentContract",),
     "inputs": ("make_store", "make_trajectories", "write_tiny_model"),
