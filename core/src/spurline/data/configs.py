@@ -32,6 +32,16 @@ class HfDatasetConfig(DatasetConfig):
     """Hub revision (branch, tag or commit)."""
 
 
+class HfStreamConfig(HfDatasetConfig):
+    """Rows read one after another, as they are needed: JSON lines and parquet files, or a hub dataset that stays on the
+    hub. For `source: stream`."""
+
+    streams = True
+    name: str = "hf_stream"
+    split: str = "train"
+    """Name of a split; a stream takes all of it."""
+
+
 class SequentialTokenizationConfig(TokenizationConfig):
     """One sample after another, in this process, into memory."""
 
@@ -95,6 +105,30 @@ class SftSourceConfig(SourceConfig):
     """Tokenized samples in an order that depends only on seed and epoch."""
 
     name: str = "sft"
+
+
+class StreamSourceConfig(SourceConfig):
+    """Samples of data that is read as it is needed, shuffled within blocks of rows; needs `steps`."""
+
+    reads_streams = True
+    name: str = "stream"
+    buffer_rows: int = Field(default=10_000, gt=0)
+    """Rows that are held at once. Their samples are shuffled among each other (unless `data.shuffle` is off), and a
+    resume reads up to so many rows again."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if run.steps is None:
+            yield Problem(
+                "name", f"is {self.name}, and nobody knows how long a stream is. Set steps, and remove epochs."
+            )
+        for entry in run.data.train:
+            if not entry.streams:
+                yield Problem(
+                    "name",
+                    f"is {self.name}, but dataset '{entry.label or entry.name}' is of name: {entry.name}, which holds "
+                    "its rows. Set its name: hf_stream.",
+                )
 
 
 class PreferenceSourceConfig(SourceConfig):

@@ -187,10 +187,10 @@ class SampleCollector:
             self._kept[block.source] += len(block.rows)
             self._sink.extend(block)
 
-    def findings(self) -> Findings:
-        """The counts. Raises DataError when a dataset has no usable sample."""
+    def findings(self, *, may_be_empty: bool = False) -> Findings:
+        """The counts. Raises DataError when a dataset has no usable sample, unless it may."""
         for source, kept in enumerate(self._kept):
-            if kept == 0:
+            if kept == 0 and not may_be_empty:
                 raise DataError(self._nothing_left(source))
         dropped: Counter[str] = Counter()
         examples: dict[str, str] = {}
@@ -199,9 +199,9 @@ class SampleCollector:
             examples = first | examples
         return Findings(dict(dropped), self._truncated, examples, dict(self._ignored))
 
-    def finish(self) -> Tokenized:
-        """The store and the counts. Raises DataError when a dataset has no usable sample."""
-        return Tokenized(self._sink.build(), **vars(self.findings()))
+    def finish(self, *, may_be_empty: bool = False) -> Tokenized:
+        """The store and the counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        return Tokenized(self._sink.build(), **vars(self.findings(may_be_empty=may_be_empty)))
 
     def _nothing_left(self, source: int) -> str:
         dataset, examples = self._datasets[source], self._examples[source]

@@ -114,7 +114,7 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
 
 def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
     """Lay out the first batches; returns row length and tokens of the one with most tokens, 0 where unknown."""
-    if not data.source.pure:
+    if not (data.source.pure or data.source.reads_only_data):
         plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
         return 0, 0
     lines: list[str] = []
