@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenized_rows import tokenized
 
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
@@ -16,8 +17,6 @@ from spurline.data.token_store import describe, summarize
 from spurline.data.tokenization import SequentialTokenization
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.parallel import ParallelTokenization
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ASKED = {"role": "user", "content": "2 + 2? call add"}
@@ -33,16 +32,7 @@ WITHOUT_SYSTEM = """{%- for m in messages if m.role != 'system' %}<|im_start|>{{
 def read(tmp_path: Path, rows, tokenizer, kind="sequential", **data):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = HfDatasetConfig(path=str(path))
-    settings = DataConfig(train=(config,), **data)
-    made = (
-        SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tokenizer, data=settings)
-        if kind == "sequential"
-        else ParallelTokenization(
-            ParallelTokenizationConfig(cache_dir=tmp_path / "cache"), tokenizer=tokenizer, data=settings
-        )
-    )
-    return made.tokenize([DatasetToTokenize(HfDataset(config), config)])
+    return tokenized(path, tokenizer, kind, **data)
 
 
 @pytest.mark.parametrize("kind", ["sequential", "parallel"])

@@ -6,32 +6,17 @@ import json
 
 import numpy as np
 import pytest
+from tokenized_rows import tokenized
 
-from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
-from spurline.data.hf_dataset import HfDataset
-from spurline.data.tokenization import SequentialTokenization
 from spurline.errors import DataError
-from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.parallel import ParallelTokenization
 
 TEXTS = ["hello world, how are you today?", "I am fine. " * 30, "The answer is 42."]
 
 
-def read(tmp_path, tokenizer, rows, *, kind="sequential", dataset=None, **data):
+def read(tmp_path, tokenizer, rows, *, kind="sequential", **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = HfDatasetConfig(path=str(path), **(dataset or {}))
-    settings = DataConfig(train=(config,), **data)
-    made = (
-        SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tokenizer, data=settings)
-        if kind == "sequential"
-        else ParallelTokenization(
-            ParallelTokenizationConfig(cache_dir=tmp_path / "cache"), tokenizer=tokenizer, data=settings
-        )
-    )
-    return made.tokenize([DatasetToTokenize(HfDataset(config), config)])
+    return tokenized(path, tokenizer, kind, **settings)
 
 
 def samples(made):
@@ -98,19 +83,8 @@ def test_half_a_surrogate_pair_is_a_bad_row_that_is_named_or_skipped(tmp_path, m
     path = tmp_path / "bad.jsonl"
     path.write_text(GOOD + SURROGATE, encoding="utf-8")
 
-    def tokenize(on_bad_row):
-        config = HfDatasetConfig(path=str(path), on_bad_row=on_bad_row)
-        data = DataConfig(train=(config,))
-        sources = [DatasetToTokenize(HfDataset(config), config)]
-        if kind == "sequential":
-            return SequentialTokenization(SequentialTokenizationConfig(), tokenizer=tokenizer, data=data).tokenize(
-                sources
-            )
-        settings = ParallelTokenizationConfig(cache_dir=tmp_path / "cache")
-        return ParallelTokenization(settings, tokenizer=tokenizer, data=data).tokenize(sources)
-
     expected = r"bad\.jsonl:2: messages\[1\]\.content has half of a surrogate pair \(\\ud83d\) at character 4"
     with pytest.raises(DataError, match=expected):
-        tokenize("error")
-    made = tokenize("skip")
+        tokenized(path, tokenizer, kind, dataset={"on_bad_row": "error"})
+    made = tokenized(path, tokenizer, kind, dataset={"on_bad_row": "skip"})
     assert (len(made.store), made.dropped) == (1, {"malformed_row": 1})

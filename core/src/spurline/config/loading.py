@@ -105,7 +105,8 @@ def _dataset_note(key: str, document: Document) -> str:
     if not isinstance(entries, list) or int(match[2]) >= len(cast("list[Any]", entries)):
         return ""
     entry: Any = expand_shorthand(entries[int(match[2])], "path")
-    name: Any = (entry.get("label") or entry.get("path")) if isinstance(entry, Mapping) else None
+    settings: Mapping[str, Any] = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}
+    name = settings.get("label") or settings.get("path")
     return f" (dataset {name})" if isinstance(name, str) else ""
 
 

@@ -65,7 +65,7 @@ def broken_text(value: Any, field: str) -> BadRowError | None:
         items = [(f"{field}.{name}" if field else str(name), item) for name, item in row.items()]
     elif isinstance(value, (list, tuple)):
         items = [(f"{field}[{index}]", item) for index, item in enumerate(cast("Sequence[Any]", value))]
-    return next((error for name, item in items if (error := broken_text(item, name)) is not None), None)
+    return next((found for name, item in items if (found := broken_text(item, name)) is not None), None)
 
 
 def require_text(text: str, row: Mapping[str, Any]) -> None:
