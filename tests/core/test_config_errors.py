@@ -284,3 +284,13 @@ def test_plugin_that_is_not_installed_is_reported_with_file_and_line(tmp_path: P
     path.write_text(MINIMAL + "plugins: [nowhere]\n")
     with pytest.raises(PluginError, match=r"run\.yaml:4: plugins: Plugin 'nowhere' is not installed"):
         load_config(path)
+
+
+def test_a_problem_of_a_dataset_calls_it_by_its_name(tmp_path: Path) -> None:
+    config = {"model": {"path": "m"}, "steps": 1}
+    for train, name in (
+        ([{"path": "a.jsonl"}, {"path": "chats.jsonl", "weight": -1}], "chats.jsonl"),
+        ([{"path": "a.jsonl"}, {"path": "chats.jsonl", "label": "chats", "wieght": 1}], "chats"),
+    ):
+        with pytest.raises(ConfigError, match=rf"data\.train\.1\.\w+ is .* \(dataset {name}\)"):
+            load_config({**config, "data": {"train": train}})

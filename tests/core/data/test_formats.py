@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from spurline.config.run_config import DataConfig
-from spurline.data.configs import HfDatasetConfig
+from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.encoding import Dropped, RowEncoder
 from spurline.data.formats import detect_format
+from spurline.data.hf_dataset import HfDataset
+from spurline.data.preference import side_of
 from spurline.data.prompts import prompt_and_reference, read_examples
+from spurline.data.rows import BadRowError, RowView
+from spurline.data.tokenization import SequentialTokenization
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.tokenization_contract import ListDataset
+from spurline_collation_fast.configs import ParallelTokenizationConfig
+from spurline_collation_fast.tokenization.parallel import ParallelTokenization
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
 
@@ -48,12 +57,12 @@ def data(**settings):
     ],
 )
 def test_the_format_follows_from_the_columns(columns, expected):
-    assert detect_format(HfDatasetConfig(path="x"), columns) == expected
+    assert detect_format(HfDatasetConfig(path="x"), dict.fromkeys(columns)) == expected
 
 
 def test_the_format_follows_from_renamed_columns():
     config = HfDatasetConfig(path="x", columns={"prompt": "question", "completion": "answer"})
-    assert detect_format(config, ["question", "answer"]) == "prompt_completion"
+    assert detect_format(config, {"question": "", "answer": ""}) == "prompt_completion"
 
 
 def test_columns_that_fit_no_format_are_listed_with_what_each_format_needs(make_tokenizer):
@@ -282,3 +291,63 @@ def test_examples_pass_over_malformed_rows_when_told_to(make_tokenizer):
     strict = DatasetToTokenize(rows, HfDatasetConfig(path="x", format="prompt_completion"))
     with pytest.raises(DataError, match=r"^rows\.jsonl:2: prompt is a number"):
         list(read_examples(strict, tokenizer, data()))
+
+
+def test_a_column_name_with_dots_goes_into_objects():
+    row = {"question": "2+2=", "reward_model": {"ground_truth": "4"}, "a.b": "whole name"}
+    view = RowView(row, {"completion": "reward_model.ground_truth", "prompt": "a.b", "tools": "reward_model.other"})
+    assert (view.get("completion"), view.require("prompt"), view.get("tools")) == ("4", "whole name", None)
+    assert "completion" in view
+    assert "tools" not in view
+    wrong = RowView(row, {"completion": "reward_model.ground_truht"})
+    with pytest.raises(BadRowError, match=r"reward_model\.ground_truht is missing\. Did you mean 'ground_truth'"):
+        wrong.require("completion")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_dotted_columns_serve_samples_prompts_and_pairs(tmp_path, make_tokenizer, suffix):
+    row = {"question": {"text": "2+2="}, "reward_model": {"ground_truth": "4", "wrong": "5"}}
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text(json.dumps(row), encoding="utf-8")
+    else:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    tokenizer = make_tokenizer()
+    columns = {"prompt": "question.text", "completion": "reward_model.ground_truth"}
+    config = HfDatasetConfig(path=str(path), columns=columns)
+    data = DataConfig(train=(config,))
+    source = DatasetToTokenize(HfDataset(config), config)
+    encoder = RowEncoder(source, tokenizer, data)
+    assert encoder.format == "prompt_completion"
+    [sample] = encoder.encode([0])
+    assert tokenizer.decode(sample.tokens) == "2+2=4<|end|>"
+    prompts = HfDatasetConfig(
+        path=str(path), columns={"prompt": "question.text", "reference": "reward_model.ground_truth"}
+    )
+    question = prompt_and_reference(source.dataset[0], prompts, tokenizer, data)
+    assert (question.prompt_text, question.reference_text) == ("2+2=", "4")
+    pairs = HfDatasetConfig(
+        path=str(path),
+        columns={"prompt": "question.text", "chosen": "reward_model.ground_truth", "rejected": "reward_model.wrong"},
+    )
+    for side, answer in (("chosen", "4"), ("rejected", "5")):
+        [sample] = RowEncoder(side_of(DatasetToTokenize(HfDataset(pairs), pairs), side), tokenizer, data).encode([0])
+        assert tokenizer.decode(sample.tokens) == f"2+2={answer}<|end|>"
+
+
+def test_dotted_columns_of_token_rows_are_read_the_same_by_both_tokenizations(tmp_path, make_tokenizer):
+    row = {"input_ids": [1, 2, 3, 4], "extra": {"mask": [0, 0, 1, 1]}, "num_actions": 1}
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    config = HfDatasetConfig(path=str(path), columns={"loss_mask": "extra.mask"})
+    data = DataConfig(train=(config,))
+    for encoder in (SequentialTokenization, ParallelTokenization):
+        settings = (
+            SequentialTokenizationConfig()
+            if encoder is SequentialTokenization
+            else ParallelTokenizationConfig(disable_cache=True)
+        )
+        made = encoder(settings, tokenizer=make_tokenizer(), data=data).tokenize(
+            [DatasetToTokenize(HfDataset(config), config)]
+        )
+        assert made.store.loss_mask.tolist() == [0, 0, 1, 1]

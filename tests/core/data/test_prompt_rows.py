@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig
-from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
+from spurline.data.prompts import ChatQuestion, TextQuestion, prompt_and_reference, read_question
 from spurline.data.rows import BadRowError
 from spurline.errors import DataError
 
@@ -77,4 +78,14 @@ def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(BadRowError, match="reference is a list, expected text or a number"):
         read({"prompt": "2+2=", "reference": ["4"]})
     with pytest.raises(DataError, match="fit no format"):
+        read({"question": "2+2="})
+    with pytest.raises(BadRowError, match=r"text is raw text, which asks for no answer.*columns: \{prompt: text\}"):
         read({"text": "2+2="})
+
+
+def test_half_a_surrogate_pair_in_a_prompt_or_reference_is_a_bad_row(make_tokenizer: Any) -> None:
+    config = HfDatasetConfig(path="x")
+    data = DataConfig(train=(config,))
+    for row, field in (({"prompt": "a \ud83d"}, "prompt"), ({"prompt": "a", "reference": "\udc00"}, "reference")):
+        with pytest.raises(DataError, match=rf"row 7: {field} has half of a surrogate pair"):
+            prompt_and_reference(row, config, make_tokenizer(), data, location="row 7")

@@ -16,8 +16,10 @@ from ruamel.yaml import YAML
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.assembly import assemble
+from spurline.config.run_config import DataConfig
 from spurline.config.section import Component, ComponentConfig, Section
 from spurline.plugins.host import InstalledPlugin, PluginHost
+from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.reward import Answer
 from spurline.rl.chat_front import PrefixError
 from spurline.testing import EnvironmentContract
@@ -40,6 +42,9 @@ class SourceAsShown(Section):
     """Weights."""
 
 
+DATA = DataConfig(train=(DatasetConfig(name="rows"),), on_ignored="warn")
+
+
 def read_source(settings: dict[str, Any]) -> Any:
     """The settings as a config file's would be read, with core's components to choose from."""
     section: Any = assemble(core_registry(), {"shown": SourceAsShown}).model_fields["shown"].annotation
@@ -48,7 +53,7 @@ def read_source(settings: dict[str, Any]) -> Any:
 
 def build(source: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     registry = core_registry()
-    return registry.create("environment", source.environment, registry=registry, tokenizer=tokenizer, data=None)
+    return registry.create("environment", source.environment, registry=registry, tokenizer=tokenizer, data=DATA)
 
 
 @pytest.fixture
@@ -108,7 +113,7 @@ def test_the_plugin_of_the_page_registers_an_environment_that_plays(modules: dic
     plugin = InstalledPlugin("guess", "guess_plugin", "guess", "0")
     registry = PluginHost.load(["guess"], {"guess": plugin}).registry
     config = registry.get("environment", "guess").config(max_guesses=3)
-    environment = registry.create("environment", config, registry=registry, tokenizer=tiny_tokenizer(), data=None)
+    environment = registry.create("environment", config, registry=registry, tokenizer=tiny_tokenizer(), data=DATA)
     engine = ScriptedEngine(says(tiny_tokenizer(), "50", "what", "7"))
     task = make_task({"number": 7})
     trajectory = run(environment.run(task, make_policy(engine, task)))

@@ -29,11 +29,13 @@ def call(name: str = "calculator", **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def make_environment(tokenizer: Any, **settings: Any) -> Tools:
+def make_environment(tokenizer: Any, on_ignored: Any = "warn", **settings: Any) -> Tools:
     registry = core_registry()
     section: Any = assemble(registry, {"environment": ToolsConfig}).model_fields["environment"].annotation
     config = section.model_validate({"rewards": "exact_match", **settings})
-    return Tools(config, registry, tokenizer, DataConfig(train=(DatasetConfig(name="rows"),)))
+    # Not every template of these tests shows tools; what happens then has a test of its own.
+    data = DataConfig(train=(DatasetConfig(name="rows"),), on_ignored=on_ignored)
+    return Tools(config, registry, tokenizer, data)
 
 
 def attempt(*replies: str, tokenizer: Any = None, row: Any = ROW, context: int = 4096, **settings: Any) -> Trajectory:
@@ -231,3 +233,12 @@ def test_a_tool_that_does_not_exist_is_refused_at_the_start():
 
 def test_tools_may_be_listed_by_name():
     assert make_environment(tiny_tokenizer(), tools=["calculator"])._config.tools == {"calculator": "calculator"}
+
+
+def test_a_template_that_never_mentions_the_tools_is_refused_before_anything_is_generated():
+    with pytest.raises(DataError, match=r"environment tools: tools: the chat template .* leaves this out"):
+        make_environment(tokenizer_with("chatml"), on_ignored="error")
+    shown = make_environment(tokenizer_with("qwen3"), on_ignored="error")
+    task = make_task({**ROW, "messages": [{"role": "system", "content": "Be brief."}, *ROW["messages"]]})
+    engine = ScriptedEngine(says(tokenizer_with("qwen3"), "42"), context=4096)
+    assert run(shown.run(task, make_policy(engine, task, max_new_tokens=9))).rewards

@@ -6,6 +6,7 @@ was validated against. Errors list every problem at once, with file, line, key p
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from pydantic import ValidationError
 from spurline.config.assembly import assemble
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
+from spurline.config.paths import ConfigPlace
 from spurline.config.run_config import RunConfig
-from spurline.config.section import BARE, expand_shorthand, sections_within
+from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
@@ -70,7 +72,8 @@ def load_config(
     host = _loaded_plugins(document, available)
     model = config_model(host)
     try:
-        config = model.model_validate(_with_defaults_of_source(document.values, host.registry))
+        place = ConfigPlace(None if isinstance(source, Mapping) else Path(source).absolute().parent, recorded)
+        config = model.model_validate(_with_defaults_of_source(document.values, host.registry), context=place)
     except ValidationError as error:
         known = installed_plugins() if available is None else available
         unlisted = sorted(set(known) - set(host.plugins))
@@ -95,12 +98,14 @@ def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> d
 def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
     """What the source of these settings asks of the run; one that decorates another asks what that one does."""
     source: Any = expand_shorthand(value, "name")
-    settings = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
-    name = settings.get("name")
+    settings: Mapping[str, Any] = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
+    name: Any = settings.get("name")
     if not isinstance(name, str) or name not in registry.all_names("source"):
         return {}
     config = cast("type[SourceConfig]", registry.get("source", name).config)
-    inner = {} if config.decorates is None else _run_defaults(settings.get(config.decorates), registry)
+    inner: Mapping[str, str] = (
+        {} if config.decorates is None else _run_defaults(settings.get(config.decorates), registry)
+    )
     return {**inner, **config.run_defaults}
 
 
@@ -108,13 +113,29 @@ def _config_error(problems: Sequence[Problem], document: Document) -> ConfigErro
     """The error for these problems, in file order, those of overridden settings saying so."""
     told: list[Problem] = []
     for problem in sorted(problems, key=lambda problem: line_of(problem.key, document.lines) or 0):
-        told.append(Problem(problem.key, f"{problem.message}{_note_of_override(problem.key, document)}"))
+        note = f"{_dataset_note(problem.key, document)}{_note_of_override(problem.key, document)}"
+        told.append(Problem(problem.key, f"{problem.message}{note}"))
     return ConfigError(told, document.origin, document.lines)
 
 
 def _note_of_override(key: str, document: Document) -> str:
     override = document.override_of(key)
     return f" (from --set {override})" if override is not None else ""
+
+
+def _dataset_note(key: str, document: Document) -> str:
+    """` (dataset rows.jsonl)` for the key of a setting of a dataset: people know it by name, not by its place."""
+    match = re.match(r"data\.(train|eval)\.(\d+)(?:\.|$)", key)
+    data = document.values.get("data")
+    if match is None or not isinstance(data, Mapping):
+        return ""
+    entries: Any = as_list(cast("Mapping[str, Any]", data).get(match[1]))
+    if not isinstance(entries, list) or int(match[2]) >= len(cast("list[Any]", entries)):
+        return ""
+    entry: Any = expand_shorthand(entries[int(match[2])], "path")
+    settings: Mapping[str, Any] = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}
+    name = settings.get("label") or settings.get("path")
+    return f" (dataset {name})" if isinstance(name, str) else ""
 
 
 def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin] | None) -> PluginHost:

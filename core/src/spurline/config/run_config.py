@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from spurline.config.paths import PathSetting
 from spurline.config.section import (
     Component,
     NamedSection,
@@ -117,25 +118,34 @@ class DataConfig(Section):
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""
     max_length: int = Field(default=2048, gt=1)
     """Tokens a sample may have."""
-    too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """A sample over `max_length` keeps its first tokens, is left out and counted, or stops the run. Prompts to
-    generate from are no samples: they are used whole, except that with `error` one over `max_length` stops the run."""
+    too_long: Literal["truncate", "split", "drop", "error"] | None = None
+    """A sample over `max_length` keeps its first tokens, is cut into several samples, is left out and counted, or stops
+    the run; null splits raw text (format `text`) and truncates everything else. Prompts to generate from are no
+    samples: they are used whole, except that with `error` one over `max_length` stops the run."""
+    on_ignored: Literal["error", "warn"] = "error"
+    """What to do about a row of which the chat template leaves out tools, tool calls, reasoning or a whole message, so
+    that other text would be trained than the row says: stop the run, or train on what is left and count it."""
     order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
     """Which sample comes when: shuffled anew in each epoch (`uniform`), in file order (`sequential`), by length, by
     difficulty or by reward."""
 
 
+CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
+"""Bundled chat templates, as files `data/templates/NAME.jinja`."""
+
+
 class ModelConfig(Section):
     """The causal language model to train, as Hugging Face `transformers` loads it."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, PathSetting(reads=True)] = Field(min_length=1)
     """Hub name or local folder with `config.json`, weights and tokenizer."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, PathSetting(reads=True)] = None
     """Hub name or folder of the tokenizer; default is `path`."""
-    chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's chat template."""
+    chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES)] = None
+    """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
+    `gemma`, `zephyr`)."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the architecture from `path` and draws fresh weights from `seed`."""
     trust_remote_code: bool = False
@@ -261,8 +271,8 @@ class RunConfig(Section):
 
     plugins: Annotated[tuple[str, ...], OnResume.BY_NAME] = ()
     """Plugins to enable, in the order their hooks are called."""
-    run_dir: Annotated[Path, OnResume.FREE] = Path("runs/default")
-    """Folder for metrics, checkpoints and the report; one run at a time."""
+    run_dir: Annotated[Path, OnResume.FREE, PathSetting()] = Path("runs/default")
+    """Folder for metrics, checkpoints and the report; one run at a time. Relative to the working directory."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, data order, dropout and sampling."""
     model: ModelConfig

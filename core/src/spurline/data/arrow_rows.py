@@ -48,7 +48,7 @@ class ArrowRows:
             start = row - row % _BLOCK
             columns = self._table[start : start + _BLOCK]
             size = min(_BLOCK, len(self) - start)
-            rows = [{name: _without_padding(columns[name][i]) for name in columns} for i in range(size)]
+            rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(size)]
             self._block = (start, rows)
         return rows[row - start]
 
@@ -70,7 +70,7 @@ def load_file(path: Path) -> ArrowRows:
     builder = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}[path.suffix.lower()]
     # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
     options = {"features": _csv_columns(path), "keep_default_na": False} if builder == "csv" else {}
-    with _quiet(), _data_errors(str(path)):
+    with _quiet(), data_errors(str(path)):
         table = datasets.load_dataset(
             builder,
             data_files=glob.escape(str(path.absolute())),
@@ -83,7 +83,7 @@ def load_file(path: Path) -> ArrowRows:
 
 def load_saved(path: Path) -> dict[str, ArrowRows]:
     """Split name -> rows of a folder written by `save_to_disk`; a folder of one dataset is split `train`."""
-    with _data_errors(str(path)):
+    with data_errors(str(path)):
         saved = datasets.load_from_disk(str(path))
     tables = {str(name): table for name, table in saved.items()} if isinstance(saved, dict) else {"train": saved}
     return {
@@ -98,7 +98,7 @@ def _digest_of_table(table: datasets.Dataset) -> str:
 def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
     """Rows of one split of a hub dataset. Raises DataError when it cannot be reached or does not exist."""
     hint = f" No file or folder {name} exists here either; start local paths with ./ if you meant one."
-    with _quiet(), _data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
+    with _quiet(), data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
         table = datasets.load_dataset(name, name=subset, split=split, revision=revision)
     # The library's fingerprint covers the resolved revision and the builder's settings.
     assert isinstance(table, datasets.Dataset), type(table)
@@ -106,12 +106,12 @@ def load_hub(name: str, subset: str | None, revision: str | None, split: str) ->
     return ArrowRows(table, name, functools.partial(xxhash.xxh3_128_hexdigest, identity.encode()))
 
 
-def _without_padding(value: Any) -> Any:
+def without_padding(value: Any) -> Any:
     """Arrow gives every struct all keys that any row has; drop the ones this row did not have."""
     if isinstance(value, dict):
-        return {key: _without_padding(item) for key, item in value.items() if item is not None}
+        return {key: without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return [_without_padding(item) for item in value]
+        return [without_padding(item) for item in value]
     return value
 
 
@@ -146,7 +146,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _data_errors(origin: str, prefix: str = "cannot be read: ", hint: str = "") -> Iterator[None]:
+def data_errors(origin: str, prefix: str = "cannot be read: ", hint: str = "") -> Iterator[None]:
     """Turn what the loading libraries raise into a DataError that says which file or name it is about."""
     try:
         yield

@@ -71,7 +71,8 @@ def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE_ANSWER = "spurlineprobeanswer"
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""What data sets call the thinking of a turn."""
 
 
 class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure
@@ -216,7 +217,7 @@ def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) 
     if end < 0:
         raise TemplateRewritesHistory
     stop = end + len(end_of_turn)
-    said = [str(message[key]).strip() for key in _REASONING_KEYS if message.get(key)]
+    said = [str(message[key]).strip() for key in REASONING_KEYS if message.get(key)]
     if stop <= start or any(words not in text[start:stop] for words in said):
         raise TemplateRewritesHistory
     return stop

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
@@ -21,7 +22,7 @@ class HfDatasetConfig(DatasetConfig):
     """Rows that Hugging Face `datasets` can load: local files and folders, or a hub name."""
 
     name: str = "hf"
-    path: Annotated[str, OnResume.FREE] = Field(min_length=1)
+    path: Annotated[str, OnResume.FREE, PathSetting(reads=True)] = Field(min_length=1)
     """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
@@ -33,6 +34,16 @@ class HfDatasetConfig(DatasetConfig):
     @property
     def place(self) -> str:
         return self.path
+
+
+class HfStreamConfig(HfDatasetConfig):
+    """Rows read one after another, as they are needed: JSON lines and parquet files, or a hub dataset that stays on the
+    hub. For `source: stream`."""
+
+    streams = True
+    name: str = "hf_stream"
+    split: str = "train"
+    """Name of a split; a stream takes all of it."""
 
 
 class SequentialTokenizationConfig(TokenizationConfig):
@@ -100,6 +111,38 @@ class SftSourceConfig(SourceConfig):
     name: str = "sft"
 
 
+class StreamSourceConfig(SourceConfig):
+    """Samples of data that is read as it is needed, shuffled within blocks of rows; needs `steps`."""
+
+    reads_streams = True
+    name: str = "stream"
+    buffer_rows: int = Field(default=10_000, gt=0)
+    """Rows that are held at once. Their samples are shuffled among each other, and a resume reads up to so many rows
+    again."""
+    shuffle: bool = True
+    """Whether they are; off keeps the order of the data."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        if run.steps is None:
+            yield Problem(
+                "name", f"is {self.name}, and nobody knows how long a stream is. Set steps, and remove epochs."
+            )
+        if "order" in run.data.model_fields_set:
+            yield Problem(
+                "name",
+                f"is {self.name}, which never holds all samples, so data.order: {run.data.order.name} has nothing to "
+                "put in order. Remove it; source.shuffle: false keeps the order of the data.",
+            )
+        for entry in run.data.train:
+            if not entry.streams:
+                yield Problem(
+                    "name",
+                    f"is {self.name}, but dataset '{entry.label or entry.name}' is of name: {entry.name}, which holds "
+                    "its rows. Set its name: hf_stream.",
+                )
+
+
 class PreferenceSourceConfig(SourceConfig):
     """Pairs of a chosen and a rejected answer to a prompt; `batch_size` counts pairs. Its loss is `dpo`."""
 
@@ -121,6 +164,12 @@ class PreferenceSourceConfig(SourceConfig):
             yield Problem(
                 "name",
                 f"is {self.name}, whose pairs all count the same, but reduction: fixed_norm counts tokens. Remove it.",
+            )
+        if run.data.too_long == "split":
+            yield Problem(
+                "name",
+                f"is {self.name}, but data.too_long: split would cut an answer in two, and no half of it belongs to a "
+                "pair. Set data.too_long to truncate, drop or error.",
             )
         for entry in (*run.data.train, *run.data.eval):
             if entry.format != "auto":

@@ -7,7 +7,7 @@ slice of the rows, so worker processes can share a dataset; what a row becomes n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.data.chat import ChatRenderer, Span, TemplateRewritesHistory, mask_of_spans
 from spurline.data.formats import FormatName, Row, TextPair, TokenRow, format_of, read_row
-from spurline.data.rows import BadRowError
+from spurline.data.left_out import find_left_out, refuse_left_out
+from spurline.data.rows import BadRowError, require_text
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 
@@ -31,12 +32,14 @@ TOO_LONG = "too_long"
 
 @dataclass(frozen=True)
 class Sample:
-    """A usable sample. loss_mask: uint8, one entry per token, 0 on the first. truncated: it was cut to `max_length`."""
+    """A usable sample. loss_mask: uint8, one entry per token, 0 on the first. truncated: it was cut to `max_length`.
+    ignored: sorts of things in the row that the chat template leaves out."""
 
     row: int
     tokens: Sequence[int]
     loss_mask: NDArray[np.uint8]
     truncated: bool
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,14 @@ class Dropped:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text waiting to be encoded. is_chat: the template has written every special token itself."""
+    """A text waiting to be encoded. is_chat: the template has written every special token itself. ends: it is to end
+    with the end-of-sequence token. ignored: as of Sample."""
 
     text: str
     spans: tuple[Span, ...]
     is_chat: bool
+    ends: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 Encoded = tuple[list[int], Encoding]
@@ -84,9 +90,13 @@ class RowEncoder:
         self._vocabulary = len(tokenizer)
         require_offsets(tokenizer)
         self.format: FormatName = format_of(source)
+        self._too_long = data.too_long or ("split" if self.format == "text" else "truncate")
 
     def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
-        """One outcome per row, in the order given. The first row that is an error is the one raised."""
+        """The outcome of each row, in the order given: one, or the samples that a long row was cut into.
+
+        The first row that is an error is the one raised.
+        """
         prepared = self.prepare(rows)
         return self.finish(prepared, self.encode_texts(prepared))
 
@@ -110,16 +120,16 @@ class RowEncoder:
         return [next(encoded[item.is_chat]) for item in texts]
 
     def finish(self, prepared: PreparedRows, encoded: Iterable[Encoded]) -> list[Sample | Dropped]:
-        """One outcome per row. Raises what went wrong with the first row that is an error."""
+        """As of `encode`. Raises what went wrong with the first row that is an error."""
         of_text = iter(encoded)
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):
             if isinstance(item, Dropped):
                 outcomes.append(item)
             elif isinstance(item, TokenRow):
-                outcomes.append(self._finish(row, item.input_ids, np.asarray(item.loss_mask, dtype=np.uint8)))
+                outcomes += self._finish(row, item.input_ids, np.asarray(item.loss_mask, dtype=np.uint8))
             else:
-                outcomes.append(self._finish(row, *self._masked(item, next(of_text))))
+                outcomes += self._finish(row, *self._masked(item, next(of_text)), item.ignored)
         if prepared.error is not None:
             raise prepared.error
         return outcomes
@@ -148,12 +158,19 @@ class RowEncoder:
             self._check_vocabulary(item)
             return item
         if isinstance(item, TextPair):
-            require_end_of_sequence(self._tokenizer)
+            if item.ends:
+                require_end_of_sequence(self._tokenizer)
             text = item.prompt + item.completion
-            return _Text(text, ((len(item.prompt), len(text)),), is_chat=False)
+            require_text(text, values)
+            return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends)
         require_chat_template(self._tokenizer, self._dataset.location(row))
         rendered = self._chat.render_for_training(item, self._data.train_on)
-        return _Text(rendered.text, rendered.spans, is_chat=True)
+        require_text(rendered.text, values)
+        found = find_left_out(self._chat, item, rendered.text)
+        if self._data.on_ignored == "error":
+            refuse_left_out(found, self._tokenizer, self._dataset.location(row))
+        ignored = tuple(dict.fromkeys(left_out.what for left_out in found))
+        return _Text(rendered.text, rendered.spans, is_chat=True, ignored=ignored)
 
     def _check_vocabulary(self, item: TokenRow) -> None:
         largest = max(item.input_ids)
@@ -167,27 +184,43 @@ class RowEncoder:
     def _masked(self, item: _Text, encoded: Encoded) -> tuple[list[int], NDArray[np.uint8]]:
         tokens, encoding = encoded
         mask = mask_of_spans(encoding, item.spans)
-        return (tokens, mask) if item.is_chat else _end_with(self._tokenizer.eos_token_id, tokens, mask)
+        return _end_with(self._tokenizer.eos_token_id, tokens, mask) if item.ends else (tokens, mask)
 
-    def _finish(self, row: int, tokens: Sequence[int], mask: NDArray[np.uint8]) -> Sample | Dropped:
+    def _finish(
+        self, row: int, tokens: Sequence[int], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
+    ) -> Sequence[Sample | Dropped]:
         """Apply the rules for the first token, for samples without loss and for `max_length`."""
         limit = self._data.max_length
         # Nothing precedes the first token, so nothing can predict it.
         mask[:1] = 0
         if not mask.any():
-            return Dropped(row, NO_LOSS_TOKENS)
+            return [Dropped(row, NO_LOSS_TOKENS)]
         if len(tokens) <= limit:
-            return Sample(row, tokens, mask, truncated=False)
-        if self._data.too_long == "error":
+            return [Sample(row, tokens, mask, truncated=False, ignored=ignored)]
+        if self._too_long == "split":
+            return _pieces(Sample(row, tokens, mask, truncated=False, ignored=ignored), limit)
+        if self._too_long == "error":
             raise DataError(
                 f"{self._dataset.location(row)}: the sample has {len(tokens)} tokens, over data.max_length: {limit}. "
-                "Raise data.max_length, or set data.too_long to truncate or drop."
+                "Raise data.max_length, or set data.too_long to truncate, split or drop."
             )
-        if self._data.too_long == "drop":
-            return Dropped(row, TOO_LONG)
+        if self._too_long == "drop":
+            return [Dropped(row, TOO_LONG)]
         if not mask[:limit].any():
-            return Dropped(row, NO_LOSS_TOKENS_AFTER_TRUNCATION)
-        return Sample(row, tokens[:limit], mask[:limit], truncated=True)
+            return [Dropped(row, NO_LOSS_TOKENS_AFTER_TRUNCATION)]
+        return [Sample(row, tokens[:limit], mask[:limit], truncated=True, ignored=ignored)]
+
+
+def _pieces(sample: Sample, limit: int) -> list[Sample]:
+    """A long sample as several of at most `limit` tokens, those without loss left out."""
+    pieces: list[Sample] = []
+    for start in range(0, len(sample.tokens), limit):
+        mask = sample.loss_mask[start : start + limit].copy()
+        # Nothing precedes the first token of a piece either.
+        mask[:1] = 0
+        if mask.any():
+            pieces.append(replace(sample, tokens=sample.tokens[start : start + limit], loss_mask=mask))
+    return pieces
 
 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoding]:

@@ -7,7 +7,7 @@ knows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,13 +107,14 @@ def _from_count(value: Any, label: str, length: int, *, from_end: bool) -> list[
     return [0] * prompt + [1] * (length - prompt)
 
 
-FormatName = Literal["chat", "alpaca", "prompt_completion", "pretokenized"]
+FormatName = Literal["chat", "alpaca", "prompt_completion", "pretokenized", "text"]
 
 NEEDS: dict[FormatName, str] = {
     "pretokenized": "input_ids and one of loss_mask, labels, prompt_length, num_actions",
     "chat": "messages (or conversations); optional system, tools",
     "prompt_completion": "prompt, completion",
     "alpaca": "instruction, output; optional input, system",
+    "text": "text",
 }
 """What each format needs, in the order in which `auto` looks for it."""
 
@@ -123,6 +124,7 @@ _SIGNATURES: tuple[tuple[FormatName, frozenset[str]], ...] = (
     ("chat", frozenset({"conversations"})),
     ("prompt_completion", frozenset({"prompt", "completion"})),
     ("alpaca", frozenset({"instruction", "output"})),
+    ("text", frozenset({"text"})),
 )
 
 ANSWER_COLUMNS = frozenset({"completion", "output"})
@@ -154,21 +156,25 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TextPair:
-    """Plain text: loss on the completion and on the end-of-sequence token after it."""
+    """Plain text: loss on the completion and, with `ends`, on an end-of-sequence token after it.
+
+    Without a prompt it is raw text, of which every token has loss.
+    """
 
     prompt: str
     completion: str
+    ends: bool = True
 
 
-def detect_format(config: DatasetConfig, columns: Iterable[str], *, needs_answer: bool = True) -> FormatName:
+def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer: bool = True) -> FormatName:
     """The format of a dataset by its config, or by the columns of its first row. Raises DataError without a place.
 
     needs_answer: False for prompts that are to be answered, whose rows may lack the column of the answer.
     """
     if config.format != "auto":
         return config.format
-    names = list(columns)
-    view = RowView(dict.fromkeys(names), config.columns)
+    names = list(row)
+    view = RowView(row, config.columns)
     for name, signature in _SIGNATURES:
         if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name
@@ -191,13 +197,13 @@ def format_of(source: DatasetToTokenize) -> FormatName:
         return config.format
     for row in range(len(dataset)):
         try:
-            columns = list(dataset[row])
+            values = dataset[row]
         except DataError:
             if config.on_bad_row == "error":
                 raise
             continue
         try:
-            return detect_format(config, columns)
+            return detect_format(config, values)
         except DataError as error:
             raise DataError(f"{dataset.location(row)}: {error}") from error
     raise DataError(f"{dataset.label}: no usable sample: none of its {len(dataset)} rows can be read.")
@@ -222,9 +228,21 @@ def read_row(
         return read_token_row(view)
     if name == "chat":
         return _chat(view, needs_answer)
+    if name == "text":
+        return _text(view, config, needs_answer)
     if name == "alpaca":
         return _alpaca(view, has_chat_template, needs_answer)
     return _prompt_completion(view, needs_answer)
+
+
+def _text(view: RowView, config: DatasetConfig, needs_answer: bool) -> TextPair:
+    if not needs_answer:
+        raise BadRowError(
+            view.label("text"),
+            "is raw text, which asks for no answer. To go on from it, name it as the prompt: "
+            f"`columns: {{prompt: {view.label('text')}}}` and `format: prompt_completion`.",
+        )
+    return TextPair("", view.text("text"), config.append_eos)
 
 
 def _chat(view: RowView, needs_answer: bool) -> Conversation:

@@ -78,7 +78,7 @@ class HfDataset:
         open_split = _split_opener(config)
         self._split = Split(config.split, config.path)
         self._opened = {name: open_split(name) for name in self._split.names}
-        self.label = config.label or _default_label(config.path)
+        self.label = config.label or default_label(config.path)
 
     @functools.cached_property
     def _parts(self) -> list[tuple[_SplitRows, range]]:
@@ -182,7 +182,7 @@ def _no_such_split(path: str, name: str, known: list[str]) -> DataError:
     return DataError(f"{path}: has no split {name!r}.{suggestion(name, known)} Splits: {listing(known)}.{note}")
 
 
-def _default_label(path: str) -> str:
+def default_label(path: str) -> str:
     """File stem, folder name, the folder of a glob, or the hub name."""
     if not looks_local(path):
         return path

@@ -220,21 +220,21 @@ class JsonLines:
 
     def _read(self, file: BinaryIO, row: int) -> Mapping[str, Any]:
         file.seek(self._starts[row])
-        line = file.read(self._sizes[row])
-        try:
-            values = json.loads(line.rstrip(b"\r\n"))
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.location(row)}: not valid UTF-8: {error.reason} at byte {error.start + 1}."
-            ) from error
-        except json.JSONDecodeError as error:
-            hint = " A file with one JSON list should end in .json." if line.lstrip().startswith(b"[") else ""
-            raise DataError(
-                f"{self.location(row)}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}"
-            ) from error
-        except RecursionError as error:
-            raise DataError(f"{self.location(row)}: not valid JSON: nested too deeply.") from error
-        return _require_object(values, self.location(row))
+        return read_json_line(file.read(self._sizes[row]), self.location(row))
+
+
+def read_json_line(line: bytes, location: str) -> Mapping[str, Any]:
+    """The object on one line. Raises DataError with `location` in front."""
+    try:
+        values = json.loads(line.rstrip(b"\r\n"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{location}: not valid UTF-8: {error.reason} at byte {error.start + 1}.") from error
+    except json.JSONDecodeError as error:
+        hint = " A file with one JSON list should end in .json." if line.lstrip().startswith(b"[") else ""
+        raise DataError(f"{location}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}") from error
+    except RecursionError as error:
+        raise DataError(f"{location}: not valid JSON: nested too deeply.") from error
+    return _require_object(values, location)
 
 
 class JsonArray:

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.data.chat import ChatRenderer
 from spurline.data.encoding import encode_batch, require_chat_template, require_offsets
-from spurline.data.formats import ANSWER_COLUMNS, TextPair, TokenRow, detect_format, read_row
+from spurline.data.formats import ANSWER_COLUMNS, Conversation, TextPair, TokenRow, detect_format, read_row
+from spurline.data.left_out import find_left_out, refuse_left_out
 from spurline.data.messages import Message, assistant_turns
-from spurline.data.rows import BadRowError, RowView, describe
+from spurline.data.rows import BadRowError, RowView, describe, require_text
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -106,7 +107,7 @@ def prompt_and_reference(
     """
     require_offsets(tokenizer)
     try:
-        example = _split(row, config, tokenizer, location)
+        example = _split(row, config, tokenizer, data, location)
     except BadRowError as error:
         raise error.at(location) from error
     if data.too_long == "error" and len(example.prompt_ids) > data.max_length:
@@ -134,7 +135,11 @@ def read_examples(
 
 
 def _split(
-    row: Mapping[str, Any], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, location: str
+    row: Mapping[str, Any],
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    location: str,
 ) -> GenerationExample:
     try:
         question = read_question(row, config, has_chat_template=tokenizer.chat_template is not None)
@@ -142,7 +147,9 @@ def _split(
         raise
     except DataError as error:
         raise DataError(f"{location}: {error}") from error
+    require_text(question.reference or "", row)
     if isinstance(question, TextQuestion):
+        require_text(question.text, row)
         [encoding] = encode_batch(tokenizer, [question.text], is_chat=False)
         ids = list(encoding.ids)
         # A tokenizer that ends every text would ask the model to answer after the end.
@@ -151,6 +158,12 @@ def _split(
         return GenerationExample(ids, question.text, question.reference)
     require_chat_template(tokenizer, location)
     asked = question.messages[: question.answer_at]
-    text = ChatRenderer(tokenizer).render(asked, question.tools, add_generation_prompt=True)
+    renderer = ChatRenderer(tokenizer)
+    text = renderer.render(asked, question.tools, add_generation_prompt=True)
+    require_text(text, row)
+    if data.on_ignored == "error":
+        conversation = Conversation(asked, question.tools)
+        found = find_left_out(renderer, conversation, text, add_generation_prompt=True)
+        refuse_left_out(found, tokenizer, location)
     [encoding] = encode_batch(tokenizer, [text], is_chat=True)
     return GenerationExample(list(encoding.ids), text, question.reference)

@@ -6,8 +6,8 @@ In: a row and the `columns` setting. Out: values by expected name; every error n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from spurline.errors import DataError, listing, suggestion
 
@@ -45,11 +45,41 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def broken_text(value: Any, field: str) -> BadRowError | None:
+    """The error of the first text in `value` that is no Unicode text, or None: half of a surrogate pair, as JSON's
+    `\\ud83d` without its second half gives it. No tokenizer takes such text and no file can hold it."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(value[error.start]):04x}"
+            return BadRowError(
+                field,
+                f"has half of a surrogate pair ({half}) at character {error.start}, which is no Unicode text: a "
+                "character was cut in two. Mend the row, leave it out, or set `on_bad_row: skip`.",
+            )
+        return None
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        row = cast("Mapping[str, Any]", value)
+        items = [(f"{field}.{name}" if field else str(name), item) for name, item in row.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(f"{field}[{index}]", item) for index, item in enumerate(cast("Sequence[Any]", value))]
+    return next((found for name, item in items if (found := broken_text(item, name)) is not None), None)
+
+
+def require_text(text: str, row: Mapping[str, Any]) -> None:
+    """Raise BadRowError when `text`, made of the row, is no Unicode text, naming the field that brought it in."""
+    if not text.isascii() and (error := broken_text(text, "")) is not None:
+        raise broken_text(row, "") or error
+
+
 EXPECTED_COLUMNS = (
     "messages",
     "conversations",
     "system",
     "tools",
+    "text",
     "instruction",
     "input",
     "output",
@@ -77,14 +107,18 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
 
 
 class RowView:
-    """Read access to one row. names: expected name -> name in the file (the `columns` setting)."""
+    """Read access to one row. names: expected name -> name in the file (the `columns` setting).
+
+    A name with dots goes into objects: `reward_model.ground_truth` is the field `ground_truth` of the column
+    `reward_model`, unless a column has the whole name.
+    """
 
     def __init__(self, row: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self._row = row
         self._names = names
 
     def __contains__(self, column: str) -> bool:
-        return self.label(column) in self._row
+        return self._place(column) is not None
 
     def label(self, column: str) -> str:
         """What the column is called in the file."""
@@ -92,18 +126,37 @@ class RowView:
 
     def get(self, column: str) -> Any:
         """The value, or None when the row has no such column."""
-        return self._row.get(self.label(column))
+        place = self._place(column)
+        return None if place is None else place[0][place[1]]
+
+    def _place(self, column: str) -> tuple[Mapping[str, Any], str] | None:
+        """The object that holds the value, and its name there; None when the row has no such column."""
+        holder, name = self._deepest(column)
+        return (holder, name) if name in holder else None
+
+    def _deepest(self, column: str) -> tuple[Mapping[str, Any], str]:
+        """The innermost object on the way to the column, and what was to be found there."""
+        holder, name = self._row, self.label(column)
+        while name not in holder:
+            first, dot, rest = name.partition(".")
+            inner: Any = holder.get(first)
+            if not dot or not isinstance(inner, Mapping):
+                break
+            holder, name = cast("Mapping[str, Any]", inner), rest
+        return holder, name
 
     def require(self, column: str) -> Any:
         """The value; BadRowError when it is missing or null."""
         label = self.label(column)
-        if label not in self._row:
+        holder, name = self._deepest(column)
+        if name not in holder:
+            inside = label.removesuffix(name).rstrip(".")
             raise BadRowError(
                 label,
-                f"is missing.{suggestion(label, self._row)} The row has: {listing(self._row)}. "
+                f"is missing.{suggestion(name, holder)} {inside or 'The row'} has: {listing(holder)}. "
                 f"Add it, or name the column that holds it with `columns: {{{column}: NAME}}`.",
             )
-        value = self._row[label]
+        value = holder[name]
         if value is None:
             raise BadRowError(label, "is null. Give it a value, leave the row out, or set `on_bad_row: skip`.")
         return value

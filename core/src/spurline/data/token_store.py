@@ -118,11 +118,13 @@ class TokenView:
 
 @dataclass(frozen=True)
 class Count:
-    """Rows that met one fate. reason: why they were left out; empty for samples cut to `max_length`."""
+    """Rows that met one fate. reason: why they were left out; empty for samples cut to `max_length`. kept: they are
+    samples all the same, and `reason` is what the chat template leaves out of them."""
 
     reason: str
     count: int
     first_row: int
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,9 @@ def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
+IGNORED = "ignored"
+"""Begins the key in `Tokenized.examples` for the first row of which the chat template leaves something out."""
+
 HISTOGRAM_BINS = 40
 
 
@@ -229,6 +234,7 @@ def summarize(tokenized: Tokenized) -> dict[str, Any]:
         "dropped": dict(tokenized.dropped),
         "dropped_examples": dict(tokenized.examples),
         "truncated": tokenized.truncated,
+        "ignored": dict(tokenized.ignored),
         "lengths": {"edges": edges.tolist(), "counts": counts.tolist()},
         "notes": list(tokenized.notes),
     }
@@ -259,6 +265,9 @@ def describe(name: str, summary: dict[str, Any]) -> list[str]:
     for reason, count in sorted(summary["dropped"].items()):
         first = summary["dropped_examples"].get(reason)
         lines.append(f"  left out: {count:,} x {reason}" + (f" (first: {first})" if first else ""))
+    for what, count in sorted(summary.get("ignored", {}).items()):
+        first = summary["dropped_examples"].get(f"{IGNORED} {what}")
+        lines.append(f"  the chat template leaves out: {what} of {count:,} rows (first: {first})")
     if summary["truncated"]:
         lines.append(f"  cut to max_length: {summary['truncated']:,}")
     return lines + [f"  {note}" for note in summary["notes"]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.encoding import Dropped, RowEncoder, Sample
-from spurline.data.token_store import Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
+from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
 from spurline.errors import DataError
 from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization, Tokenized
@@ -127,26 +127,33 @@ class Findings:
     dropped: Mapping[str, int]
     truncated: int
     examples: Mapping[str, str]
+    ignored: Mapping[str, int]
 
 
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
     """What `RowEncoder` made of rows of dataset number `source`, in order."""
     samples = [outcome for outcome in outcomes if isinstance(outcome, Sample)]
-    counts: dict[str, Count] = {}
+    counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:
-        if isinstance(outcome, Dropped) or outcome.truncated:
-            reason = outcome.reason if isinstance(outcome, Dropped) else ""
-            seen = counts.get(reason, Count(reason, 0, outcome.row))
-            counts[reason] = Count(reason, seen.count + 1, seen.first_row)
+        for fate in _fates(outcome):
+            seen = counts.get(fate, Count(fate[0], 0, outcome.row, fate[1]))
+            counts[fate] = replace(seen, count=seen.count + 1)
     return SampleBlock(
         source,
         tokens=joined([np.array(sample.tokens, dtype=np.int32) for sample in samples], np.int32),
         loss_mask=joined([sample.loss_mask for sample in samples], np.uint8),
         lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
         rows=np.array([sample.row for sample in samples], dtype=np.int64),
-        num_rows=len(outcomes),
+        num_rows=len({outcome.row for outcome in outcomes}),
         counts=tuple(counts.values()),
     )
+
+
+def _fates(outcome: Sample | Dropped) -> list[tuple[str, bool]]:
+    """Reasons to count it under, as (reason, kept) of `Count`."""
+    if isinstance(outcome, Dropped):
+        return [(outcome.reason, False)]
+    return [("", False)] * outcome.truncated + [(what, True) for what in outcome.ignored]
 
 
 class SampleCollector:
@@ -161,36 +168,40 @@ class SampleCollector:
         self._kept = [0] * len(sources)
         self._dropped: list[Counter[str]] = [Counter() for _ in sources]
         self._examples: list[dict[str, str]] = [{} for _ in sources]
+        self._ignored: Counter[str] = Counter()
         self._truncated = 0
 
     def add(self, block: SampleBlock) -> None:
         """Take in the samples and counts of the next rows of a dataset."""
         first_seen = self._examples[block.source]
         for item in block.counts:
-            if item.reason:
+            name = f"{IGNORED} {item.reason}" if item.kept else item.reason or TRUNCATED
+            if item.kept:
+                self._ignored[item.reason] += item.count
+            elif item.reason:
                 self._dropped[block.source][item.reason] += item.count
             else:
                 self._truncated += item.count
-            first_seen.setdefault(item.reason or TRUNCATED, self._datasets[block.source].location(item.first_row))
+            first_seen.setdefault(name, self._datasets[block.source].location(item.first_row))
         if len(block.rows):
             self._kept[block.source] += len(block.rows)
             self._sink.extend(block)
 
-    def findings(self) -> Findings:
-        """The counts. Raises DataError when a dataset has no usable sample."""
+    def findings(self, *, may_be_empty: bool = False) -> Findings:
+        """The counts. Raises DataError when a dataset has no usable sample, unless it may."""
         for source, kept in enumerate(self._kept):
-            if kept == 0:
+            if kept == 0 and not may_be_empty:
                 raise DataError(self._nothing_left(source))
         dropped: Counter[str] = Counter()
         examples: dict[str, str] = {}
         for counts, first in zip(self._dropped, self._examples, strict=True):
             dropped.update(counts)
             examples = first | examples
-        return Findings(dict(dropped), self._truncated, examples)
+        return Findings(dict(dropped), self._truncated, examples, dict(self._ignored))
 
-    def finish(self) -> Tokenized:
-        """The store and the counts. Raises DataError when a dataset has no usable sample."""
-        return Tokenized(self._sink.build(), **vars(self.findings()))
+    def finish(self, *, may_be_empty: bool = False) -> Tokenized:
+        """The store and the counts. Raises DataError when a dataset has no usable sample, unless it may."""
+        return Tokenized(self._sink.build(), **vars(self.findings(may_be_empty=may_be_empty)))
 
     def _nothing_left(self, source: int) -> str:
         dataset, examples = self._datasets[source], self._examples[source]

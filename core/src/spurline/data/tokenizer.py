@@ -9,9 +9,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from spurline.config.run_config import ModelConfig
+from spurline.config.run_config import CHAT_TEMPLATES, ModelConfig
 from spurline.data.hub import describe_missing_path, describe_unfound, finding, is_local
-from spurline.errors import ModelError
+from spurline.errors import ModelError, listing, suggestion
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -36,6 +38,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(describe_missing(key, source, "tokenizer", OSError("there are no tokenizer files")))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
+        # Said in messages about what the template does.
+        tokenizer.chat_template_source = model.chat_template
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ModelError(
@@ -46,6 +50,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which chat template the tokenizer has, for messages."""
+    return getattr(tokenizer, "chat_template_source", None) or f"of the tokenizer {tokenizer.name_or_path}".rstrip()
+
+
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Id that fills rows. Padding never reaches the model, so that the end-of-sequence token serves as well."""
     token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -53,12 +62,16 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return token_id
 
 
-def _read_template(path: Path) -> str:
+def _read_template(template: str) -> str:
+    """The text of a bundled template, by its name, or of a file."""
+    if template in CHAT_TEMPLATES:
+        return (_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8").rstrip("\n")
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"model.chat_template: {path} cannot be read ({error}). Give the path of a Jinja file, UTF-8."
+            f"model.chat_template: {template} cannot be read ({error}).{suggestion(template, CHAT_TEMPLATES)} Give the "
+            f"path of a Jinja file, UTF-8, or a name: {listing(CHAT_TEMPLATES)}."
         ) from error
 
 

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BeforeValidator, Field
 
 from spurline.config.section import Component, ComponentConfig, SchemaOfOneOrMany, as_list
+from spurline.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
 
 
 class DatasetConfig(ComponentConfig):
     """What every dataset entry has, whatever component loads the rows."""
 
     kind: ClassVar[str] = "dataset"
+    streams: ClassVar[bool] = False
+    """Whether it is a `StreamedDataset`, which only a source that reads streams can use."""
 
-    format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized"] = "auto"
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.streams and not (run.source.reads_streams and self in run.data.train):
+            yield Problem(
+                "name",
+                f"is {self.name}, whose rows come one after another; only data.train with source: stream reads them "
+                "so. Set source: stream, or name: hf.",
+            )
+
+    format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized", "text"] = "auto"
     """How a row is read; `auto` decides from the column names of the first row."""
     columns: dict[str, str] = {}
-    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file."""
+    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file. Dots go
+    into objects: `{reference: reward_model.ground_truth}`."""
+    append_eos: bool = True
+    """Format `text`: end each row's text with the end-of-sequence token, which has loss."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn."""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -65,6 +83,44 @@ class Dataset(Protocol):
 
     def fingerprint(self) -> str:
         """Changes when the rows do; equal for equal content wherever it is stored."""
+        ...
+
+
+@dataclass(frozen=True)
+class StreamedRow:
+    """A row, or the DataError of one that cannot be read, and where it is, for messages."""
+
+    values: Mapping[str, Any] | DataError
+    location: str
+
+
+class RowReader(Protocol):
+    """Reads the rows of a stream once."""
+
+    def read(self) -> StreamedRow | None:
+        """The next row; None when there are no more. Deterministic: every reader gives the same rows."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Where it is, as JSON values: a reader opened there gives the rows that this one still would."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files."""
+        ...
+
+
+class StreamedDataset(Protocol):
+    """Rows in order, for data that is too large to be looked at twice. Its config says `streams = True`.
+
+    Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found.
+    """
+
+    label: str
+    """Short name used in uids and reports."""
+
+    def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
+        """A reader at the first row, or at a position that a reader told."""
         ...
 
 

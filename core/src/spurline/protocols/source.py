@@ -61,6 +61,8 @@ class SourceConfig(ComponentConfig):
     """What the rows of its batches are: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: ClassVar[bool] = False
     """Whether its source can make attempts at any prompts with the weights as they are, for evaluations."""
+    reads_streams: ClassVar[bool] = False
+    """Whether its training data is made of streams (`StreamedDataset`) instead of datasets."""
     compares_logprobs: ClassVar[bool] = False
     """Whether logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     run_defaults: ClassVar[Mapping[str, str]] = {}
@@ -231,6 +233,9 @@ class BatchSource(ABC):
 
     pure: bool = False
     """True when `build(step)` is a pure function of (config, step), so that it may run ahead on another thread."""
+
+    reads_only_data: bool = False
+    """True when `build` needs no weights, though steps must be asked for in order: `spurline plan` builds the first."""
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:

@@ -33,6 +33,7 @@ class Tokenized:
 
     dropped: reason -> samples left out. truncated: samples cut to `max_length`.
     examples: reason -> location of the first sample it happened to.
+    ignored: what the chat template leaves out -> samples that are trained on without it (`data.on_ignored: warn`).
     summary: what `spurline.data.token_store.summarize` would find, when it is known already; it is then not looked for.
     notes: lines to show the user when the run starts, such as why a cache was rebuilt.
     """
@@ -41,6 +42,7 @@ class Tokenized:
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     truncated: int = 0
     examples: Mapping[str, str] = field(default_factory=dict[str, str])
+    ignored: Mapping[str, int] = field(default_factory=dict[str, int])
     summary: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.data.chat import ChatRenderer
 from spurline.data.encoding import encode_batch, require_chat_template
 from spurline.data.messages import Message
-from spurline.data.rows import BadRowError
+from spurline.data.rows import BadRowError, require_text
 from spurline.errors import DataError
 from spurline.protocols.environment import PolicyHandle
 from spurline.protocols.rollout_engine import GenerationResult, Sampling
@@ -73,9 +73,11 @@ def opening_ids(
 
 def _render(renderer: ChatRenderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None, where: str) -> str:
     try:
-        return renderer.render(messages, tools, add_generation_prompt=True)
+        text = renderer.render(messages, tools, add_generation_prompt=True)
+        require_text(text, {"messages": messages, "tools": tools})
     except BadRowError as error:
         raise error.at(where) from error
+    return text
 
 
 class ChatFront:

@@ -167,7 +167,7 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
 def _batches_and_memory(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model) -> None:
     """Lay out the first batches, or show what rollouts begin with, and estimate the memory of the largest."""
     config, source = loaded.config, loaded.config.source
-    if data.source.pure:
+    if data.source.pure or data.source.reads_only_data:
         row_length, tokens = _batches(plan, data)
         _memory(plan, loaded, row_length, tokens, {})
         return

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spurline.testing.backend_contract import BackendContract as BackendContract
     from spurline.testing.collator_contract import CollatorContract as CollatorContract
     from spurline.testing.collator_contract import RolloutCollatorContract as RolloutCollatorContract
+    from spurline.testing.dataset_contract import DatasetContract as DatasetContract
     from spurline.testing.engine_update_contract import EngineUpdateContract as EngineUpdateContract
     from spurline.testing.environment_contract import EnvironmentContract as EnvironmentContract
     from spurline.testing.inputs import make_store as make_store
@@ -44,6 +45,7 @@ _NAMES = {
     "advantage_contract": ("AdvantageContract",),
     "backend_contract": ("BackendContract",),
     "collator_contract": ("CollatorContract", "RolloutCollatorContract"),
+    "dataset_contract": ("DatasetContract",),
     "engine_update_contract": ("EngineUpdateContract",),
     "environment_contract": ("EnvironmentContract",),
     "inputs": ("make_store", "make_trajectories", "write_tiny_model"),
@@ -61,7 +63,8 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-__doc__ += "\nSuites: " + ", ".join(name for name in __all__ if name.endswith("Contract")) + "."
+_SUITES = ", ".join(name for name in __all__ if name.endswith("Contract"))
+__doc__ = f"{__doc__}\nSuites: {_SUITES}."
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from spurline.config.paths import PathSetting
 from spurline.config.section import OnResume
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
 from spurline.protocols.prefetch import PrefetchConfig
@@ -37,7 +38,7 @@ class ParallelTokenizationConfig(TokenizationConfig):
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
     """Worker processes, each with its slice of the rows. 0 stays in this process, on the tokenizer's own threads;
     `auto` measures the first rows and takes what will be done sooner."""
-    cache_dir: Annotated[Path | None, OnResume.FREE] = None
+    cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
     """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False
     """Tokenize again even when the cache has the tokens, and replace them."""

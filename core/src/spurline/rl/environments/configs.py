@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.environment import EnvironmentConfig
@@ -49,10 +50,10 @@ class ToolsConfig(RewardedEnvironmentConfig):
     """A conversation in which the model may call Python functions; its last turn is the answer."""
 
     name: str = "tools"
-    tools: Annotated[dict[str, str], BeforeValidator(_named_tools)] = Field(
+    tools: Annotated[dict[str, Annotated[str, FunctionSetting()]], BeforeValidator(_named_tools)] = Field(
         default={"calculator": "calculator"}, min_length=1
     )
-    """Functions by the name the model calls them with: `module:function`, `path/to/file.py:function`, or the built-in
+    """Functions by the name the model calls them with: `module:function`, `file.py:function`, or the built-in
     `calculator`."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
     """Turns the model may take, the answer included."""

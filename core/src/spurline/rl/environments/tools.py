@@ -19,6 +19,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
+from spurline.data.chat import ChatRenderer
+from spurline.data.encoding import require_chat_template
+from spurline.data.formats import Conversation
+from spurline.data.left_out import find_left_out, refuse_left_out
 from spurline.data.messages import Message
 from spurline.data.prompts import ChatQuestion, read_question
 from spurline.data.rows import BadRowError
@@ -34,6 +38,12 @@ from spurline.rl.scoring import close_all, reward_terms
 from spurline.rl.trajectory import Trajectory
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_EXCHANGE: list[Message] = [
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": '<tool_call>{"name": "a_tool", "arguments": {}}</tool_call>'},
+    {"role": "tool", "name": "a_tool", "content": "a result"},
+]
+"""What a conversation with a tool looks like, to learn whether the chat template shows it."""
 _JSON_TYPES = {
     "str": "string",
     "int": "integer",
@@ -183,6 +193,9 @@ class Tools:
         self._tokenizer = tokenizer
         self._toolbox = Toolbox(config.tools, config.tool_timeout_s)
         self._schemas = self._toolbox.schemas()
+        self._refuses_left_out = data.on_ignored == "error"
+        if self._refuses_left_out:
+            self._require_shown(_EXCHANGE, self._schemas, "environment tools")
         self._rewards: dict[str, Reward] = {
             name: registry.create("reward", reward) for name, reward in config.rewards.items()
         }
@@ -190,6 +203,8 @@ class Tools:
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         question = self._read(task)
         messages, tools = self._opening(question)
+        if self._refuses_left_out:
+            self._require_shown(messages, tools, task.location)
         chat = ChatFront(
             policy,
             self._tokenizer,
@@ -226,6 +241,18 @@ class Tools:
         """How the conversation begins, and the tools that it is shown with."""
         begun = question.messages[: _count_beginning(question.messages, question.answer_at)]
         return begun, question.tools or self._schemas
+
+    def _require_shown(self, messages: Sequence[Message], tools: list[dict[str, Any]], where: str) -> None:
+        """Raise DataError when the chat template leaves out the tools, their results or another message."""
+        require_chat_template(self._tokenizer, where)
+        renderer = ChatRenderer(self._tokenizer)
+        conversation = Conversation([*messages], tools)
+        try:
+            text = renderer.render(messages, tools, add_generation_prompt=True)
+        except BadRowError as error:
+            raise error.at(where) from error
+        found = find_left_out(renderer, conversation, text, add_generation_prompt=True)
+        refuse_left_out(found, self._tokenizer, where)
 
     async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
         """Talk until an answer or a limit. Returns how it ended, and per turn the numbers of calls and failed calls."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.protocols.reward import RewardConfig
 from spurline.rl.functions import FUNCTION_PATH
@@ -23,8 +24,8 @@ class FunctionRewardConfig(RewardConfig):
     """A Python function called with one argument, the `spurline.protocols.reward.Answer`; may be async."""
 
     name: str = "function"
-    path: str = Field(pattern=FUNCTION_PATH)
-    """`module:function`, installed or in the working directory, or `path/to/file.py:function`."""
+    path: Annotated[str, FunctionSetting()] = Field(pattern=FUNCTION_PATH)
+    """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.environment import EnvironmentConfig
@@ -25,7 +26,7 @@ class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
 
     name: str = "harness"
-    agent: str | None = Field(default=None, pattern=FUNCTION_PATH)
+    agent: Annotated[str | None, FunctionSetting()] = Field(default=None, pattern=FUNCTION_PATH)
     """`my_module:my_function` or `file.py:my_function`, which gets a session (base URL, key, row) and returns the
     attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)

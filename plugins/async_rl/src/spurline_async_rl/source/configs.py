@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from spurline.config.paths import PathSetting
 from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
 from spurline.protocols.weight_sync import WeightSyncConfig
@@ -150,7 +151,7 @@ class RecordedRolloutsConfig(AsyncRolloutsConfig):
     makes_attempts = False
 
     name: str = "recorded_rollouts"
-    recorded: str = Field(min_length=1)
+    recorded: Annotated[str, PathSetting(reads=True)] = Field(min_length=1)
     """Run directory of a run with `record_groups: true`."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from spurline.config.paths import PathSetting
 from spurline.config.section import OnResume
 from spurline.protocols.weight_sync import WeightSyncConfig
 
@@ -37,7 +38,7 @@ class DiskSyncConfig(BucketSyncConfig):
     """Through safetensors files in a folder that engines and trainer see, for external servers."""
 
     name: str = "disk"
-    folder: Annotated[str | None, OnResume.FREE] = None
+    folder: Annotated[str | None, OnResume.FREE, PathSetting()] = None
     """Where the files are written; null is `weights` in the run directory. What a killed run left there, files named
     `spurline-weights-*`, is removed, so runs do not share a folder."""
 

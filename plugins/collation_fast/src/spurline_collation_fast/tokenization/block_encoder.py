@@ -121,6 +121,8 @@ class TokenColumns:
         """A column without nulls; None when it is missing or holds nothing else."""
         label = self._names.get(name, name)
         if label not in table.column_names:
+            # A name with dots may go into a column of objects.
+            _require(label.partition(".")[0] not in table.column_names)
             return None
         column = table.column(label)
         if column.null_count == len(column):
@@ -174,7 +176,7 @@ class TokenColumns:
         keep, cut, counts = has_loss, has_loss & long, []
         counts.append((NO_LOSS_TOKENS, ~has_loss))
         if cut.any():
-            _require(self._data.too_long != "error")
+            _require(self._data.too_long not in ("error", "split"))
             inside = _places(ids.lengths) < limit
             if self._data.too_long == "drop":
                 counts.append((TOO_LONG, cut))

@@ -74,7 +74,7 @@ def write_block(block: SampleBlock, file: BinaryIO) -> dict[str, Any]:
         "num_rows": block.num_rows,
         "num_tokens": len(block.tokens),
         "num_samples": len(block.rows),
-        "counts": [[item.reason, item.count, item.first_row] for item in block.counts],
+        "counts": [[item.reason, item.count, item.first_row, item.kept] for item in block.counts],
     }
 
 

@@ -1,0 +1,147 @@
+"""Paths in settings: `~` and `$VAR` expanded, and what is read found beside the config file.
+
+A setting carries a mark, `Annotated[Path, PathSetting()]`, so that plugins' paths follow the same rules as core's. The
+marks act while a config file is validated; loading says where that file is, through the validation context. What was
+found is kept as an absolute path, so that the config a run writes down means the same from any folder.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+@dataclass(frozen=True)
+class ConfigPlace:
+    """Validation context: where relative paths begin. folder: of the config file, or None when there is none.
+
+    recorded: a run wrote these settings down; they are expanded and absolute, and stay as they are.
+    """
+
+    folder: Path | None = None
+    recorded: bool = False
+
+    def homes(self) -> list[Path]:
+        """Folders in which something relative is looked for, in this order."""
+        return [Path.cwd()] if self.folder is None else [self.folder, Path.cwd()]
+
+
+@dataclass(frozen=True)
+class PathSetting:
+    """Mark of a setting that holds a path: `~`, `$VAR` and `${VAR}` are expanded; an unknown variable is an error.
+
+    reads: it names something that is there already. A relative path then begins at the config file's folder, or else
+    at the working directory, and becomes absolute; found in both, it is an error. What is in neither stays as written:
+    it may be a hub name. Without `reads` a relative path begins at the working directory.
+    names: words that are no paths here, such as those of bundled templates; a file called so is an error.
+    """
+
+    reads: bool = False
+    names: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(self._read, handler(source))
+
+    def _read(self, value: Any, info: ValidationInfo) -> Any:
+        place = _place(info)
+        if not isinstance(value, (str, Path)) or (place is not None and place.recorded):
+            return str(value) if isinstance(value, Path) else value
+        path = expanded(str(value))
+        if place is None or not self.reads:
+            return path
+        found = _found(path, place)
+        if found is not None and path in self.names:
+            raise _error(
+                f"{path} is the name of what comes with Spurline, and {found} exists too. Write ./{path} for the file, "
+                "or rename it to use the name"
+            )
+        return path if found is None else found
+
+
+@dataclass(frozen=True)
+class FunctionSetting:
+    """Mark of a setting that names a Python function: `module:function`, or `file.py:function`.
+
+    A file follows the rules of a path that is read. A module that lies beside the config file or in the working
+    directory becomes `FOLDER/module:function`; any other is imported by its name. Text without a colon is left alone.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(self._read, handler(source))
+
+    def _read(self, value: Any, info: ValidationInfo) -> Any:
+        place = _place(info)
+        if not isinstance(value, str) or ":" not in value or (place is not None and place.recorded):
+            return value
+        module, _, function = expanded(value).rpartition(":")
+        if place is None:
+            return f"{module}:{function}"
+        folder, slash, name = module.rpartition("/")
+        if module.endswith(".py"):
+            return f"{_found(module, place) or module}:{function}"
+        if slash:
+            return f"{_found(folder, place) or folder}/{name}:{function}"
+        top = module.partition(".")[0]
+        homes = {_home(home, top): home for home in reversed(place.homes()) if _home(home, top) is not None}
+        if len(homes) > 1:
+            raise _ambiguous([str(file) for file in reversed(homes)])
+        return f"{next(iter(homes.values()))}/{module}:{function}" if homes else f"{module}:{function}"
+
+
+def expanded(path: str) -> str:
+    """The path with `~`, `~USER`, `$VAR` and `${VAR}` replaced. Raises PydanticCustomError for what is not known."""
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            raise _error(f"the environment variable {name} is not set. Set it, or write the path out")
+        return os.environ[name]
+
+    complete = os.path.expanduser(_VARIABLE.sub(value_of, path))
+    if complete.startswith("~"):
+        raise _error(f"there is no user {complete.partition('/')[0][1:]!r} whose folder ~ could stand for")
+    return complete
+
+
+def _place(info: ValidationInfo) -> ConfigPlace | None:
+    return info.context if isinstance(info.context, ConfigPlace) else None
+
+
+def _found(path: str, place: ConfigPlace) -> str | None:
+    """Where the file, folder or glob is, absolute; None when it is nowhere. Raises when it is in two places."""
+    found = dict.fromkeys(str(home / path) for home in place.homes() if _exists(str(home / path)))
+    distinct = {os.path.realpath(each): each for each in reversed(found)}
+    if len(distinct) > 1:
+        raise _ambiguous(list(found))
+    return next(iter(distinct.values()), None)
+
+
+def _exists(path: str) -> bool:
+    return os.path.lexists(path) or (glob.has_magic(path) and bool(glob.glob(path, recursive=True)))
+
+
+def _home(folder: Path, module: str) -> Path | None:
+    """The file of a top-level module in this folder, without symbolic links."""
+    candidates = (folder / f"{module}.py", folder / module / "__init__.py")
+    return next((file.resolve() for file in candidates if file.is_file()), None)
+
+
+def _ambiguous(places: list[str]) -> PydanticCustomError:
+    beside, here = places[0], places[-1]
+    return _error(
+        f"{beside} and {here} both exist, one beside the config file and one in the working directory. Write the whole "
+        "path of the one you mean, or remove the other"
+    )
+
+
+def _error(problem: str) -> PydanticCustomError:
+    return PydanticCustomError("path", "{problem}", {"problem": problem})

@@ -1,0 +1,193 @@
+"""Paths in settings: expanded, found beside the config file or in the working directory, and never guessed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from spurline.config.loading import LoadedConfig, load_config
+from spurline.config.paths import ConfigPlace, PathSetting
+from spurline.config.run_config import ModelConfig
+from spurline.config.section import Section
+from spurline.errors import ConfigError, PluginError
+from spurline.rl.rewards.function import load_function
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the config, beside the one that commands are run in, which is `work`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = set(sys.modules)
+    for name in ("configs", "work", "home"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if name.startswith("test_paths_"):
+            del sys.modules[name]
+
+
+def load(project: Path, **settings: str) -> LoadedConfig:
+    values = {"model.path": "org/model", "data.train": "org/rows", **settings}
+    (project / "configs" / "run.yaml").write_text("steps: 1\n", encoding="utf-8")
+    return load_config(project / "configs" / "run.yaml", [f"{key}={value}" for key, value in values.items()])
+
+
+def data_path(loaded: LoadedConfig) -> str:
+    return str(loaded.resolved()["data"]["train"][0]["path"])
+
+
+def test_home_and_variables_are_expanded_everywhere_a_path_is_read(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PATHS", str(project / "configs"))
+    loaded = load(
+        project,
+        run_dir="~/runs",
+        **{
+            "data.train": "$TEST_PATHS/rows.jsonl",
+            "model.path": "${TEST_PATHS}/model",
+            "model.tokenizer": "~/tokenizer",
+            "model.chat_template": "$TEST_PATHS/chat.jinja",
+        },
+    )
+    assert str(loaded.config.run_dir) == str(project / "home" / "runs")
+    assert data_path(loaded) == f"{project}/configs/rows.jsonl"
+    model = loaded.config.model
+    assert model.path == f"{project}/configs/model"
+    assert model.tokenizer == f"{project}/home/tokenizer"
+    assert model.chat_template == f"{project}/configs/chat.jinja"
+    assert not (project / "work" / "~").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("$NOT_SET_AT_ALL/rows.jsonl", r"the environment variable NOT_SET_AT_ALL is not set"),
+        ("~nobody_of_that_name/rows.jsonl", r"there is no user 'nobody_of_that_name'"),
+    ],
+)
+def test_what_cannot_be_expanded_is_an_error_with_its_key(project: Path, path: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.train\.0\.path is '.*': {problem}"):
+        load(project, **{"data.train": path})
+    with pytest.raises(ConfigError, match=rf"run_dir is '.*': {problem}"):
+        load(project, run_dir=path)
+
+
+def test_relative_paths_begin_at_the_config_file_then_at_the_working_directory(project: Path) -> None:
+    (project / "configs" / "beside.jsonl").touch()
+    (project / "work" / "here.jsonl").touch()
+    (project / "configs" / "many").mkdir()
+    (project / "configs" / "many" / "a.jsonl").touch()
+    assert data_path(load(project, **{"data.train": "beside.jsonl"})) == f"{project}/configs/beside.jsonl"
+    assert data_path(load(project, **{"data.train": "here.jsonl"})) == f"{project}/work/here.jsonl"
+    assert data_path(load(project, **{"data.train": "many/*.jsonl"})) == f"{project}/configs/many/*.jsonl"
+    assert data_path(load(project)) == "org/rows"
+    assert str(load(project, run_dir="runs/a").config.run_dir) == "runs/a"
+
+
+def test_a_path_in_both_places_is_an_error_that_names_both(project: Path) -> None:
+    for folder in ("configs", "work"):
+        (project / folder / "rows.jsonl").touch()
+    places = rf"{project}/configs/rows\.jsonl and {project}/work/rows\.jsonl both exist"
+    with pytest.raises(ConfigError, match=rf"data\.train\.0\.path .*{places}.*whole path"):
+        load(project, **{"data.train": "rows.jsonl"})
+    (project / "work" / "rows.jsonl").unlink()
+    (project / "work" / "rows.jsonl").symlink_to(project / "configs" / "rows.jsonl")
+    assert data_path(load(project, **{"data.train": "rows.jsonl"})) == f"{project}/configs/rows.jsonl"
+
+
+def test_what_a_run_writes_down_means_the_same_from_any_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "configs" / "beside.jsonl").touch()
+    loaded = load(project, **{"data.train": "beside.jsonl"})
+    written = json.loads(json.dumps(loaded.resolved()))
+    monkeypatch.chdir(project / "home")
+    (project / "home" / "beside.jsonl").touch()
+    assert data_path(load_config(written, recorded=True)) == data_path(loaded)
+
+
+def test_the_name_of_a_bundled_template_is_no_path_and_a_file_called_so_is_an_error(project: Path) -> None:
+    assert load(project, **{"model.chat_template": "chatml"}).config.model.chat_template == "chatml"
+    (project / "work" / "chatml").touch()
+    with pytest.raises(
+        ConfigError, match=rf"chatml is the name of what comes with Spurline, and {project}/work/chatml"
+    ):
+        load(project, **{"model.chat_template": "chatml"})
+    chosen = load(project, **{"model.chat_template": "./chatml"}).config.model.chat_template
+    assert chosen == f"{project}/work/chatml"
+
+
+class PluginSection(Section):
+    """As a plugin would write it."""
+
+    cache: Annotated[Path, PathSetting()] = Path("~/cache")
+    """Where things are kept."""
+
+
+def test_a_plugins_path_follows_the_same_rules(project: Path) -> None:
+    assert PluginSection().cache == project / "home" / "cache"
+    read = PluginSection.model_validate({"cache": "~/other"}, context=ConfigPlace(project))
+    assert read.cache == project / "home" / "other"
+    assert ModelConfig(path="~/model").path == f"{project}/home/model"
+
+
+def reward(project: Path, path: str) -> str:
+    loaded = load(
+        project,
+        **{
+            "data.eval": "org/rows",
+            "evaluation.generate": f'{{rewards: {{x: "{path}"}}}}',
+        },
+    )
+    return str(loaded.resolved()["evaluation"]["generate"]["rewards"]["x"]["path"])
+
+
+@pytest.mark.parametrize("folder", ["configs", "work"])
+@pytest.mark.parametrize("written", ["test_paths_{0}:f", "test_paths_{0}.py:f", "./test_paths_{0}.py:f"])
+def test_reward_functions_beside_the_config_or_here_are_found_by_module_and_by_file(
+    project: Path, folder: str, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / folder / f"test_paths_{folder}.py").write_text(
+        f"def f(answer):\n    return {folder!r}\n", encoding="utf-8"
+    )
+    path = reward(project, written.format(folder))
+    assert path.startswith(f"{project}/{folder}/test_paths_{folder}")
+    monkeypatch.chdir(project / "home")
+    assert load_function(path, "reward function")(None) == folder
+
+
+def test_modules_of_a_package_beside_the_config_import_each_other(project: Path) -> None:
+    package = project / "configs" / "test_paths_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("VALUE = 7\n", encoding="utf-8")
+    (package / "rewards.py").write_text("from .parts import VALUE\n\ndef f(answer):\n    return VALUE\n", "utf-8")
+    assert load_function(reward(project, "test_paths_package.rewards:f"), "reward function")(None) == 7
+
+
+def test_a_reward_module_in_both_places_or_of_an_installed_name_is_an_error(project: Path) -> None:
+    for folder in ("configs", "work"):
+        (project / folder / "test_paths_twice.py").write_text("def f(answer): ...\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"configs/test_paths_twice\.py and .*work/test_paths_twice\.py both exist"):
+        reward(project, "test_paths_twice:f")
+    (project / "configs" / "colorsys.py").write_text("def f(answer):\n    return 3\n", encoding="utf-8")
+    with pytest.raises(PluginError, match=r"'colorsys' is .* a module that is installed.*configs/colorsys\.py:rgb"):
+        load_function(reward(project, "colorsys:rgb_to_hls"), "reward function")
+    path = str(project / "configs" / "colorsys.py")
+    assert (
+        load_function(f"{path}:f", "reward function")(None)
+        == load_function(reward(project, "colorsys.py:f"), "r")(None)
+        == 3
+    )
+
+
+def test_a_reward_file_that_is_missing_is_told_with_those_that_are_there(project: Path) -> None:
+    (project / "work" / "test_paths_near.py").touch()
+    with pytest.raises(PluginError, match=r"test_paths_neer\.py, which does not exist\. Did you mean 'test_paths_near"):
+        load_function(reward(project, "test_paths_neer.py:f"), "reward function")
