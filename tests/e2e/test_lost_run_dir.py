@@ -166,6 +166,22 @@ def test_what_cannot_be_saved_beside_goes_to_a_temporary_folder(
     assert (folder / "checkpoints" / "step-00000004" / "manifest.json").exists()
 
 
+def test_a_directory_lost_while_the_run_is_built_is_named(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.backends.local.backend import LocalBackend
+
+    build = LocalBackend.__init__
+
+    def lose(self: LocalBackend, *arguments: Any, **keywords: Any) -> None:
+        shutil.rmtree(base_config["run_dir"])
+        build(self, *arguments, **keywords)
+
+    monkeypatch.setattr(LocalBackend, "__init__", lose)
+    with pytest.raises(RunDirectoryLostError, match="run_dir .* was removed or moved"):
+        Run(load_config(base_config)).train()
+
+
 def test_an_earlier_rescue_is_not_overwritten(base_config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run-rescued-4").mkdir()
     assert str(tmp_path / "run-rescued-4-2") in run_losing(base_config, shutil.rmtree)

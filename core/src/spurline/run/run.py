@@ -139,6 +139,7 @@ class Run:
     def _build(self, stack: ExitStack) -> None:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
         components = self._components = build_components(self.loaded, stack)
+        self.directory.check_present()
         self.source, self.backend = components.data.source, components.backend
         self._notes = [*resume.notes]
         if resume.checkpoint is not None:
