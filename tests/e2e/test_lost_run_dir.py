@@ -178,7 +178,7 @@ def test_a_directory_lost_while_the_run_is_built_is_named(
         build(self, *arguments, **keywords)
 
     monkeypatch.setattr(LocalBackend, "__init__", lose)
-    with pytest.raises(RunDirectoryLostError, match="run_dir .* was removed or moved"):
+    with pytest.raises(RunDirectoryLostError, match=r"run_dir .* was removed or moved"):
         Run(load_config(base_config)).train()
 
 
