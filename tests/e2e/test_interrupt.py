@@ -104,7 +104,7 @@ def test_one_while_the_run_is_built_leaves_everything_as_it_was(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(LocalBackend, "__init__", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=r"Interrupted before training began; nothing in .* has changed"):
+    with pytest.raises(KeyboardInterrupt, match=r"Interrupted before training began; nothing in .* is lost"):
         Run(load_config(base_config)).train()
     assert [path.name for path in Path(base_config["run_dir"]).iterdir()] == ["run.lock"]
 
@@ -140,7 +140,7 @@ def test_the_words_of_an_interruption_reach_the_terminal(
     path = write_config(base_config)
     code, _, err = spurline("train", path, "--resume", "never")
     assert code == 130
-    assert err.endswith(f"has changed. Go on with: spurline train {path} --resume never\n")
+    assert err.endswith(f"is lost. Go on with: spurline train {path} --resume never\n")
     assert not err.startswith("Error")
 
 

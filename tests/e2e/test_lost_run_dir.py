@@ -71,6 +71,44 @@ def test_the_step_in_which_it_was_lost_is_saved_beside_and_the_run_goes_on_from_
     assert_same_weights(rescued, tmp_path / "whole")
 
 
+def test_a_step_whose_answers_cannot_be_written_is_saved_and_evaluated_again(
+    base_config: dict[str, Any], tmp_path: Path, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.run.evaluation import Evaluation
+
+    base_config["data"]["eval"] = str(spurline_chat_file)
+    base_config["evaluation"] = {
+        "every_steps": 3,
+        "generate": {"rewards": {"exact": "exact_match"}, "max_new_tokens": 2, "max_samples": 2},
+    }
+    whole = {**base_config, "run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    evaluate = Evaluation.evaluate
+
+    def lose(self: Evaluation, backend: Any) -> Any:
+        shutil.rmtree(base_config["run_dir"])
+        return evaluate(self, backend)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "evaluate", lose)
+        with pytest.raises(RunDirectoryLostError, match="Step 3 is saved in"):
+            Run(load_config(base_config)).train()
+    rescued = tmp_path / "run-rescued-3"
+    Run(load_config({**base_config, "run_dir": str(rescued)})).train()
+    lines = deterministic(read_metrics(rescued))
+    assert [line["step"] for line in lines] == [3, 4, 5, 6]
+    assert lines == deterministic(read_metrics(whole["run_dir"]))[2:]
+
+
+def test_an_asynchronous_run_is_rescued_too(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    rl_config["plugins"] = ["async_rl"]
+    rl_config |= {"steps": 4}
+    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 1, "correction": "tis", "stall_timeout_s": 30}
+    text = run_losing(rl_config, shutil.rmtree, step=2)
+    assert f"Step 2 is saved in {tmp_path / 'run-rescued-2'}" in text
+    assert Run(load_config({**rl_config, "run_dir": str(tmp_path / "run-rescued-2")})).train().step == 4
+
+
 def test_the_command_ends_with_exit_code_1_and_says_how_to_go_on(
     spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +164,22 @@ def test_what_cannot_be_saved_beside_goes_to_a_temporary_folder(
     assert "Permission denied" in text
     assert f"Step 4 is saved in {folder}" in text
     assert (folder / "checkpoints" / "step-00000004" / "manifest.json").exists()
+
+
+def test_a_directory_lost_while_the_run_is_built_is_named(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.backends.local.backend import LocalBackend
+
+    build = LocalBackend.__init__
+
+    def lose(self: LocalBackend, *arguments: Any, **keywords: Any) -> None:
+        shutil.rmtree(base_config["run_dir"])
+        build(self, *arguments, **keywords)
+
+    monkeypatch.setattr(LocalBackend, "__init__", lose)
+    with pytest.raises(RunDirectoryLostError, match=r"run_dir .* was removed or moved"):
+        Run(load_config(base_config)).train()
 
 
 def test_an_earlier_rescue_is_not_overwritten(base_config: dict[str, Any], tmp_path: Path) -> None:

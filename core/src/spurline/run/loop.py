@@ -30,7 +30,7 @@ def train(run: Run) -> None:
             batch = run.batches.next(step)
         metrics = {"epoch": run.source.epoch(step), **run.hooks.train_step(step=step, batch=batch)}
         with clock("after_update"):
-            metrics |= run.source.after_update(step, run.backend)
+            metrics |= run.after_update(step, metrics)
         with clock("evaluate"):
             metrics |= run.maybe_evaluate(step, metrics)
         metrics |= run.batches.metrics() | clock.metrics()

@@ -130,6 +130,7 @@ class Run:
         self._saved_at = time.monotonic()
         self._has_saved = False
         self._step_under_way: int | None = None
+        self._updated = RunState()
         self._stop = StopRequest(self._words_on_stop)
         self._hook_states = HookStates()
         self._is_started = False
@@ -152,7 +153,7 @@ class Run:
             try:
                 self._build(stack)
             except KeyboardInterrupt:
-                text = f"Interrupted before training began; nothing in {self.directory.path} has changed."
+                text = f"Interrupted before training began; nothing in {self.directory.path} is lost."
                 raise KeyboardInterrupt(f"{text} {self._go_on()}") from None
             stack.enter_context(self._stop)
             self._saved_at = time.monotonic()
@@ -261,6 +262,7 @@ class Run:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
         components = replace(build_components(self.loaded, stack, self._progress), hook_states=self._hook_states)
         self._components = components
+        self.directory.check_present()
         self.source, self.backend = components.data.source, components.backend
         self.tokenizer = components.data.context.tokenizer
         self._notes = [*components.notes, *resume.notes]
@@ -315,10 +317,16 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to train, 1-based, until the last one or a stop signal."""
         while self.state.step < self.source.total_steps and not self._stop:
+            self.directory.check_present()
             self._scores = {}
             self._step_under_way = self.state.step + 1
             yield self._step_under_way
             self._step_under_way = None
+
+    def after_update(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Let the source go on with the new weights. metrics: of the update just done. Returns further ones."""
+        self._updated = RunState(step, metrics=dict(metrics))
+        return self.source.after_update(step, self.backend)
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of all evaluations that this step is due for, and those of `evaluate`.
@@ -425,8 +433,9 @@ class Run:
 
     def _explained(self, error: BaseException) -> BaseException:
         """What ended the run, with what is left of it and how to go on."""
-        if isinstance(error, RunDirectoryLostError):
-            return self._rescued(error)
+        lost = error if isinstance(error, RunDirectoryLostError) else self._loss_behind(error)
+        if lost is not None:
+            return self._rescued(lost)
         kept = self.state.checkpoint
         if isinstance(error, KeyboardInterrupt):
             where = f"The last checkpoint is {kept}." if kept else "There is no checkpoint."
@@ -436,14 +445,26 @@ class Run:
             return NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")
         return error
 
+    def _loss_behind(self, error: BaseException) -> RunDirectoryLostError | None:
+        """The loss of the run directory, when that is why something else failed between two updates."""
+        if not isinstance(error, Exception) or self._updated.step != self._step_under_way:
+            return None
+        try:
+            self.directory.check_present()
+        except RunDirectoryLostError as lost:
+            return lost
+        return None
+
     def _rescued(self, error: RunDirectoryLostError) -> RunDirectoryLostError:
-        """Save the last finished step elsewhere, and go on with the record of the run there."""
-        step = self.state.step
+        """Save the last update elsewhere, and go on with the record of the run there."""
+        step = max(self.state.step, self._updated.step)
+        # What the update measured, where its evaluation or its metrics line had not come yet.
+        pending = self._updated.metrics if step > self.state.step else None
         if step == 0:
             return RunDirectoryLostError(f"{error} No step was finished yet, so nothing is lost. {self._go_on()}")
 
         def save(directory: RunDirectory) -> None:
-            record = RunRecord(self._resumed.history)
+            record = RunRecord(self._resumed.history, pending=pending)
             self.state.checkpoint = save_state(step, self._components, self.loaded, directory, record)
             files = RunRecordFiles(directory, self._files.summary)
             files.start(self.loaded.resolved() | {"run_dir": str(directory.path)}, step)
@@ -456,7 +477,7 @@ class Run:
         else:
             command = self.loaded.train_command("--set", f"run_dir={directory.path}")
             how = f"Go on with: {command}" if command is not None else "Train the same config with that run_dir."
-            told.append(f"Step {step:,} is saved in {directory.path}; metrics before it are gone. {how}")
+            told.append(f"Step {step:,} is saved in {directory.path}, without the metrics before it. {how}")
         return RunDirectoryLostError(" ".join(told))
 
     def _go_on(self) -> str:
