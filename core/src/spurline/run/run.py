@@ -173,14 +173,14 @@ class Run:
             raise UserError(
                 f"run.evaluate({prefix!r}): a prefix is letters, digits, dots, dashes and underscores, and not 'eval'."
             )
-        evaluation = self._components.data.evaluation
-        if evaluation is None:
-            raise ConfigError.at("data.eval", f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it.")
         if not self._is_started:
             raise RunFailedError(
                 f"run.evaluate({prefix!r}) came before the run has started its source. Call it in on_step_start or "
                 "later."
             )
+        evaluation = self._components.data.evaluation
+        if evaluation is None:
+            raise ConfigError.at("data.eval", f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it.")
         if evaluation.measures_copies and isinstance(self.backend, LendsParameters) and self.backend.is_swapped:
             raise RunFailedError(
                 f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
@@ -278,7 +278,7 @@ class Run:
         """
         evaluation = self._components.data.evaluation
         if evaluation is None or not self._is_due(step, self.config.evaluation.every_steps):
-            return {**(self._scores or {})}
+            return self._scores_beside(metrics)
         try:
             scores, samples = evaluation.evaluate(self.backend)
         except Exception as error:
@@ -286,7 +286,16 @@ class Run:
             raise
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
-        return {**scores, **(self._scores or {})}
+        return {**scores, **self._scores_beside(metrics)}
+
+    def _scores_beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What hooks have evaluated in this step. Raises UserError when the step's own metrics have such a name."""
+        scores = dict(self._scores or {})
+        if taken := sorted(scores.keys() & metrics.keys()):
+            raise UserError(
+                f"run.evaluate: the metric '{taken[0]}' is one of the step's own. Evaluate under another prefix."
+            )
+        return scores
 
     def _save_before_evaluation(self, step: int, metrics: Mapping[str, float], error: Exception) -> None:
         try:
