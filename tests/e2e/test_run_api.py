@@ -202,6 +202,18 @@ def test_two_evaluations_of_a_step_under_one_prefix_are_refused(evaluated_config
         train(evaluated_config, Acting("on_eval_end", twice))
 
 
+def test_an_evaluation_under_the_prefix_of_other_metrics_does_not_replace_them(
+    evaluated_config: dict[str, Any],
+) -> None:
+    class Adds:
+        @hookimpl(wrapper=True)
+        def train_step(self) -> Generator[None, dict[str, float], dict[str, float]]:
+            return {**(yield), "mine/loss": 1.0}
+
+    with pytest.raises(UserError, match=r"run\.evaluate: the metric 'mine/loss' is one of the step's own"):
+        train(evaluated_config, Adds(), Acting("on_step_start", lambda run: run.evaluate("mine")))
+
+
 def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"data\.eval is empty, and run\.evaluate\('ema'\) needs held-out data"):
         train(base_config, Acting("on_step_start", lambda run: run.evaluate("ema")))

@@ -214,15 +214,15 @@ class Run:
             raise UserError(
                 f"run.evaluate({prefix!r}): a prefix is letters, digits, dots, dashes and underscores, and not 'eval'."
             )
-        evaluations = self._components.data.evaluations
-        if not evaluations:
-            what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
-            raise ConfigError.at("data.eval", what)
         if not self._is_started:
             raise RunFailedError(
                 f"run.evaluate({prefix!r}) came before the run has started its source. Call it in on_step_start or "
                 "later."
             )
+        evaluations = self._components.data.evaluations
+        if not evaluations:
+            what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
+            raise ConfigError.at("data.eval", what)
         swapped = isinstance(self.backend, LendsParameters) and self.backend.is_swapped
         if swapped and any(evaluation.held_out.measures_copies for evaluation in evaluations):
             raise RunFailedError(
@@ -337,7 +337,7 @@ class Run:
         every = self._components.data.evaluations
         due = [evaluation for evaluation in every if self._is_due(step, evaluation.every_steps)]
         if not due:
-            return {**(self._scores or {})}
+            return self._scores_beside(metrics)
         scores: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
         try:
@@ -351,7 +351,16 @@ class Run:
             raise
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
-        return {**scores, **(self._scores or {})}
+        return {**scores, **self._scores_beside(metrics)}
+
+    def _scores_beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What hooks have evaluated in this step. Raises UserError when the step's own metrics have such a name."""
+        scores = dict(self._scores or {})
+        if taken := sorted(scores.keys() & metrics.keys()):
+            raise UserError(
+                f"run.evaluate: the metric '{taken[0]}' is one of the step's own. Evaluate under another prefix."
+            )
+        return scores
 
     def _save_before_evaluation(self, step: int, metrics: Mapping[str, float], error: Exception) -> None:
         try:
