@@ -172,9 +172,8 @@ def test_the_home_folder_and_variables_are_expanded_in_the_path_of_a_file(tmp_pa
 
 
 def test_what_is_wrong_with_a_file_is_said_with_its_place_and_a_way_out(tmp_path):
-    missing = (
-        r"reward function cannot be imported from .*none\.py:f': .*none\.py cannot be read: No such file .* Give the"
-    )
+    (tmp_path / "nine.py").touch()
+    missing = r"names the file .*none\.py, which does not exist\. Did you mean 'nine\.py'\? Python files in"
     with pytest.raises(PluginError, match=missing):
         load_function(f"{tmp_path}/none.py:f", "reward function")
     (tmp_path / "broken.py").write_text("import math\n\nRATE = 1 / 0\n")
@@ -198,3 +197,11 @@ def test_the_same_name_works_in_every_setting_that_takes_a_function(tmp_path):
         assert loaded.config.source.environment.rewards[term].path == named
         sft = load_config({**run_of, "evaluation": {"generate": {"rewards": rewards}}})
         assert sft.config.evaluation.generate.rewards[term].path == named
+
+
+def test_a_module_of_a_folder_is_no_other_one_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "of_a_folder.py").write_text("def one(answer):\n    return 1.0\n")
+    assert load_function(f"{tmp_path}/of_a_folder:one", "reward function")(ANSWER) == 1.0
+    with pytest.raises(PluginError, match=r"but 'json' is .*json/__init__\.py, a module that is installed"):
+        load_function(f"{tmp_path}/json:dumps", "reward function")

@@ -170,7 +170,7 @@ def _places_of(key: str, section: type[BaseModel], prefix: str) -> Iterator[str]
         for member in members:
             inner = _as_model(member)
             if inner is not None:
-                found.update(dict.fromkeys(_places_of(key, inner, f"{prefix}{name}.")))
+                found.update(dict.fromkeys(_places_of(key, inner, f"{prefix}{name}.{_name_within(field)}")))
     yield from found
 
 
@@ -233,7 +233,7 @@ def _places_of_kind(
         for choice, member in members.items() if tagged else [(chosen, annotation)]:
             inner = _as_model(member)
             if inner is not None:
-                yield from _places_of_kind(kind, inner, f"{place}.", chosen or choice)
+                yield from _places_of_kind(kind, inner, f"{place}.{_name_within(field)}", chosen or choice)
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
@@ -259,6 +259,11 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
         else:
             current = _item_type(current)
     return path, owner
+
+
+def _name_within(field: Any) -> str:
+    """`NAME.` for a setting that holds others by names of the user's, which stand between its key and theirs."""
+    return "NAME." if any(get_origin(_strip(member)) is dict for member in _members(_field_type(field))) else ""
 
 
 def _field_type(field: Any) -> Any:

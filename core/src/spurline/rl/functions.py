@@ -1,8 +1,8 @@
 """Import functions that a config names: rewards, tools and agents that need no plugin.
 
 There are two ways to write one: `module:function`, of anything importable or a file in the working directory, and
-`path/to/file.py:function`. A config file makes `FOLDER/module:function` of a module that lies beside it. One loader
-serves every setting that holds such a name.
+`path/to/file.py:function`. `FOLDER/module:function` is a module of that folder. One loader serves every setting that
+holds such a name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import xxhash
 
 from spurline.errors import PluginError, SpurlineError, listing, suggestion
 
-FUNCTION_PATH = r"^(?:.*/)?[\w.\-]+:\w+$"
+FUNCTION_PATH = r"^(.*/)?[^/:]+:\w+$"
 """Pattern of the settings that name a function."""
 
 
@@ -32,7 +32,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     """
     source, _, name = path.rpartition(":")
     try:
-        module = _from_file(Path(source), path, what) if source.endswith(".py") else _from_name(source, what)
+        module = _from_file(Path(source), what) if source.endswith(".py") else _from_name(source, path, what)
     except SpurlineError:
         raise
     except Exception as error:
@@ -46,36 +46,29 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def _from_name(source: str, what: str) -> ModuleType:
-    """The module of this name. With a folder in front it must be the one that lies there."""
+def _from_name(source: str, path: str, what: str) -> ModuleType:
     folder, slash, name = source.rpartition("/")
-    # A console script does not see the folder it is started in, nor that of its config.
+    # A console script does not see the folder it is started in, where a config's functions usually are.
     _make_importable(Path(folder or "/") if slash else Path.cwd())
     module = importlib.import_module(name)
     if slash and not str(module.__file__).startswith(f"{folder}/"):
         raise PluginError(
-            f"The {what} names {source}, but '{name}' is {module.__file__}, a module that is installed or was imported "
-            f"before. Rename yours, or name its file: {folder}/{name.replace('.', '/')}.py."
+            f"The {what} names {path}, but '{name}' is {module.__file__}, a module that is installed or was imported "
+            f"before. Rename yours, or name its file: {folder}/{name.replace('.', '/')}.py:{path.rpartition(':')[2]}."
         )
     return module
 
 
-def _from_file(file: Path, path: str, what: str) -> ModuleType:
+def _from_file(file: Path, what: str) -> ModuleType:
     """The module of a file, imported once as long as the file stays as it is."""
     file = Path(os.path.expandvars(file)).expanduser().absolute()
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
+    if not file.is_file():
         near = sorted(entry.name for entry in file.parent.glob("*.py"))
         raise PluginError(
             f"The {what} names the file {file}, which does not exist.{suggestion(file.name, near)} Python files in "
-            f"{file.parent}: {listing(near)}. It is looked for beside the config file, then in the working directory."
-        ) from None
-    except OSError as error:
-        raise PluginError(
-            f"The {what} cannot be imported from '{path}': {file} cannot be read: {error.strerror}. Give the path of "
-            "a Python file, or write `module:function` for an installed module."
-        ) from error
+            f"{file.parent}: {listing(near)}. An installed module is written `module:function`."
+        )
+    content = file.read_bytes()
     # By its content too: a notebook that changed the file wants the new one.
     name = f"{file.stem}-{xxhash.xxh3_64_hexdigest(os.fsencode(file) + content)}"
     if name in sys.modules:
