@@ -83,12 +83,14 @@ def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> d
 def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
     """What the source of these settings asks of the run; one that decorates another asks what that one does."""
     source: Any = expand_shorthand(value, "name")
-    settings = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
+    settings: Mapping[str, Any] = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
     name = settings.get("name")
     if not isinstance(name, str) or name not in registry.all_names("source"):
         return {}
     config = cast("type[SourceConfig]", registry.get("source", name).config)
-    inner = {} if config.decorates is None else _run_defaults(settings.get(config.decorates), registry)
+    inner: Mapping[str, str] = (
+        {} if config.decorates is None else _run_defaults(settings.get(config.decorates), registry)
+    )
     return {**inner, **config.run_defaults}
 
 

@@ -52,7 +52,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-__doc__ += "\nSuites: " + ", ".join(name for name in __all__ if name.endswith("Contract")) + "."
+__doc__ = f"{__doc__}\nSuites: {', '.join(name for name in __all__ if name.endswith('Contract'))}."
 
 
 def __getattr__(name: str) -> Any:
