@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -185,3 +186,18 @@ def test_the_configs_for_one_and_for_eight_gpus_are_valid(tmp_path: Path) -> Non
         loaded.append(load_config(path).config)
     # One server for each GPU but the trainer's.
     assert len(loaded[1].source.engine.urls) == 7
+
+
+def test_what_fits_is_what_the_program_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("what_fits", ROOT / "benchmarks/what_fits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    monkeypatch.setattr(sys, "argv", ["what_fits.py"])
+    program.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    shown = [line for line in README.partition("## What fits")[2].partition("\n## ")[0].splitlines() if line[:1] == "|"]
+    assert shown == printed

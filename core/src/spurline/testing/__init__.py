@@ -63,8 +63,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-_SUITES = ", ".join(name for name in __all__ if name.endswith("Contract"))
-__doc__ = f"{__doc__}\nSuites: {_SUITES}."
+__doc__ = f"{__doc__}\nSuites: {', '.join(name for name in __all__ if name.endswith('Contract'))}."
 
 
 def __getattr__(name: str) -> Any:
