@@ -73,6 +73,21 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """What data sets call the thinking of a turn."""
+SPOKEN = ("user", "assistant")
+"""Roles that every template writes."""
+
+
+def is_doubtful(conversation: Conversation, text: str) -> bool:
+    """Whether the conversation has something that a template may leave out, as far as its rendering `text` can tell."""
+    if conversation.tools:
+        return True
+    last = max(assistant_turns(conversation.messages), default=None)
+    for index, message in enumerate(conversation.messages):
+        if message.get("tool_calls") or (index == last and any(message.get(key) for key in REASONING_KEYS)):
+            return True
+        if message["role"] not in SPOKEN and message.get("content", "").strip() not in text:
+            return True
+    return False
 
 
 class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure

@@ -16,7 +16,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.chat import ChatRenderer, Span, TemplateRewritesHistory, mask_of_spans
+from spurline.data.chat import ChatRenderer, Span, TemplateRewritesHistory, is_doubtful, mask_of_spans
 from spurline.data.formats import FormatName, Row, TextPair, TokenRow, format_of, read_row
 from spurline.data.left_out import find_left_out, refuse_left_out
 from spurline.data.rows import BadRowError, require_text
@@ -166,8 +166,8 @@ class RowEncoder:
         require_chat_template(self._tokenizer, self._dataset.location(row))
         rendered = self._chat.render_for_training(item, self._data.train_on)
         require_text(rendered.text, values)
-        found = find_left_out(self._chat, item, rendered.text)
-        if self._data.on_ignored == "error":
+        found = find_left_out(self._chat, item) if is_doubtful(item, rendered.text) else []
+        if found and self._data.on_ignored == "error":
             refuse_left_out(found, self._tokenizer, self._dataset.location(row))
         ignored = tuple(dict.fromkeys(left_out.what for left_out in found))
         return _Text(rendered.text, rendered.spans, is_chat=True, ignored=ignored)

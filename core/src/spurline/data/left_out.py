@@ -14,15 +14,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spurline.data.chat import REASONING_KEYS, ChatRenderer
+from spurline.data.chat import REASONING_KEYS, SPOKEN, ChatRenderer
 from spurline.data.formats import Conversation
 from spurline.data.messages import Message, assistant_turns
 from spurline.data.rows import BadRowError
 from spurline.data.tokenizer import template_name
 from spurline.errors import DataError
-
-_SPOKEN = ("user", "assistant")
-"""Roles that every template writes."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +31,14 @@ class LeftOut:
 
 
 def find_left_out(
-    renderer: ChatRenderer, conversation: Conversation, text: str, *, add_generation_prompt: bool = False
+    renderer: ChatRenderer, conversation: Conversation, *, add_generation_prompt: bool = False
 ) -> list[LeftOut]:
-    """What the rendering `text` of the conversation says nothing of.
+    """What a rendering of the conversation says nothing of.
 
     Of reasoning and of the words beside a tool call only those of the last assistant turn count: templates leave the
     thinking of earlier turns out on purpose. With `add_generation_prompt` there is no such turn.
     """
     last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
-    if not _is_doubtful(conversation, text, last):
-        return []
     marks = _Marks()
     messages = [_marked(message, index, marks, index == last) for index, message in enumerate(conversation.messages)]
     tools = None if conversation.tools is None else [_marked_tool(tool, marks) for tool in conversation.tools]
@@ -69,18 +64,6 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
     """Raise DataError naming row, field and template when something was left out."""
     if found:
         raise DataError(f"{location}: {left_out_message(found, tokenizer)}")
-
-
-def _is_doubtful(conversation: Conversation, text: str, last: int | None) -> bool:
-    """Whether anything is there that a template may leave out, as far as the plain rendering can tell."""
-    if conversation.tools:
-        return True
-    for index, message in enumerate(conversation.messages):
-        if message.get("tool_calls") or (index == last and any(message.get(key) for key in REASONING_KEYS)):
-            return True
-        if message["role"] not in _SPOKEN and message.get("content", "").strip() not in text:
-            return True
-    return False
 
 
 @dataclass
@@ -116,8 +99,8 @@ def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Messa
             _marked_tool(call, marks, "tool calls", f"{place}.tool_calls[{number}]")
             for number, call in enumerate(calls)
         ]
-    if message.get("content") and (role not in _SPOKEN or (is_last and calls)):
-        what, where = (f"role {role}", f"{place} (role {role})") if role not in _SPOKEN else ("content", place)
+    if message.get("content") and (role not in SPOKEN or (is_last and calls)):
+        what, where = (f"role {role}", f"{place} (role {role})") if role not in SPOKEN else ("content", place)
         marked["content"] = marks.on(message["content"], marks.open(what, where))
     said = [key for key in REASONING_KEYS if is_last and isinstance(message.get(key), str) and message[key]]
     if said:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.chat import ChatRenderer
+from spurline.data.chat import ChatRenderer, is_doubtful
 from spurline.data.encoding import encode_batch, require_chat_template, require_offsets
 from spurline.data.formats import ANSWER_COLUMNS, Conversation, TextPair, TokenRow, detect_format, read_row
 from spurline.data.left_out import find_left_out, refuse_left_out
@@ -161,9 +161,9 @@ def _split(
     renderer = ChatRenderer(tokenizer)
     text = renderer.render(asked, question.tools, add_generation_prompt=True)
     require_text(text, row)
-    if data.on_ignored == "error":
-        conversation = Conversation(asked, question.tools)
-        found = find_left_out(renderer, conversation, text, add_generation_prompt=True)
+    conversation = Conversation(asked, question.tools)
+    if data.on_ignored == "error" and is_doubtful(conversation, text):
+        found = find_left_out(renderer, conversation, add_generation_prompt=True)
         refuse_left_out(found, tokenizer, location)
     [encoding] = encode_batch(tokenizer, [text], is_chat=True)
     return GenerationExample(list(encoding.ids), text, question.reference)

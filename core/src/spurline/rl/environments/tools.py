@@ -248,10 +248,10 @@ class Tools:
         renderer = ChatRenderer(self._tokenizer)
         conversation = Conversation([*messages], tools)
         try:
-            text = renderer.render(messages, tools, add_generation_prompt=True)
+            renderer.render(messages, tools, add_generation_prompt=True)
         except BadRowError as error:
             raise error.at(where) from error
-        found = find_left_out(renderer, conversation, text, add_generation_prompt=True)
+        found = find_left_out(renderer, conversation, add_generation_prompt=True)
         refuse_left_out(found, self._tokenizer, where)
 
     async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
