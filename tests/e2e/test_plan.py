@@ -27,6 +27,14 @@ def test_a_plan_begins_with_what_the_run_will_do_and_ends_with_plugins(base_conf
     assert sentence.endswith(f"go to {base_config['run_dir']}.")
 
 
+def test_a_plan_of_unreadable_data_still_begins_with_the_run(base_config: dict[str, Any]) -> None:
+    base_config["data"]["train"] = "./gone.jsonl"
+    plan = make_plan(load_config(base_config))
+    assert next(iter(plan.sections)) == "this run"
+    assert "(41 K parameters) with source 'sft'" in plan.sections["this run"][0]
+    assert len(plan.problems) == 1
+
+
 def test_a_plan_shows_the_first_prompt_as_the_model_gets_it(rl_config: dict[str, Any]) -> None:
     said = make_plan(load_config(rl_config)).sections["prompts"]
     assert said[0].startswith("64 looked at, 25 tokens on average, longest 25 (")

@@ -7,13 +7,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import pytest
 from huggingface_hub import constants
 
 from spurline.config.run_config import ModelConfig
 from spurline.data import hub
+from spurline.data.configs import HfDatasetConfig
+from spurline.data.hf_dataset import HfDataset
 from spurline.data.tokenizer import load_tokenizer
-from spurline.errors import ModelError
+from spurline.errors import DataError, ModelError
 from spurline.testing.inputs import write_tiny_model
 
 
@@ -64,6 +67,15 @@ def test_offline_mode_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     message, seconds = failure("someone/other")
     assert "HF_HUB_OFFLINE is set" in message
     assert seconds < 3
+
+
+def test_data_on_a_hub_that_refuses_is_given_up_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    begin = time.monotonic()
+    with pytest.raises(DataError, match="someone/rows: cannot be loaded from the Hugging Face hub"):
+        HfDataset(HfDatasetConfig(path="someone/rows"))[0]
+    assert time.monotonic() - begin < 5
 
 
 def test_the_libraries_are_online_again_afterwards(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetsError
 
 from spurline.data.file_digest import digest_of_file, digest_of_files
+from spurline.data.hub import asked_once
 from spurline.errors import DataError
 
 _BLOCK = 128
@@ -98,7 +99,7 @@ def _digest_of_table(table: datasets.Dataset) -> str:
 def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
     """Rows of one split of a hub dataset. Raises DataError when it cannot be reached or does not exist."""
     hint = f" No file or folder {name} exists here either; start local paths with ./ if you meant one."
-    with _quiet(), _data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
+    with _quiet(), asked_once(), _data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
         table = datasets.load_dataset(name, name=subset, split=split, revision=revision)
     # The library's fingerprint covers the resolved revision and the builder's settings.
     assert isinstance(table, datasets.Dataset), type(table)

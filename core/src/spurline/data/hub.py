@@ -1,4 +1,4 @@
-"""Find models and tokenizers by name: a local folder, or the Hugging Face hub and its cache.
+"""Find models, tokenizers and data by name: a local folder, or the Hugging Face hub and its cache.
 
 The libraries try a hub that cannot be reached again and again, for every file they look for. Here it is asked once,
 within seconds; when it does not answer they look into the cache alone, which takes no time.
@@ -31,6 +31,13 @@ def finding(key: str, source: str) -> Iterator[None]:
         return
     if is_local(source):
         raise ModelError(f"{key}: {describe_missing_path(source)}")
+    with asked_once():
+        yield
+
+
+@contextmanager
+def asked_once() -> Iterator[None]:
+    """Inside, the hub's client looks into its cache alone, unless the hub answers now."""
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not hub_answers()
     try:

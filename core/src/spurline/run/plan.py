@@ -58,8 +58,8 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT, progress:
         data = _attempt(plan, lambda: build_data(loaded, stack, row_limit, progress))
         progress("reading the model's config")
         model = _attempt(plan, lambda: _model(loaded))
+        plan.sections["this run"] = [summarize_plan(loaded, data, model)]
         if data is not None:
-            plan.sections["this run"] = [summarize_plan(loaded, data, model)]
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
             plan.sections["steps"] = _steps(loaded, data)
@@ -92,21 +92,22 @@ def _model(loaded: LoadedConfig) -> _Model:
     return _Model(count_parameters(model), limit.tokens if ends and limit is not None else None)
 
 
-def summarize_plan(loaded: LoadedConfig, data: DataComponents, model: _Model | None) -> str:
-    """One sentence: what is trained on what, how, for how long, and where the results go."""
-    config, facts = loaded.config, data.source.summary()
+def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
+    """One sentence, as far as data and model could be read: what is trained on what, how long, and what it writes."""
+    config = loaded.config
     size = f" ({describe_count(model.parameters)} parameters)" if model is not None else ""
-    amount = next(
-        (f"{facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if isinstance(facts.get(name), int)),
-        "its data",
-    )
     adapted = "adapters of " if config.backend.trains_adapters else ""
-    steps = data.source.total_steps
+    amount = "" if data is None else _amount(data)
     return (
-        f"Train {adapted}{config.model.path}{size} with source '{config.source.name}' and loss '{config.loss.name}' "
-        f"on {amount} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs), backend '{config.backend.name}'; "
-        f"metrics, checkpoints and the report go to {config.run_dir}."
+        f"Train {adapted}{config.model.path}{size} with source '{config.source.name}' and loss '{config.loss.name}'"
+        f"{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report go to {config.run_dir}."
     )
+
+
+def _amount(data: DataComponents) -> str:
+    facts, steps = data.source.summary(), data.source.total_steps
+    found = (f" on {facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if name in facts)
+    return f"{next(found, '')} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs)"
 
 
 def _attempt(plan: Plan, part: Callable[[], T]) -> T | None:

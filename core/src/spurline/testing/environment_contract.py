@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError
 from spurline.protocols.dataset import DatasetConfig
-from spurline.protocols.environment import Environment, Task
+from spurline.protocols.environment import Environment, ShowsPrompt, Task
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 from spurline.rl.policy import EnginePolicy
 from spurline.rl.scoring import score
@@ -99,6 +99,14 @@ class EnvironmentContract:
             for name in ("loss_mask", "logprobs", "versions", "rewards"):
                 values = getattr(turn, name)
                 assert values is None or len(values) == len(turn.response_ids), name
+
+    def test_the_first_prompt_it_announces_is_the_one_it_sends(self) -> None:
+        environment = self.make_environment(tiny_tokenizer())
+        if not isinstance(environment, ShowsPrompt):
+            pytest.skip("it does not say its prompts beforehand")
+        announced = environment.first_prompt(self._task(0))
+        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
+        assert trajectory.turns[0].prompt_ids.tolist() == list(announced)
 
     def test_it_gives_finite_rewards(self) -> None:
         [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])

@@ -71,8 +71,8 @@ class ChildProcessEngineConfig(PoolConfig):
         parameters, cache = (resolve(f"spurline.model.memory:{name}", "memory estimate") for name in _ESTIMATES)
         size = 4 * parameters(run.model) + cache(run.model, tokens, precision=self.precision)
         return [
-            f"engine {self.name}: {self.engines} processes of {size / 2**30:,.1f} GiB each, a copy of the weights with "
-            f"keys and values; {together:,} responses decoded together in each"
+            f"engine {self.name}: {self.engines} x {size / 2**30:,.1f} GiB, each a process with its own weights, keys "
+            f"and values; {together:,} responses decoded together in each"
         ]
 
 
