@@ -19,13 +19,13 @@ PAGE = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
 SET_UP = re.compile(
     r"""(spurline/(config|plugins|protocols)/.*
     | spurline/run/(?!loop).*
-    | spurline/(errors|files)\.py
+    | spurline/(errors|files|progress)\.py
     | spurline/backends/local/checkpoint\.py
-    | spurline/model/(device_profile|loading|probe|weights|generation)\.py
+    | spurline/model/(architecture|device_profile|loading|memory|positions|probe|weight_files|weights|generation)\.py
     | spurline/trackers/(console|readout)\.py
     | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py
-    | spurline/rl/(health_words|held_out|functions)\.py
-    | spurline/data/(tokenizer|file_digest)\.py
+    | spurline/rl/(health_words|held_out|functions|prompt_survey)\.py
+    | spurline/data/(tokenizer|file_digest|hub)\.py
     | .*/configs\.py
     | spurline_async_rl/engines/vllm/launch\.py)$""",
     re.VERBOSE,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import tomllib
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,22 +30,26 @@ from spurline.config.loading import config_model
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE_PLUGINS = ("plugin_template", "sources_and_columns")
+EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
 PAGES = sorted(
     path
     for pattern in ("README.md", "*/README.md", "plugins/*/README.md", "examples/*/README.md", "docs/*.md")
     for path in ROOT.glob(pattern)
 )
-COMPLETION = {"model": {"path": "any"}, "data": {"train": "any.jsonl"}}
+COMPLETION = {"model": {"path": "any"}, "data": {"train": "any.jsonl", "eval": "any.jsonl"}}
 ENTRY_POINT_GROUPS = ("spurline.plugins", "spurline.commands")
-ROOTS = (ROOT, ROOT / "core/src/spurline", *(ROOT / "examples" / name for name in EXAMPLE_PLUGINS))
+ROOTS = (ROOT, ROOT / "core/src/spurline", *EXAMPLES)
 """Where the files that a page names may lie."""
 
 
 def available() -> dict[str, InstalledPlugin]:
     """Installed plugins, and those of `examples/`, which need not be installed for a page to be true."""
-    examples = {name: InstalledPlugin(name, f"spurline_{name}.plugin", name, "0") for name in EXAMPLE_PLUGINS}
-    return {**installed_plugins(), **examples}
+    found = dict(installed_plugins())
+    for folder in EXAMPLES:
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for name, module in project["entry-points"]["spurline.plugins"].items():
+            found[name] = InstalledPlugin(name, module, project["name"], project["version"])
+    return found
 
 
 def name_of(path: Path) -> str:
@@ -81,8 +86,8 @@ def configs_of(page: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_settings_that_a_page_shows_are_settings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for plugin in EXAMPLE_PLUGINS:
-        monkeypatch.syspath_prepend(str(ROOT / "examples" / plugin / "src"))
+    for folder in EXAMPLES:
+        monkeypatch.syspath_prepend(str(folder / "src"))
     for line, config in configs_of(path.read_text(encoding="utf-8")):
         try:
             load_config(config, available=available())
@@ -132,8 +137,10 @@ def is_setting(model: type[BaseModel], path: list[str]) -> bool:
 @pytest.fixture(scope="module")
 def model() -> type[BaseModel]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples/sources_and_columns/src"))
-        return config_model(PluginHost.load(["collation_fast", "async_rl", "sources_and_columns"], available()))
+        for folder in EXAMPLES:
+            patch.syspath_prepend(str(folder / "src"))
+        known = available()
+        return config_model(PluginHost.load(sorted(known), known))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

@@ -120,6 +120,7 @@ class _Blocks:
         self._encoders: list[RowEncoder | None] = [None] * len(streams)
         self._weights = _shares(entries)
         self._size = min(config.buffer_rows, context.row_limit or config.buffer_rows)
+        self._shuffles = config.shuffle
         self._run, self._tokenizer = run, context.tokenizer
 
     @property
