@@ -171,10 +171,6 @@ def test_near_misses_do_not_depend_on_case(failing: Failing) -> None:
     assert "Did you mean 'batch_size'?" in line
 
 
-def test_a_suggestion_is_never_the_word_itself() -> None:
-    assert suggestion("grpo", ["grpo", "dr_grpo"]) == ""
-
-
 @pytest.mark.parametrize("override", ["nowhere.depth=1", "plugins=[nope]"])
 def test_what_an_override_made_says_so(tmp_path: Path, override: str) -> None:
     path = tmp_path / "run.yaml"

@@ -94,8 +94,8 @@ def test_equal_configs_have_no_differences() -> None:
         ("reduction", "sequence_mean", "reduction", REFUSED),
         ("data.max_length", 7, "data.max_length", REFUSED),
         ("data.train_on", "all_assistants", "data.train_on", REFUSED),
-        ("model.path", "other/model", "model.path", REFUSED),
-        ("model.tokenizer", "other/model", "model.tokenizer", REFUSED),
+        ("model.path", "other/model", "model.path", BY_NAME),
+        ("model.tokenizer", "other/model", "model.tokenizer", BY_NAME),
         ("backend.lora", {"rank": 4}, "backend.lora", REFUSED),
         ("source", ROLLOUTS["source"], "source", REFUSED),
     ],
@@ -185,7 +185,7 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
     """A new setting has to be sorted: mark it, or add it here because it decides what is trained on."""
     registry = PluginHost.load(["collation_fast", "async_rl"]).registry
     free_kinds = {"tracker", "report_panel", "tokenization", "prefetch", "collator", "rollout_engine", "correction"}
-    free_kinds |= {"weight_sync", "evaluation"}
+    free_kinds |= {"weight_sync", "evaluation", "schedule"}
     refused: set[str] = set()
     for entry in registry.entries():
         if entry.kind not in free_kinds:
@@ -193,11 +193,14 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
     kinds = {name.partition(".")[2] for name in refused}
     assert kinds == {
         # datasets
-        *("format", "columns", "weight", "on_bad_row", "label", "subset", "split", "revision"),
+        *("format", "columns", "weight", "on_bad_row", "label", "subset", "split", "revision", "append_eos"),
+        # orders of samples
+        *("column", "direction", "failed", "floor", "pool_batches", "reward", "solved", "stages"),
         # losses, rewards, environments
-        *("loss_type", "ignore_case", "path", "rewards", "tools", "history", "agent", "command", "ignore_sampling"),
+        *("loss_type", "ignore_case", "rewards", "tools", "history", "agent", "command", "ignore_sampling"),
         # sources
-        *("prompts_per_step", "samples_per_prompt", "environment", "advantage", "faults", "recorded"),
+        *("prompts_per_step", "samples_per_prompt", "environment", "advantage", "faults", "recorded", "carry"),
+        *("buffer_rows", "shuffle"),
         # what an optimizer keeps of which parameters
         *("adamw_matrices", "smallest"),
         # the backend

@@ -179,9 +179,14 @@ def test_a_decorated_source_of_rollouts_takes_its_defaults_and_its_state_along(
 @pytest.mark.parametrize(
     ("plain", "decorated", "own"),
     [
-        (BatchSource, DecoratedSource, {"total_steps", "pure"}),
-        # The inner settings tell their problems themselves, and loading follows `decorates` to their defaults.
-        (SourceConfig, DecoratedSourceConfig, {"kind", "problems", "compares_logprobs", "run_defaults", "decorates"}),
+        (BatchSource, DecoratedSource, {"total_steps", "pure", "reads_only_data", "records"}),
+        # The inner settings tell their problems themselves, and loading follows `decorates` to their defaults. Attempts
+        # for evaluations are made by the source that an evaluation holds, which a decorator is not.
+        (
+            SourceConfig,
+            DecoratedSourceConfig,
+            {"kind", "problems", "compares_logprobs", "run_defaults", "decorates", "makes_attempts"},
+        ),
     ],
 )
 def test_a_decorator_hands_on_everything_that_a_source_may_be_asked(

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from spurline.protocols.evaluation import HeldOutEvaluation
 from spurline.protocols.reward import Answer
 
 release = threading.Event()
@@ -134,7 +135,7 @@ class Closing:
         Closing.closed += 1
 
 
-class Careful:
+class Careful(HeldOutEvaluation):
     """An evaluation by a third party, which answers with its data's size."""
 
     def __init__(self, config: Any, context: Any) -> None:

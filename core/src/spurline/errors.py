@@ -123,9 +123,9 @@ def line_of(key: str, lines: dict[str, int]) -> int | None:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The closest other known word, whatever its case; None when none is close."""
     # Of names that differ in case alone, the first in the alphabet stands for all.
-    folded = {name.casefold(): name for name in sorted(known, reverse=True)}
+    folded = {name.casefold(): name for name in sorted(set(known) - {word}, reverse=True)}
     match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
-    return folded[match[0]] if match and folded[match[0]] != word else None
+    return folded[match[0]] if match else None
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -90,7 +90,7 @@ def test_what_looks_like_a_path_never_asks_the_hub(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "hub_answers", lambda: pytest.fail("asked the hub"))
     message, _ = failure(path)
-    assert f"model.path: folder {path} does not exist." in message
+    assert f"model.path: folder {Path(path).expanduser() if path[0] == '~' else path} does not exist." in message
     if path.endswith("models/tinny"):
         assert f"Did you mean 'tiny'? Folders in {tmp_path / 'models'}: tiny." in message
 

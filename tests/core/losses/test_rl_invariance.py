@@ -33,6 +33,7 @@ from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo
 from spurline.losses.sapo import Sapo
 from spurline.losses.value import ValueLoss
+from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.correction import Correction
@@ -87,7 +88,7 @@ def model_folder() -> Path:
 
 @lru_cache(maxsize=16)
 def backend(precision: str, **settings: Any) -> LocalBackend:
-    critic = CriticConfig(loss=losses_configs.ValueLossConfig(), minibatches=ByPromptConfig())
+    critic = CriticConfig(loss=losses_configs.ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=AdamWConfig())
     made = excite(local_backend(model_folder(), run={"critic": critic}, precision=precision, **settings))
     assert made._critic is not None
     generator = torch.Generator().manual_seed(1)

@@ -137,13 +137,13 @@ CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
 class ModelConfig(Section):
     """The causal language model to train, as Hugging Face `transformers` loads it."""
 
-    path: Annotated[str, PathSetting(reads=True)] = Field(min_length=1)
+    path: Annotated[str, PathSetting(reads=True), OnResume.BY_NAME] = Field(min_length=1)
     """Hub name or local folder with `config.json`, weights and tokenizer."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    tokenizer: Annotated[str | None, PathSetting(reads=True)] = None
+    tokenizer: Annotated[str | None, PathSetting(reads=True), OnResume.BY_NAME] = None
     """Hub name or folder of the tokenizer; default is `path`."""
-    chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES)] = None
+    chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES), OnResume.BY_NAME] = None
     """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
     `gemma`, `zephyr`)."""
     init: Literal["pretrained", "random"] = "pretrained"

@@ -159,6 +159,10 @@ class DecoratedSourceConfig(SourceConfig):
         return self.of.supplies
 
     @property
+    def reads_streams(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.reads_streams
+
+    @property
     def reward_terms(self) -> Collection[str] | None:
         return self.of.reward_terms
 
@@ -297,6 +301,7 @@ class DecoratedSource(BatchSource):
         self.total_steps = self.inner.total_steps
         self.pure = self.inner.pure
         self.records = self.inner.records
+        self.reads_only_data = self.inner.reads_only_data
 
     def summary(self) -> Mapping[str, object]:
         return self.inner.summary()

@@ -24,7 +24,7 @@ class FunctionRewardConfig(RewardConfig):
     """A Python function called with one argument, the `spurline.protocols.reward.Answer`; may be async."""
 
     name: str = "function"
-    path: Annotated[str, FunctionSetting()] = Field(pattern=FUNCTION_PATH)
+    path: Annotated[str, FunctionSetting(), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
     """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
