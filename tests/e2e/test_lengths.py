@@ -156,4 +156,4 @@ def test_an_engine_that_takes_less_than_prompts_need_is_refused(rl_config: dict[
     source["engine"]["max_model_len"] = 4096
     loaded = load_config(rl_config | {"plugins": ["async_rl"], "source": source})
     with pytest.raises(ConfigError, match=r"source\.engine allows 4,096 tokens .* 512 positions .* Lower it to 512"):
-        check_lengths(loaded, Prompts(), None)  # type: ignore[arg-type]
+        check_lengths(loaded, Prompts(), ())  # type: ignore[arg-type]
