@@ -145,3 +145,9 @@ def _ambiguous(places: list[str]) -> PydanticCustomError:
 
 def _error(problem: str) -> PydanticCustomError:
     return PydanticCustomError("path", "{problem}", {"problem": problem})
+
+
+def shown_path(path: str) -> str:
+    """A path, or what may be a hub name, as a person in the working directory writes it: short below that directory."""
+    inside = Path(path)
+    return str(inside.relative_to(Path.cwd())) if inside.is_absolute() and inside.is_relative_to(Path.cwd()) else path

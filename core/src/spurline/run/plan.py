@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.paths import shown_path
 from spurline.config.run_config import ReductionConfig
 from spurline.data.token_store import describe
 from spurline.errors import ConfigError, Problem, UserError
@@ -99,8 +100,9 @@ def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Mo
     adapted = "adapters of " if config.backend.trains_adapters else ""
     amount = "" if data is None else _amount(data)
     return (
-        f"Train {adapted}{config.model.path}{size} with source '{config.source.name}' and loss '{config.loss.name}'"
-        f"{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report go to {config.run_dir}."
+        f"Train {adapted}{shown_path(config.model.path)}{size} with source '{config.source.name}' and loss "
+        f"'{config.loss.name}'{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report "
+        f"go to {config.run_dir}."
     )
 
 
