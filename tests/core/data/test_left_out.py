@@ -74,6 +74,13 @@ def test_with_warn_the_rows_are_trained_on_and_counted(tmp_path, make_tokenizer,
     assert f"  the chat template leaves out: tools of 2 rows (first: {tmp_path}/rows.jsonl:2)" in lines
 
 
+def test_a_row_that_is_cut_into_several_samples_is_counted_once(tmp_path, make_tokenizer):
+    rows = [{"messages": [ASKED, {"role": "assistant", "content": "four " * 40}], "tools": [TOOL]}]
+    made = read(tmp_path, rows, make_tokenizer("chatml"), on_ignored="warn", max_length=32, too_long="split")
+    assert len(made.store) > 2
+    assert made.ignored == {"tools": 1}
+
+
 def test_a_template_that_writes_everything_is_never_accused(tmp_path, make_tokenizer):
     rows = [
         {**PLAIN, "tools": [TOOL]},
