@@ -228,6 +228,9 @@ def test_settings_that_do_not_fit_a_stream_are_refused(spurline_tiny_model: Path
         make_source(spurline_tiny_model, corpus)
     with pytest.raises(ConfigError, match=r"data\.train\.0\.name is hf_stream.*Set source: stream"):
         make_source(spurline_tiny_model, stream(corpus), source="sft")
+    held_out = {"train": stream(corpus), "eval": stream(corpus, label="held out"), "max_length": 64}
+    with pytest.raises(ConfigError, match=r"data\.eval\.0\.name is hf_stream.*reads them so\. Set name: hf\."):
+        make_source(spurline_tiny_model, None, data=held_out)
 
 
 def test_a_hub_stream_that_cannot_be_reached_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
