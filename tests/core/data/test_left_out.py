@@ -64,6 +64,14 @@ def test_a_message_whose_role_the_template_leaves_out_is_an_error(tmp_path, make
         read(tmp_path, [row], tokenizer)
 
 
+def test_a_short_message_that_is_left_out_is_found_though_its_words_are_elsewhere_too(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = WITHOUT_SYSTEM
+    row = {"messages": [{"role": "system", "content": "add"}, *PLAIN["messages"]]}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages\[0\] \(role system\): the chat template"):
+        read(tmp_path, [row], tokenizer)
+
+
 @pytest.mark.parametrize("kind", ["sequential", "parallel"])
 def test_with_warn_the_rows_are_trained_on_and_counted(tmp_path, make_tokenizer, kind):
     rows = [PLAIN, {**PLAIN, "tools": [TOOL]}, {"messages": [ASKED, CALL, *PLAIN["messages"]], "tools": [TOOL]}]
