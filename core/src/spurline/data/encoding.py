@@ -213,8 +213,10 @@ class RowEncoder:
 
 
 def _pieces(sample: Sample, limit: int) -> list[Sample]:
-    """A long sample as several of at most `limit` tokens, those without loss left out. The first tells what the template
-    leaves out of the row, so that rows are counted."""
+    """A long sample as several of at most `limit` tokens, those without loss left out.
+
+    The first alone tells what the template leaves out, so that rows are counted and not pieces.
+    """
     pieces: list[Sample] = []
     for start in range(0, len(sample.tokens), limit):
         mask = sample.loss_mask[start : start + limit].copy()
@@ -222,9 +224,7 @@ def _pieces(sample: Sample, limit: int) -> list[Sample]:
         mask[:1] = 0
         if mask.any():
             ignored = () if pieces else sample.ignored
-            pieces.append(
-                replace(sample, tokens=sample.tokens[start : start + limit], loss_mask=mask, ignored=ignored)
-            )
+            pieces.append(replace(sample, tokens=sample.tokens[start : start + limit], loss_mask=mask, ignored=ignored))
     return pieces
 
 
