@@ -104,13 +104,15 @@ def test_what_may_be_a_hub_name_too_is_looked_for_there_before_it_is_called_a_mi
     monkeypatch.setattr(hub, "hub_answers", lambda: bool(asked.append(True)))
     message, _ = failure("Qwen/Qwen3-4B")
     assert asked
-    assert "folder Qwen/Qwen3-4B does not exist. Did you mean 'Qwen3-0.6B'?" in message
+    assert message.startswith("model.path: Qwen/Qwen3-4B is neither a local folder nor a tokenizer in the cache")
+    assert "If it is a path: folder Qwen/Qwen3-4B does not exist. Did you mean 'Qwen3-0.6B'?" in message
 
 
 def test_a_hub_name_beside_a_folder_of_its_owner_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "someone" / "quite-different").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert not hub.is_local("someone/tiny-model")
+    assert not hub.is_path("someone/tiny-model")
+    assert not hub.may_be_path("someone/tiny-model")
 
 
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def finding(key: str, source: str) -> Iterator[None]:
     if Path(source).is_dir():
         yield
         return
-    if _is_path(source):
+    if is_path(source):
         raise ModelError(f"{key}: {describe_missing_path(source)}")
     with asked_once():
         yield
@@ -60,18 +60,14 @@ def _answers(minute: int) -> bool:
     return True
 
 
-def _is_path(source: str) -> bool:
+def is_path(source: str) -> bool:
     """Whether it cannot be a hub name, which has at most one slash and does not begin like a path."""
     return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
 
 
-def is_local(source: str) -> bool:
-    """Whether something that was not found is taken to be a path.
-
-    `models/tiny` may be either; it is a path where the folder `models` has something of a similar name.
-    """
-    if _is_path(source):
-        return True
+def may_be_path(source: str) -> bool:
+    """Whether a name that was not found on the hub may be a misspelled path, such as `models/tinny` beside
+    `models/tiny`."""
     parent = Path(source).parent
     return "/" in source and parent.is_dir() and suggestion(Path(source).name, _folders(parent)) != ""
 
