@@ -24,12 +24,12 @@ _FOLDERS_SHOWN = 12
 def finding(key: str, source: str) -> Iterator[None]:
     """Load `source`, which the setting `key` names, without waiting for a hub that does not answer.
 
-    Raises ModelError at once for a local path that does not exist.
+    Raises ModelError at once for what can only be a local path, and does not exist.
     """
     if Path(source).is_dir():
         yield
         return
-    if is_local(source):
+    if is_path(source):
         raise ModelError(f"{key}: {describe_missing_path(source)}")
     with asked_once():
         yield
@@ -60,13 +60,14 @@ def _answers(minute: int) -> bool:
     return True
 
 
-def is_local(source: str) -> bool:
-    """Whether this is meant as a path: a hub name has at most one slash, and does not begin like a path.
+def is_path(source: str) -> bool:
+    """Whether it cannot be a hub name, which has at most one slash and does not begin like a path."""
+    return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
 
-    `models/tiny` may be either; it is a path where the folder `models` has something of a similar name.
-    """
-    if source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists():
-        return True
+
+def may_be_path(source: str) -> bool:
+    """Whether a name that was not found on the hub may be a misspelled path, such as `models/tinny` beside
+    `models/tiny`."""
     parent = Path(source).parent
     return "/" in source and parent.is_dir() and suggestion(Path(source).name, _folders(parent)) != ""
 

@@ -24,10 +24,11 @@ class DatasetConfig(ComponentConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.streams and not (run.source.reads_streams and self in run.data.train):
+            fix = "Set source: stream, or name: hf." if self in run.data.train else "Set name: hf."
             yield Problem(
                 "name",
                 f"is {self.name}, whose rows come one after another; only data.train with source: stream reads them "
-                "so. Set source: stream, or name: hf.",
+                f"so. {fix}",
             )
 
     format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized", "text"] = "auto"
@@ -38,7 +39,8 @@ class DatasetConfig(ComponentConfig):
     append_eos: bool = True
     """Format `text`: end each row's text with the end-of-sequence token, which has loss."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn."""
+    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn. Of a
+    stream, which has no epochs: its share of all rows beside the other weights."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at the first malformed row, or leave it out and count it."""
     label: str | None = None
