@@ -180,7 +180,8 @@ class TestSftOfTwoFiles(SourceContract):
     def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
         paths = [folder / "one.jsonl", folder / "two.jsonl"]
         for path in paths:
-            path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(word)), encoding="utf-8")
+            rows = self.rows(f"{word} {path.stem}")
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return {"train": [{"path": str(path), "weight": 0.5} for path in paths]}
 
 

@@ -302,16 +302,17 @@ class BatchSource(ABC):
 class DecoratedSource(BatchSource):
     """A source around another one, `inner`, which answers all that a subclass does not override; most override `build`.
 
-    Its state is the inner source's; one with a state of its own keeps both, and sets `self.pure = False` where `build`
-    changes it: batches built ahead would be in the checkpoint.
+    Its state is the inner source's. One with a state of its own overrides `state_dict` and `load_state_dict` and keeps
+    both; then it is not `pure`, since batches built ahead would be in the checkpoint.
     """
 
     def __init__(self, config: DecoratedSourceConfig, context: SourceContext) -> None:
         self.inner: BatchSource = context.host.registry.create("source", config.of, context=context)
         self.total_steps = self.inner.total_steps
-        self.pure = self.inner.pure
+        keeps_state = type(self).state_dict is not DecoratedSource.state_dict
+        self.pure = self.inner.pure and not keeps_state
         self.records = self.inner.records
-        # What a pure source builds needs no weights either, whatever a decorator with state makes of `pure`.
+        # What a pure source builds needs no weights, nor does what a decorator with state makes of it.
         self.reads_only_data = self.inner.reads_only_data or self.inner.pure
 
     def summary(self) -> Mapping[str, object]:
