@@ -257,6 +257,17 @@ def test_a_metric_that_brings_its_own_prefix_is_refused_with_the_class_named(
         Run(third_party(sft)).train()
 
 
+def test_an_evaluation_that_returns_its_metrics_alone_is_told_what_to_return(
+    sft: Config, third_party: Callable[[Config], LoadedConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_functions.Careful, "evaluate", lambda *_: {"steps": 1.0, "more": 2.0})
+    sft["evaluations"] = {"theirs": {"name": "careful", "data": "unread.jsonl"}}
+    with pytest.raises(
+        PluginError, match=r"Careful\.evaluate returned a dict instead of two things.*`return metrics, \[\]`"
+    ):
+        Run(third_party(sft)).train()
+
+
 def test_the_best_checkpoint_may_go_by_an_evaluation_with_a_name(sft: Config) -> None:
     sft["checkpoint"] = {"keep_best": "eval/all/loss"}
     train(sft)

@@ -66,10 +66,11 @@ class Dataset(Protocol):
     Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found or read. May open
     rows late: `label` and `fingerprint` are all that is asked for when the tokens are in a cache. A dataset that can
     be pickled is tokenized by several processes.
+
+    label: short name used in uids and reports.
     """
 
     label: str
-    """Short name used in uids and reports."""
 
     def __len__(self) -> int:
         """Number of rows after `split` was applied."""
@@ -116,10 +117,11 @@ class StreamedDataset(Protocol):
     """Rows in order, for data that is too large to be looked at twice. Its config says `streams = True`.
 
     Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found.
+
+    label: short name used in uids and reports.
     """
 
     label: str
-    """Short name used in uids and reports."""
 
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
         """A reader at the first row, or at a position that a reader told."""

@@ -74,10 +74,12 @@ class HeldOutEvaluation(ABC):
 
     Factory: `Class(config, context=EvaluationContext)`. It reads its data there, and starts nothing. One that a source
     makes itself for `data.eval`, in `BatchSource.evaluation`, is built as the source likes.
+
+    measures_copies: whether it asks engines with weights of their own, so that weights swapped in the backend would not
+    count.
     """
 
     measures_copies: bool = False
-    """Whether it asks engines with weights of their own, so that weights swapped in the backend would not count."""
 
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:

@@ -43,7 +43,13 @@ class ScheduledEvaluation:
         marked with the name if there is one."""
         prefix = f"{root}/{self.name}/" if self.name else f"{root}/"
         begin = time.perf_counter()
-        metrics, samples = self.held_out.evaluate(backend)
+        measured: object = self.held_out.evaluate(backend)
+        if not (isinstance(measured, tuple) and len(measured) == 2 and isinstance(measured[0], Mapping)):
+            raise PluginError(
+                f"{type(self.held_out).__name__}.evaluate returned a {type(measured).__name__} instead of two things, "
+                "metrics by name and a list of sample answers. End it with `return metrics, []` when it has no answers."
+            )
+        metrics, samples = measured
         for name in metrics:
             if name.startswith("eval/"):
                 raise PluginError(

@@ -180,7 +180,7 @@ def _batches_and_memory(plan: Plan, loaded: LoadedConfig, data: DataComponents, 
     longest = data.source.longest()
     prompt = 0 if longest is None else longest.prompt_tokens or 0
     update = source.largest_update(config, prompt, model.context)
-    plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
+    plan.sections["batches"] = [f"made by the source '{source.name}' as it trains; their shapes are known then"]
     if update is None:
         _memory(plan, loaded, 0, 0, {})
         return
@@ -238,5 +238,5 @@ def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int, gene
     if generation:
         total += ", as an update and generating take turns"
     if not tokens:
-        total += ", to which come activations, logits and generation, whose size depends on how long rollouts get"
+        total += ", to which come activations and logits, whose size depends on the batches"
     plan.sections["memory (estimate)"] = [*lines, total]
