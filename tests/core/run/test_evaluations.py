@@ -266,3 +266,30 @@ def test_the_best_checkpoint_may_go_by_an_evaluation_with_a_name(sft: Config) ->
         load_config(sft | {"checkpoint": {"keep_best": "eval/none/loss"}})
     with pytest.raises(ConfigError, match="evaluates only once"):
         load_config(sft | {"checkpoint": {"keep_best": "eval/few/right"}})
+
+
+def test_a_length_that_does_not_fit_names_the_evaluation_that_asks_for_it(sft: Config) -> None:
+    sft["evaluations"]["few"]["max_new_tokens"] = 100_000
+    with pytest.raises(ConfigError, match=r"evaluations\.few\.max_new_tokens is 100,000"):
+        Run(load_config(sft)).train()
+
+
+def test_a_mistyped_best_metric_is_found_when_its_evaluation_is_first_made(sft: Config) -> None:
+    """Not only at the end, where evaluations of different rhythms are all due together."""
+    sft["evaluations"]["few"]["every_steps"] = 3
+    sft |= {"steps": 20, "checkpoint": {"keep_best": "eval/all/los"}}
+    with pytest.raises(ConfigError, match=r"is eval/all/los, .* Did you mean 'eval/all/loss'"):
+        Run(load_config(sft)).train()
+    lines = read_json_lines(Path(sft["run_dir"]) / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1]
+
+
+def test_the_best_by_a_named_evaluation_is_judged_when_that_one_is_made(sft: Config) -> None:
+    sft["evaluations"]["few"]["every_steps"] = 1
+    sft["checkpoint"] = {"keep_best": "eval/all/loss", "keep_last": 1}
+    train(sft, steps=5)
+    folder = Path(sft["run_dir"]) / "checkpoints"
+    lines = {line["step"]: line for line in read_json_lines(Path(sft["run_dir"]) / "metrics.jsonl")}
+    scores = {step: line["eval/all/loss"] for step, line in lines.items() if "eval/all/loss" in line}
+    assert sorted(scores) == [2, 4, 5]
+    assert (folder / "best").read_text() == f"step-{min(scores, key=scores.__getitem__):08d}\n"

@@ -129,7 +129,8 @@ def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
     """
     chosen = {config.name: config for config in loaded.config.trackers}
     always = {config.name: config for config in (JsonlTrackerConfig(), ConsoleTrackerConfig())}
-    configs = {name: config for name, config in always.items() if name not in chosen} | chosen
+    # In this order also where the config lists them: the terminal reads back what the file's tracker has cut back.
+    configs = always | chosen
     return {name: loaded.host.registry.create("tracker", config) for name, config in configs.items()}
 
 

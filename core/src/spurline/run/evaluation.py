@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spurline.config.run_config import RunConfig
@@ -103,7 +103,8 @@ def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[Sch
         own = context.source.evaluation()
         add("", config.evaluation.every_steps, DataEvaluation(config, context) if own is None else own)
     for name, settings in config.evaluations.items():
-        add(name, settings.every_steps, registry.create("evaluation", settings, context=context))
+        here = replace(context, where=f"evaluations.{name}")
+        add(name, settings.every_steps, registry.create("evaluation", settings, context=here))
     return tuple(built)
 
 

@@ -171,6 +171,8 @@ class Run:
                 self._export_if_finished()
                 self.directory.check_present()
             except BaseException as raised:
+                # What ended the run stands, also where saving the rest of it fails in a way of its own.
+                error = raised
                 error = self._explained(raised)
                 if error is raised:
                     raise
@@ -345,13 +347,16 @@ class Run:
                 found, answers = evaluation.run(self.backend)
                 scores |= found
                 samples += answers
-            self._best.observe(step, scores, are_all=len(due) == len(every))
+            self._best.observe(step, scores, [evaluation.label for evaluation in due], self._labels())
         except Exception as error:
             self._save_before_evaluation(step, {**metrics, **(self._scores or {})}, error)
             raise
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
         return {**scores, **self._scores_beside(metrics)}
+
+    def _labels(self) -> list[str]:
+        return [evaluation.label for evaluation in self._components.data.evaluations]
 
     def _scores_beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What hooks have evaluated in this step. Raises UserError when the step's own metrics have such a name."""
@@ -374,11 +379,12 @@ class Run:
         """Mark the step as done and send its metrics to every tracker."""
         self.loaded.host.calls.check_recorded(metrics)
         self._scores = None
-        self.state.step = step
-        self.state.metrics = dict(metrics)
         self.directory.check_present()
         for tracker in self._components.trackers.values():
-            tracker.log(step, self.state.metrics)
+            tracker.log(step, dict(metrics))
+        # Last: a step whose line cannot be written is not done, and a rescue of the run owes it that line.
+        self.state.step = step
+        self.state.metrics = dict(metrics)
 
     def maybe_checkpoint(self, step: int) -> None:
         """Save when steps or minutes say so, after the last step and the best one so far, and before a stop."""
@@ -456,7 +462,7 @@ class Run:
 
     def _loss_behind(self, error: BaseException) -> RunDirectoryLostError | None:
         """The loss of the run directory, when that is why something else failed between two updates."""
-        if not isinstance(error, Exception) or self._updated.step != self._step_under_way:
+        if not isinstance(error, Exception) or self._step_under_way not in (None, self._updated.step):
             return None
         try:
             self.directory.check_present()
