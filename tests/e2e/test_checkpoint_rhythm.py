@@ -54,9 +54,13 @@ def scored_config(base_config: dict[str, Any], spurline_chat_file: Path) -> dict
     return base_config
 
 
-def give_scores(monkeypatch: pytest.MonkeyPatch, scores: list[float], name: str = "score") -> None:
+def give_scores(monkeypatch: pytest.MonkeyPatch, scores: list[float], name: str = "eval/score") -> None:
     left = iter(scores)
-    monkeypatch.setattr(DataEvaluation, "evaluate", lambda self, backend: ({"loss": 1.0, name: next(left)}, []))
+    monkeypatch.setattr(
+        DataEvaluation,
+        "evaluate",
+        lambda self, backend: ({"loss": 1.0, name.removeprefix("eval/"): next(left)}, []),
+    )
 
 
 def test_a_run_saves_every_quarter_of_an_hour_by_default(
@@ -146,7 +150,7 @@ def test_less_is_better_for_losses_and_errors(
     scored_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, metric: str, best: int
 ) -> None:
     scored_config["checkpoint"]["keep_best"] = metric
-    give_scores(monkeypatch, [1, 2, 3, 4, 5, 6], metric.removeprefix("eval/"))
+    give_scores(monkeypatch, [1, 2, 3, 4, 5, 6], metric)
     Run(load_config(scored_config)).train()
     assert kept(scored_config) == sorted({best, 6})
 
