@@ -103,7 +103,7 @@ def test_other_held_out_data_is_a_note(
     train_until(base_config, 3)
     Run(load_config(changed(base_config, data={"eval": str(other)}, evaluation={"every_steps": 1}))).train()
     out = capsys.readouterr().out
-    assert "The held-out data is not that of the checkpoint: scores before and after do not compare." in out
+    assert "The held-out data of eval is not that of the checkpoint: scores before and after do not compare." in out
     assert "evaluation.every_steps: 2 -> 1." in out
 
 
@@ -168,10 +168,10 @@ def test_rollouts_go_on_with_another_temperature_and_held_out_settings(
 ) -> None:
     rl_config |= {"steps": 2}
     rl_config["data"]["eval"] = str(spurline_chat_file)
-    rl_config["source"]["held_out"] = {"max_prompts": 4}
+    rl_config["source"]["held_out"] = {"max_prompts": 4, "success": {"reward": "early"}}
     train_until(rl_config, 1)
     source = {**rl_config["source"], "sampling": {"max_new_tokens": 6, "temperature": 0.8}}
-    other = changed(rl_config, source={**source, "held_out": {"max_prompts": 3}})
+    other = changed(rl_config, source={**source, "held_out": {"max_prompts": 3, "success": {"reward": "early"}}})
     assert Run(load_config(other), allow_change=["source.sampling"]).train().step == 2
     assert len(deterministic(read_metrics(rl_config["run_dir"]))) == 2
 
@@ -191,3 +191,27 @@ def test_a_lower_bound_of_staleness_makes_finished_groups_again(
     assert Run(load_config(other), allow_change=names).train().step == 4
     oldest = [line["staleness/max"] for line in read_metrics(rl_config["run_dir"])]
     assert max(oldest[2:]) <= source["max_staleness"]
+
+
+def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: dict[str, Any]) -> None:
+    """The learning rate goes on along the rest of its schedule, and hooks are told no number twice."""
+    told: list[int] = []
+
+    class Updates:
+        @hookimpl
+        def on_optimizer_step(self, update: int) -> None:
+            told.append(update)
+
+    def train(config: dict[str, Any], stop_at: int, **options: Any) -> None:
+        loaded = load_config(config)
+        loaded.host.attach(Updates(), "updates")
+        loaded.host.attach(StopAt(stop_at), "stop")
+        Run(loaded, **options).train()
+
+    rl_config |= {"steps": 6, "schedule": "cosine"}
+    train(rl_config, 4)
+    train(changed(rl_config, minibatches={"prompts_per_minibatch": 4}), 6, allow_change=["minibatches"])
+    assert told == [*range(1, 9), 9, 10]
+    rates = [line["lr"] for line in read_metrics(rl_config["run_dir"])]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] > 0

@@ -89,8 +89,8 @@ class CheckpointStore:
             write_json(temporary / MANIFEST, manifest)
             for folder in (entry for entry in entries if entry.is_dir()):
                 sync_file(folder)
-            # An earlier one of this step goes out of the way only now that the new one is whole, and is deleted after it
-            # is in place: it may be the only checkpoint there is.
+            # An earlier one of this step goes out of the way once the new one is whole, and is deleted when that is in
+            # place: it may be the only checkpoint there is.
             replaced = self._put_away(final) if final.exists() else None
             temporary.rename(final)
             if replaced is not None:

@@ -43,7 +43,7 @@ from spurline.run.export import export_hf
 from spurline.run.health import findings
 from spurline.run.hook_state import HookStates
 from spurline.run.rescue import rescue
-from spurline.run.resume import Resume, RunRecord, find_resume, restore, save_state
+from spurline.run.resume import Course, Resume, find_resume, restore, save_state
 from spurline.run.stop_request import StopRequest
 from spurline.trackers.jsonl import read_json_lines
 
@@ -262,7 +262,8 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
-        components = replace(build_components(self.loaded, stack, self._progress), hook_states=self._hook_states)
+        built = build_components(self.loaded, stack, self._progress, resume.done)
+        components = replace(built, hook_states=self._hook_states)
         self._components = components
         self.directory.check_present()
         self.source, self.backend = components.data.source, components.backend
@@ -274,8 +275,8 @@ class Run:
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
         elif note := self.directory.set_aside_earlier(self.source.records):
             self._notes.append(note)
-        update = build_update(components, self.loaded)
-        self.loaded.host.attach(update, "core/update")
+        self._update = build_update(components, self.loaded, resume.done)
+        self.loaded.host.attach(self._update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
         history = {"history": list(resume.history)} if resume.history else {}
         self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded) | history)
@@ -398,8 +399,8 @@ class Run:
         self.directory.check_present()
         for tracker in self._components.trackers.values():
             tracker.flush()
-        record = RunRecord(self._resumed.history, self._best, pending)
-        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, record)
+        course = Course(self._update.done, self._resumed.history, self._best, pending)
+        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, course)
         self.state.saved_step, self._saved_at, self._has_saved = step, time.monotonic(), True
         self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
 
@@ -479,8 +480,8 @@ class Run:
             return RunDirectoryLostError(f"{error} No step was finished yet, so nothing is lost. {self._go_on()}")
 
         def save(directory: RunDirectory) -> None:
-            record = RunRecord(self._resumed.history, pending=pending)
-            self.state.checkpoint = save_state(step, self._components, self.loaded, directory, record)
+            course = Course(self._update.done, self._resumed.history, pending=pending)
+            self.state.checkpoint = save_state(step, self._components, self.loaded, directory, course)
             files = RunRecordFiles(directory, self._files.summary)
             files.start(self.loaded.resolved() | {"run_dir": str(directory.path)}, step)
             self._files = files
