@@ -131,8 +131,9 @@ def build_update(components: Components, loaded: LoadedConfig, done: Done = Done
     def stepped(update: int, role: Role) -> None:
         loaded.host.hooks.on_optimizer_step(update=update, role=role)
 
-    recipes: dict[Role, Recipe] = {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
-    counted: dict[Role, int] = {role: done.step * recipe.minibatches.steps_per_batch() for role, recipe in recipes.items()}
+    counted: dict[Role, int] = {"policy": done.step * policy.minibatches.steps_per_batch()}
+    if critic is not None:
+        counted["critic"] = done.step * critic.minibatches.steps_per_batch()
     return Update(components.backend, policy, critic, stepped, done.updates or counted)
 
 
