@@ -158,8 +158,8 @@ def test_ctrl_c_in_a_terminal_is_answered_and_ends_the_process_in_order(
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     last = read_metrics(base_config["run_dir"])[-1]["step"]
-    assert err.splitlines()[-1] in (
-        f"Finishing step {last} and saving; press Ctrl-C again to stop now.",
-        f"Stopping before step {last + 1}; press Ctrl-C again to stop now.",
+    assert err.splitlines(keepends=True)[-1] in (
+        f"Finishing step {last} and saving; press Ctrl-C again to stop now.\n",
+        f"Stopping before step {last + 1}; press Ctrl-C again to stop now.\n",
     )
     assert f"Go on with: spurline train {path}" in out
