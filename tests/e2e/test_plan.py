@@ -110,8 +110,6 @@ def test_a_row_that_is_no_prompt_is_found_before_anything_is_generated(
     if held_out:
         rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
     rl_config["data"] |= {"eval" if held_out else "train": str(path)}
-    if held_out:
-        rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
     code, _, err = spurline(command, write_config(rl_config))
     assert code == 2
     assert f"{path}:31: messages[0] has no 'content'" in err

@@ -293,3 +293,13 @@ def test_the_best_by_a_named_evaluation_is_judged_when_that_one_is_made(sft: Con
     scores = {step: line["eval/all/loss"] for step, line in lines.items() if "eval/all/loss" in line}
     assert sorted(scores) == [2, 4, 5]
     assert (folder / "best").read_text() == f"step-{min(scores, key=scores.__getitem__):08d}\n"
+
+
+def test_a_metric_that_two_evaluations_measure_is_no_silent_choice(sft: Config, spurline_chat_file: Path) -> None:
+    sft["data"]["eval"] = str(spurline_chat_file)
+    rewards = {"all/loss": "exact_match"}
+    sft["evaluation"] = {"generate": {"rewards": rewards, "max_samples": 2, "max_new_tokens": 4}}
+    with pytest.raises(
+        ConfigError, match=r"evaluations\.all measures eval/all/loss, which another evaluation measures"
+    ):
+        Run(load_config(sft)).train()

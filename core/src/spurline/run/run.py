@@ -39,6 +39,7 @@ from spurline.run.best import BestSoFar
 from spurline.run.build import build_components, build_update, summarize_run
 from spurline.run.changes import ResumeRequest
 from spurline.run.directory import RunDirectory, RunRecordFiles
+from spurline.run.evaluation import run_all
 from spurline.run.export import export_hf
 from spurline.run.health import findings
 from spurline.run.hook_state import HookStates
@@ -231,9 +232,7 @@ class Run:
                 f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
                 "swapped in the backend would not count. Use source: rollouts, or evaluate an export."
             )
-        scores: dict[str, float] = {}
-        for evaluation in evaluations:
-            scores |= evaluation.run(self.backend)[0]
+        scores, _ = run_all(evaluations, self.backend)
         renamed = {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in scores.items()}
         if self._scores is not None:
             if taken := sorted(renamed.keys() & self._scores.keys()):
@@ -341,13 +340,8 @@ class Run:
         due = [evaluation for evaluation in every if self._is_due(step, evaluation.every_steps)]
         if not due:
             return self._scores_beside(metrics)
-        scores: dict[str, float] = {}
-        samples: list[dict[str, Any]] = []
         try:
-            for evaluation in due:
-                found, answers = evaluation.run(self.backend)
-                scores |= found
-                samples += answers
+            scores, samples = run_all(due, self.backend)
             self._best.observe(step, scores, [evaluation.label for evaluation in due], self._labels())
         except Exception as error:
             self._save_before_evaluation(step, {**metrics, **(self._scores or {})}, error)
