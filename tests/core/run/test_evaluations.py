@@ -299,7 +299,12 @@ def test_a_metric_that_two_evaluations_measure_is_no_silent_choice(sft: Config, 
     sft["data"]["eval"] = str(spurline_chat_file)
     rewards = {"all/loss": "exact_match"}
     sft["evaluation"] = {"generate": {"rewards": rewards, "max_samples": 2, "max_new_tokens": 4}}
-    with pytest.raises(
-        ConfigError, match=r"evaluations\.all measures eval/all/loss, which another evaluation measures"
-    ):
+    with pytest.raises(ConfigError, match=r"evaluations\.all measures eval/all/loss, which another"):
         Run(load_config(sft)).train()
+
+
+@pytest.mark.parametrize("metric", ["eval/loss", "eval/al/loss"])
+def test_a_best_metric_of_no_evaluation_is_found_before_training(sft: Config, metric: str) -> None:
+    message = rf"keep_best\.metric is {metric}, which no evaluation measures: .* Names: all, few"
+    with pytest.raises(ConfigError, match=message):
+        load_config(sft | {"checkpoint": {"keep_best": metric}})
