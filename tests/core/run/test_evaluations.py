@@ -262,7 +262,7 @@ def test_the_best_checkpoint_may_go_by_an_evaluation_with_a_name(sft: Config) ->
     train(sft)
     best = Path(sft["run_dir"]) / "checkpoints" / "best"
     assert best.read_text().strip().startswith("step-0000000")
-    with pytest.raises(ConfigError, match="nothing is evaluated"):
+    with pytest.raises(ConfigError, match="which no evaluation measures"):
         load_config(sft | {"checkpoint": {"keep_best": "eval/none/loss"}})
     with pytest.raises(ConfigError, match="evaluates only once"):
         load_config(sft | {"checkpoint": {"keep_best": "eval/few/right"}})
