@@ -177,6 +177,17 @@ def test_a_decorated_source_of_rollouts_takes_its_defaults_and_its_state_along(
     assert all("reward/mean" in line for line in whole)
 
 
+def test_a_decorated_source_of_rollouts_makes_the_attempts_of_evaluations(
+    base: dict[str, Any], rollouts: dict[str, Any]
+) -> None:
+    source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": rollouts}
+    few = {"name": "rollouts", "data": base["data"]["train"], "max_prompts": 2}
+    lines, _ = train(base, source=source, evaluations={"few": few}, steps=2)
+    assert "eval/few/pass@1" in lines[-1]
+    with pytest.raises(ConfigError, match="which makes attempts at prompts, and the source 'short_first' makes none"):
+        train(base, source={**source, "of": "sft"}, evaluations={"few": few})
+
+
 @pytest.mark.parametrize(
     ("plain", "decorated", "own"),
     [

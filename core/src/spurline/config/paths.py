@@ -56,7 +56,8 @@ class PathSetting:
         if not isinstance(value, (str, Path)) or (place is not None and place.recorded):
             return str(value) if isinstance(value, Path) else value
         path = expanded(str(value))
-        if place is None or not self.reads:
+        # Nothing is no path, though its folder is there: the setting's own rules judge it.
+        if place is None or not self.reads or not path:
             return path
         found = _found(path, place)
         if found is not None and path in self.names:

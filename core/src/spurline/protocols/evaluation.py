@@ -62,11 +62,13 @@ class EvaluationContext:
     """What an evaluation may build on.
 
     run: config, plugins, tokenizer and layout, as for sources. source: of the run, not started yet. loss: of the run.
+    where: key path of its settings, `evaluations.NAME`, for messages.
     """
 
     run: SourceContext
     source: BatchSource
     loss: Loss
+    where: str = "evaluation.generate"
 
 
 class HeldOutEvaluation(ABC):

@@ -164,6 +164,10 @@ class DecoratedSourceConfig(SourceConfig):
         return self.of.supplies
 
     @property
+    def makes_attempts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.makes_attempts
+
+    @property
     def reads_streams(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.of.reads_streams
 
@@ -341,6 +345,16 @@ class DecoratedSource(BatchSource):
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
         return self.inner.held_out(datasets)
+
+    @property
+    def generates_with_copies(self) -> bool:
+        """See `spurline.rl.held_out.MakesAttempts`."""
+        return bool(getattr(self.inner, "generates_with_copies", False))
+
+    def make_attempts(self, prompts: Sequence[Any], held_out: Any) -> Sequence[Any]:
+        """See `spurline.rl.held_out.MakesAttempts`. Asked only where the inner config says that it makes any."""
+        inner: Any = self.inner
+        return inner.make_attempts(prompts, held_out)
 
     def given_up(self) -> Sequence[str]:
         return self.inner.given_up()

@@ -158,7 +158,9 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     epochs = source.epoch(source.total_steps)
     facts = source.summary()
     step_of = facts.get("step_of", f"{config.batch_size} samples")
-    lines = [f"{source.total_steps:,} steps of {step_of}, {data.total_updates:,} optimizer steps, {epochs:.2f} epochs"]
+    lines = [
+        f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, {epochs:.2f} epochs"
+    ]
     per_epoch, per_step = facts.get("samples_per_epoch"), facts.get("samples_per_step", config.batch_size)
     if isinstance(per_epoch, int) and isinstance(per_step, int):
         beyond = (source.total_steps * per_step) % per_epoch
