@@ -7,6 +7,7 @@ within seconds; when it does not answer they look into the cache alone, which ta
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,15 +36,20 @@ def finding(key: str, source: str) -> Iterator[None]:
         yield
 
 
+# What it changes belongs to the whole process.
+_asking = threading.RLock()
+
+
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Inside, the hub's client looks into its cache alone, unless the hub answers now."""
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not hub_answers()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    """Inside, the hub's client looks into its cache alone, unless the hub answers now. One thread at a time."""
+    with _asking:
+        before = constants.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = before or not hub_answers()
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = before
 
 
 def hub_answers() -> bool:
