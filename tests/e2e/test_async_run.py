@@ -240,7 +240,7 @@ def test_parameters_swapped_in_the_backend_are_not_measured_by_engines_that_have
                 self._run.evaluate("other")
 
     async_config["data"]["eval"] = str(spurline_chat_file)
-    async_config["source"]["held_out"] = {"max_prompts": 4}
+    async_config["source"]["held_out"] = {"max_prompts": 4, "success": {"reward": "early"}}
     async_config["steps"] = 1
     loaded = load_config(async_config)
     loaded.host.attach(Measure(), "measure")

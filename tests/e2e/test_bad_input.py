@@ -159,7 +159,7 @@ def test_changed_held_out_data_is_a_note_when_resuming(
     held_out.write_text(spurline_chat_file.read_text().replace("say 3", "say x"))
     code, out, _ = spurline("train", write_config(base_config), "--set", "steps=9")
     assert code == 0
-    assert "The held-out data is not that of the checkpoint" in out
+    assert "The held-out data of eval is not that of the checkpoint" in out
 
 
 def test_export_refuses_a_folder_with_something_in_it(

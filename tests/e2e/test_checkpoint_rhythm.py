@@ -11,11 +11,11 @@ import pytest
 from run_helpers import read_metrics
 
 from spurline import Run, load_config
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.record import read_record
 from spurline.run import run as run_module
-from spurline.run.evaluation import Evaluation
+from spurline.run.evaluation import DataEvaluation
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -36,7 +36,7 @@ class FailAt:
 def fail_at(config: dict[str, Any], step: int) -> None:
     loaded = load_config(config)
     loaded.host.attach(FailAt(step), "fail")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(HookFailedError):
         Run(loaded).train()
 
 
@@ -56,7 +56,11 @@ def scored_config(base_config: dict[str, Any], spurline_chat_file: Path) -> dict
 
 def give_scores(monkeypatch: pytest.MonkeyPatch, scores: list[float], name: str = "eval/score") -> None:
     left = iter(scores)
-    monkeypatch.setattr(Evaluation, "evaluate", lambda self, backend: ({"eval/loss": 1.0, name: next(left)}, []))
+    monkeypatch.setattr(
+        DataEvaluation,
+        "evaluate",
+        lambda self, backend: ({"loss": 1.0, name.removeprefix("eval/"): next(left)}, []),
+    )
 
 
 def test_a_run_saves_every_quarter_of_an_hour_by_default(

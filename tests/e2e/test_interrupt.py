@@ -158,7 +158,7 @@ def test_ctrl_c_in_a_terminal_is_answered_and_ends_the_process_in_order(
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     last = read_metrics(base_config["run_dir"])[-1]["step"]
-    assert err in (
+    assert err.splitlines(keepends=True)[-1] in (
         f"Finishing step {last} and saving; press Ctrl-C again to stop now.\n",
         f"Stopping before step {last + 1}; press Ctrl-C again to stop now.\n",
     )

@@ -152,8 +152,8 @@ def test_an_engine_that_takes_less_than_prompts_need_is_refused(rl_config: dict[
             return Longest(30, "rows.jsonl:7", "source.sampling.max_new_tokens", prompt_tokens=24)
 
     with pytest.raises(ConfigError, match=r"source\.engine allows 20 tokens .* rows\.jsonl:7 has 24 .* limit to 30"):
-        check_lengths(loaded, Prompts(), None)  # type: ignore[arg-type]
+        check_lengths(loaded, Prompts(), ())  # type: ignore[arg-type]
     source["engine"]["max_model_len"] = 4096
     loaded = load_config(rl_config | {"plugins": ["async_rl"], "source": source})
     with pytest.raises(ConfigError, match=r"source\.engine allows 4,096 tokens .* 512 positions .* Lower it to 512"):
-        check_lengths(loaded, Prompts(), None)  # type: ignore[arg-type]
+        check_lengths(loaded, Prompts(), ())  # type: ignore[arg-type]

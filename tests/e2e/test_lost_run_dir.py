@@ -74,7 +74,7 @@ def test_the_step_in_which_it_was_lost_is_saved_beside_and_the_run_goes_on_from_
 def test_a_step_whose_answers_cannot_be_written_is_saved_and_evaluated_again(
     base_config: dict[str, Any], tmp_path: Path, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.run.evaluation import Evaluation
+    from spurline.run.evaluation import DataEvaluation
 
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {
@@ -83,14 +83,14 @@ def test_a_step_whose_answers_cannot_be_written_is_saved_and_evaluated_again(
     }
     whole = {**base_config, "run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
-    evaluate = Evaluation.evaluate
+    evaluate = DataEvaluation.evaluate
 
-    def lose(self: Evaluation, backend: Any) -> Any:
+    def lose(self: DataEvaluation, backend: Any) -> Any:
         shutil.rmtree(base_config["run_dir"])
         return evaluate(self, backend)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Evaluation, "evaluate", lose)
+        patch.setattr(DataEvaluation, "evaluate", lose)
         with pytest.raises(RunDirectoryLostError, match="Step 3 is saved in"):
             Run(load_config(base_config)).train()
     rescued = tmp_path / "run-rescued-3"

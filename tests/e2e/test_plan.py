@@ -109,6 +109,8 @@ def test_a_row_that_is_no_prompt_is_found_before_anything_is_generated(
     rows[30] = {"messages": [{"role": "user"}]}
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    if held_out:
+        rl_config["source"]["held_out"] = {"success": {"reward": "early"}}
     rl_config["data"] |= {"eval" if held_out else "train": str(path)}
     code, _, err = spurline(command, write_config(rl_config))
     assert code == 2

@@ -103,7 +103,7 @@ def test_other_held_out_data_is_a_note(
     train_until(base_config, 3)
     Run(load_config(changed(base_config, data={"eval": str(other)}, evaluation={"every_steps": 1}))).train()
     out = capsys.readouterr().out
-    assert "The held-out data is not that of the checkpoint: scores before and after do not compare." in out
+    assert "The held-out data of eval is not that of the checkpoint: scores before and after do not compare." in out
     assert "evaluation.every_steps: 2 -> 1." in out
 
 
@@ -168,10 +168,10 @@ def test_rollouts_go_on_with_another_temperature_and_held_out_settings(
 ) -> None:
     rl_config |= {"steps": 2}
     rl_config["data"]["eval"] = str(spurline_chat_file)
-    rl_config["source"]["held_out"] = {"max_prompts": 4}
+    rl_config["source"]["held_out"] = {"max_prompts": 4, "success": {"reward": "early"}}
     train_until(rl_config, 1)
     source = {**rl_config["source"], "sampling": {"max_new_tokens": 6, "temperature": 0.8}}
-    other = changed(rl_config, source={**source, "held_out": {"max_prompts": 3}})
+    other = changed(rl_config, source={**source, "held_out": {"max_prompts": 3, "success": {"reward": "early"}}})
     assert Run(load_config(other), allow_change=["source.sampling"]).train().step == 2
     assert len(deterministic(read_metrics(rl_config["run_dir"]))) == 2
 

@@ -141,7 +141,7 @@ def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_witho
 ) -> None:
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["evaluation"] = {"every_steps": 2}
-    rl_config["source"]["held_out"] = {"max_prompts": 8}
+    rl_config["source"]["held_out"] = {"max_prompts": 8, "success": {"reward": "early"}}
     rl_config |= {"steps": 4, "optimizer": {"learning_rate": 1e-2}}
     whole = rl_config | {"run_dir": str(tmp_path / "whole")}
     train(whole)
@@ -221,7 +221,7 @@ def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: dict[
 
 def test_swapped_weights_cannot_be_measured_by_engines_that_have_copies(evaluated_config: dict[str, Any]) -> None:
     def measure(run: Run) -> None:
-        run._components.data.evaluation.measures_copies = True
+        run._components.data.evaluations[0].held_out.measures_copies = True
         backend: Any = run.backend
         run.evaluate("plain")
         with backend.swapped("policy", {}):
@@ -291,14 +291,14 @@ def test_what_hooks_saw_of_every_step_is_kept_once_over_resumes(base_config: dic
 def test_a_step_whose_evaluation_failed_reaches_hooks_once_all_the_same(
     evaluated_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.run.evaluation import Evaluation
+    from spurline.run.evaluation import DataEvaluation
 
     def fail(*_: object) -> None:
         raise RunFailedError("no answer")
 
     evaluated_config["evaluation"] = {"every_steps": 5}
     with monkeypatch.context() as broken:
-        broken.setattr(Evaluation, "evaluate", fail)
+        broken.setattr(DataEvaluation, "evaluate", fail)
         with pytest.raises(RunFailedError, match="no answer"):
             train(evaluated_config, SeesSteps())
     seen = SeesSteps()

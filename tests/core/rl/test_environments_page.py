@@ -22,6 +22,7 @@ from spurline.plugins.host import InstalledPlugin, PluginHost
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.reward import Answer
 from spurline.rl.chat_front import PrefixError
+from spurline.rl.configs import HeldOutConfig
 from spurline.testing import EnvironmentContract
 from spurline.testing.environment_contract import ScriptedEngine
 from spurline.testing.inputs import tiny_tokenizer
@@ -40,6 +41,8 @@ class SourceAsShown(Section):
     """The environment."""
     reward_weights: dict[str, float] = {}
     """Weights."""
+    held_out: HeldOutConfig = HeldOutConfig()
+    """What counts as a success."""
 
 
 DATA = DataConfig(train=(DatasetConfig(name="rows"),), on_ignored="warn")

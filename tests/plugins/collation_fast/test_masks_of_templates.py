@@ -179,7 +179,7 @@ def test_masks_equal_those_of_apply_chat_template(tokenizer: PreTrainedTokenizer
     tokenizer.chat_template = TEMPLATES[template]
     rows = list(conversations(random.Random(template), CONVERSATIONS_PER_TEMPLATE))
     item = source(TrappedRows(rows))
-    data = data_config(item, train_on="all_assistants", max_length=1_000_000)
+    data = data_config(item, train_on="all_assistants", max_length=1_000_000, on_ignored="warn")
     config = ParallelTokenizationConfig(workers=0, disable_cache=True)
     store = ParallelTokenization(config, tokenizer=tokenizer, data=data).tokenize([item]).store
     assert store.row.tolist() == list(range(len(rows)))

@@ -22,7 +22,7 @@ def make_adamw(config: AdamWConfig, named_parameters: Mapping[str, Parameter]) -
 def make_adamw_8bit(config: AdamW8BitConfig, named_parameters: Mapping[str, Parameter]) -> torch.optim.Optimizer:
     """Optimizer `adamw_8bit`. Raises ConfigError where bitsandbytes is missing or cannot train these parameters."""
     try:
-        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+        from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError.at(
             "optimizer.name", f"is {config.name}, which needs bitsandbytes. Run `pip install spurline[optim-8bit]`."
