@@ -191,3 +191,19 @@ def test_a_lower_bound_of_staleness_makes_finished_groups_again(
     assert Run(load_config(other), allow_change=names).train().step == 4
     oldest = [line["staleness/max"] for line in read_metrics(rl_config["run_dir"])]
     assert max(oldest[2:]) <= source["max_staleness"]
+
+
+def test_a_run_cannot_be_shortened_to_before_its_checkpoint(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    base_config["schedule"] = "constant"
+    path = write_config(base_config)
+    assert spurline("train", path)[0] == 0
+    shorter = ("train", path, "--set", "steps=5", "--allow-change", "steps")
+    code, _, err = spurline(*shorter)
+    assert code == 2
+    assert "steps makes 5 steps, but the checkpoint is at step 6. Give at least that many" in err
+    earlier = Path(base_config["run_dir"]) / "checkpoints" / "step-00000004"
+    code, out, _ = spurline(*shorter, "--resume", earlier)
+    assert code == 0
+    assert "Finished at step 5." in out
