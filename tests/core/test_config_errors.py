@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -290,3 +291,26 @@ def test_a_problem_of_a_dataset_calls_it_by_its_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=rf"data\.train\.1\.\w+ is .* \(dataset {name}\)"):
             load_config({**config, "data": {"train": train}})
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("model:\n  path: m\n data:\n  train: a\n", "Keys of one level begin in the same column"),
+        ("model:\n\tpath: m\n", "Indent with spaces, not with tabs."),
+        ("run_dir: a: b\n", "text with `: ` needs quotes"),
+    ],
+)
+def test_broken_indentation_says_how_to_mend_it(tmp_path, text, fix):
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"is not valid YAML: .*{re.escape(fix)}"):
+        load_config(path)
+
+
+def test_an_error_made_without_a_file_gets_its_name_and_keeps_its_notes():
+    error = ConfigError.at("loss", "is wrong.")
+    error.add_note("Step 3 was saved.")
+    located = error.in_file("run.yaml")
+    assert (str(located), located.__notes__) == ("run.yaml: loss is wrong.", ["Step 3 was saved."])
+    assert located.in_file("other.yaml") is located

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from spurline.config.loading import load_config
+from spurline.errors import CheckpointError
+from spurline.run.checkpoint import CheckpointStore
 from spurline.run.plan import make_plan, peak_memory
 
 Spurline = Callable[..., tuple[int, str, str]]
@@ -132,3 +134,34 @@ def test_a_plan_finds_broken_weights(
     code, _, err = spurline("plan", write_config(base_config | {"model": {"path": str(folder)}}))
     assert code == 2
     assert "model.safetensors is empty" in err
+
+
+def test_a_plan_says_that_a_schedule_is_cut_and_a_template_does_not_fit(base_config: dict[str, Any]) -> None:
+    base_config["schedule"] = {"name": "wsd", "decay_steps": 60}
+    base_config["model"]["chat_template"] = "llama3"
+    plan = make_plan(load_config(base_config))
+    assert any("decay_steps is 60, but of 6 optimizer steps" in line for line in plan.sections["steps"])
+    assert any(line.startswith("model.chat_template: llama3 writes") for line in plan.sections["data"])
+
+
+def test_a_plan_names_the_file_of_a_pattern_that_fits_no_parameter(
+    base_config: dict[str, Any], write_config: WriteConfig
+) -> None:
+    base_config["optimizer"]["groups"] = [{"match": "*nothing*", "learning_rate_scale": 0.1}]
+    path = write_config(base_config)
+    [problem] = make_plan(load_config(path)).problems
+    assert str(problem).startswith(f"{path}: optimizer.groups.0.match is '*nothing*'")
+
+
+def test_a_set_without_an_equals_sign_says_how_it_is_written(
+    base_config: dict[str, Any], write_config: WriteConfig, spurline: Spurline
+) -> None:
+    code, _, said = spurline("plan", write_config(base_config), "--set", "steps", "5")
+    assert code == 2
+    assert "--set: 'steps' is not KEY=VALUE, such as 'steps=5', without a space." in said
+
+
+def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"^step-6 is not a checkpoint folder\. .*: .*/step-00000006\.$"):
+        CheckpointStore(tmp_path / "checkpoints").chosen("step-6")

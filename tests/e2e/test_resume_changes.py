@@ -215,3 +215,19 @@ def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: dic
     rates = [line["lr"] for line in read_metrics(rl_config["run_dir"])]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > 0
+
+
+def test_a_run_cannot_be_shortened_to_before_its_checkpoint(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    base_config["schedule"] = "constant"
+    path = write_config(base_config)
+    assert spurline("train", path)[0] == 0
+    shorter = ("train", path, "--set", "steps=5", "--allow-change", "steps")
+    code, _, err = spurline(*shorter)
+    assert code == 2
+    assert "steps makes 5 steps, but the checkpoint is at step 6. Give at least that many" in err
+    earlier = Path(base_config["run_dir"]) / "checkpoints" / "step-00000004"
+    code, out, _ = spurline(*shorter, "--resume", earlier)
+    assert code == 0
+    assert "Finished at step 5." in out

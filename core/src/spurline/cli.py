@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from spurline.errors import SpurlineError, UserError, listing, suggestion
+from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
@@ -23,9 +23,26 @@ if TYPE_CHECKING:
 
 ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
 RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
+
+
+def _check_overrides(overrides: list[str] | None) -> list[str] | None:
+    """Refuse `--set steps 5` by what it means, before the left over `5` is refused without saying why."""
+    for override in overrides or ():
+        if "=" not in override:
+            raise UserError(
+                f"--set: '{override}' is not KEY=VALUE, such as '{override or 'steps'}=5', without a space."
+            )
+    return overrides
+
+
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. optimizer.learning_rate=1e-4."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting, e.g. optimizer.learning_rate=1e-4.",
+        callback=_check_overrides,
+    ),
 ]
 
 
@@ -107,7 +124,10 @@ def train(
     start("loading PyTorch and transformers")
     from spurline.run.run import Run
 
-    result = Run(loaded, resume, allow_change or (), start).train()
+    try:
+        result = Run(loaded, resume, allow_change or (), start).train()
+    except ConfigError as error:
+        raise error.in_file(loaded.origin) from error
     _print_result(result)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)

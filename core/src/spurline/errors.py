@@ -105,6 +105,15 @@ class ConfigError(UserError):
         """The error of one problem, where no file is at hand."""
         return cls([Problem(key, message)])
 
+    def in_file(self, origin: str) -> ConfigError:
+        """The same problems with the file's name in front, where the error was made without one."""
+        if self.origin != "config":
+            return self
+        located = ConfigError(self.problems, origin)
+        for note in getattr(self, "__notes__", ()):
+            located.add_note(note)
+        return located
+
     def _render(self, problem: Problem, lines: dict[str, int]) -> str:
         line = line_of(problem.key, lines)
         place = f"{self.origin}:{line}" if line else self.origin

@@ -11,7 +11,7 @@ from spurline.data import tokenizer as tokenizers
 from spurline.data.chat import ChatRenderer
 from spurline.data.configs import HfDatasetConfig
 from spurline.data.encoding import RowEncoder
-from spurline.data.tokenizer import load_tokenizer
+from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.inputs import tiny_tokenizer
@@ -117,3 +117,23 @@ def test_rows_are_trained_with_every_template_or_refused_where_the_format_has_no
 def test_an_unknown_name_is_told_the_nearest(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"chat_template: chatlm cannot be read .*Did you mean 'chatml'.*llama3"):
         load_tokenizer(ModelConfig(path=str(folder), chat_template="chatlm"))
+
+
+def test_markers_that_the_tokenizer_cuts_are_a_warning_with_templates_that_fit(folder: Path) -> None:
+    model = ModelConfig(path=str(folder), chat_template="llama3")
+    tokenizer = load_tokenizer(model)
+    [note] = template_notes(model, tokenizer)
+    assert note.startswith(
+        "model.chat_template: llama3 writes <|end_header_id|>, <|eot_id|>, <|start_header_id|>, which"
+    )
+    assert "Templates that fit this tokenizer: chatml, zephyr" in note
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
+    )
+    assert template_notes(model, tokenizer) == []
+
+
+@pytest.mark.parametrize("template", [None, "chatml", "zephyr"])
+def test_a_template_that_fits_the_tokenizer_is_no_warning(folder: Path, template: str | None) -> None:
+    model = ModelConfig(path=str(folder), chat_template=template)
+    assert template_notes(model, load_tokenizer(model)) == []

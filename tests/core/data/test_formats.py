@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spurline.config.loading import load_config
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline.data.encoding import Dropped, RowEncoder
@@ -17,7 +18,7 @@ from spurline.data.hf_dataset import HfDataset
 from spurline.data.preference import side_of
 from spurline.data.prompts import prompt_and_reference, read_examples
 from spurline.data.rows import BadRowError, RowView
-from spurline.data.tokenization import SequentialTokenization
+from spurline.data.tokenization import SequentialTokenization, open_datasets
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.tokenization_contract import ListDataset
@@ -236,7 +237,10 @@ def test_a_missing_field_names_the_column_as_the_file_does(make_tokenizer):
 
 def test_messages_that_the_template_refuses_are_a_malformed_row(make_tokenizer):
     tokenizer = make_tokenizer("system_in_last_user")
-    with pytest.raises(DataError, match=r"^rows\.jsonl:1: messages are refused by the chat template: Roles must alt"):
+    with pytest.raises(
+        DataError,
+        match=r"^rows\.jsonl:1: messages are refused by the chat template of .*: Roles must alt.*chat_template`",
+    ):
         encode(tokenizer, {"messages": [CHAT[0], *CHAT]})
 
 
@@ -351,3 +355,40 @@ def test_dotted_columns_of_token_rows_are_read_the_same_by_both_tokenizations(tm
             [DatasetToTokenize(HfDataset(config), config)]
         )
         assert made.store.loss_mask.tolist() == [0, 0, 1, 1]
+
+
+def test_a_lone_column_of_text_is_offered_as_raw_text():
+    with pytest.raises(DataError, match=r"Rename columns with `columns: \{text: body\}`"):
+        detect_format(HfDatasetConfig(path="x"), {"id": 3, "body": "Once upon a time"})
+
+
+def test_text_that_is_a_number_says_how_to_name_another_column(make_tokenizer):
+    with pytest.raises(DataError, match=r"id is a number \(3\), expected text\. .*`columns: \{text: NAME\}`"):
+        encode(make_tokenizer(None), {"id": 3}, format="text", columns={"text": "id"})
+
+
+def opened(tmp_path, *rows, **settings):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    registry = load_config({"model": {"path": "m"}, "data": {"train": str(path)}, "steps": 1}).host.registry
+    return open_datasets([HfDatasetConfig(path=str(path), **settings)], registry)
+
+
+def test_a_column_that_no_row_has_is_an_error_with_the_nearest_name(tmp_path):
+    row = {"messages": CHAT, "meta": {"instructions": "Be brief."}}
+    with pytest.raises(DataError) as error:
+        opened(tmp_path, row, row, columns={"system": "meta.instrutions"})
+    assert str(error.value) == (
+        "rows: columns.system is 'meta.instrutions', and none of the first 2 rows has such a column. Did you mean "
+        "'meta.instructions'? They have: messages, meta, meta.instructions. Correct the name, or remove the line."
+    )
+
+
+def test_a_column_that_only_a_later_row_has_is_none(tmp_path):
+    [data] = opened(tmp_path, {"messages": CHAT}, {"messages": CHAT, "hint": "x"}, columns={"system": "hint"})
+    assert len(data.dataset) == 2
+
+
+def test_columns_written_the_other_way_round_are_named_so(tmp_path):
+    with pytest.raises(DataError, match=r"Write `columns: \{text: body\}`"):
+        opened(tmp_path, {"body": "Once"}, columns={"body": "text"})

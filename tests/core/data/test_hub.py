@@ -119,3 +119,12 @@ def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     message, _ = failure(str(folder / "config.json"))
     assert "config.json is a file. Give the folder" in message
+
+
+def test_a_bare_name_near_a_folder_here_offers_the_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    assert "and HF_HUB_OFFLINE is set. Did you mean 'tiny'?" in hub.describe_unfound("tinny", "model", "no network")

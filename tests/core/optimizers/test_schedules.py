@@ -131,3 +131,22 @@ def test_a_schedule_is_its_name_or_a_section_and_cosine_is_the_default() -> None
 def test_a_mistake_in_a_schedule_says_what_to_write(written: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({**BASE, "schedule": written})
+
+
+def notes(total: int, **settings: object) -> list[str]:
+    return load_config({**BASE, "schedule": settings}).config.schedule.notes(total)
+
+
+def test_warm_up_that_outlasts_the_run_is_said() -> None:
+    [note] = notes(6, name="cosine", warmup_steps=100)
+    assert note.startswith("schedule: warm-up takes 100 optimizer steps and the run has 6, so the learning rate never")
+    [note] = notes(6, name="wsd", warmup_steps=6, decay_steps=6)
+    assert "reaches its peak in the last one only" in note
+    assert notes(6, name="cosine", warmup_steps=5) == []
+
+
+def test_a_decay_that_is_longer_than_what_warm_up_leaves_is_said() -> None:
+    [note] = notes(6, name="wsd", warmup_steps=2, decay_steps=60)
+    assert "decay_steps is 60, but of 6 optimizer steps warm-up leaves 4: the decay is cut to 4" in note
+    assert notes(6, name="wsd", warmup_steps=2, decay_steps=4) == []
+    assert notes(6, name="wsd", decay_ratio=1.0) == []

@@ -73,7 +73,7 @@ def read_document(path: Path) -> Document:
     except YAMLError as error:
         mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError([Problem("", f"is not valid YAML: {_first_line(error)}.")], place) from None
+        raise ConfigError([Problem("", f"is not valid YAML: {_first_line(error)}.{_yaml_fix(error)}")], place) from None
     if loaded is None:
         loaded = CommentedMap()
     if not isinstance(loaded, CommentedMap):
@@ -131,6 +131,19 @@ def plain(node: Any) -> Any:
 def _first_line(error: Exception) -> str:
     problem: object = getattr(error, "problem", None) or str(error).strip().splitlines()[0]
     return str(problem).rstrip(".")
+
+
+def _yaml_fix(error: YAMLError) -> str:
+    """The usual mistake behind an error of the parser."""
+    problem = str(getattr(error, "problem", ""))
+    if "'\\t'" in problem:
+        return " Indent with spaces, not with tabs."
+    if "block" in problem or "mapping values" in problem:
+        return (
+            " Keys of one level begin in the same column, those of a section further to the right; text with `: ` "
+            "needs quotes."
+        )
+    return ""
 
 
 def _missing(path: Path) -> str:

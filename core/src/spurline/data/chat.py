@@ -23,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from spurline.data.formats import Conversation
 from spurline.data.messages import Message, assistant_turns
 from spurline.data.rows import BadRowError
+from spurline.data.tokenizer import template_name
 from spurline.errors import ModelError
 
 Span = tuple[int, int]
@@ -215,7 +216,11 @@ class ChatRenderer:
                 **self._tokenizer.special_tokens_map,  # type: ignore[arg-type]
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            raise BadRowError("messages", f"are refused by the chat template: {error}") from error
+            raise BadRowError(
+                "messages",
+                f"are refused by the chat template {template_name(self._tokenizer)}: {error}. Give a template "
+                "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
+            ) from error
         return texts[0], [(int(start), int(stop)) for start, stop in indices[0]] if track_generation else []
 
 

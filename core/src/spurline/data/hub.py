@@ -99,15 +99,16 @@ def describe_missing_path(source: str) -> str:
 def describe_unfound(source: str, what: str, reason: str) -> str:
     """What was looked for where, for a name that is no path. reason: what the hub's client said."""
     searched = f"{source} is neither a local folder nor a {what}"
+    near = suggestion(source, _folders(Path.cwd())) if "/" not in source else ""
     cached = suggestion(source, _cached_names())
     if hub_answers():
         return (
             f"{searched} the Hugging Face hub gave us: {reason}\nCheck the spelling and model.revision; for a private "
-            f"model run `hf auth login`.{cached}"
+            f"model run `hf auth login`.{near or cached}"
         )
     why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
     return (
-        f"{searched} in the cache of the Hugging Face hub ({constants.HF_HUB_CACHE}), and {why}.{cached}\n"
+        f"{searched} in the cache of the Hugging Face hub ({constants.HF_HUB_CACHE}), and {why}.{near or cached}\n"
         f"Where there is network run `hf download {source}` and copy that cache; without network give a local folder."
     )
 

@@ -165,14 +165,51 @@ class RowView:
         """The value, which must be text."""
         value = self.require(column)
         if not isinstance(value, str):
-            raise BadRowError(self.label(column), f"is {describe(value)}, expected text.")
+            raise BadRowError(
+                self.label(column),
+                f"is {describe(value)}, expected text. Mend the row, or name the column that holds text with "
+                f"`columns: {{{column}: NAME}}`.",
+            )
         return value
+
+
+def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the values of a `columns` setting, or None: names that not one of the rows has."""
+    missing = dict(names)
+    seen: dict[str, None] = {}
+    count = 0
+    for row in rows:
+        count += 1
+        view = RowView(row, names)
+        missing = {name: label for name, label in missing.items() if name not in view}
+        if not missing:
+            return None
+        seen |= dict.fromkeys(_paths(row))
+    for name, label in missing.items() if count else ():
+        return (
+            f"columns.{name} is '{label}', and none of the first {count:,} rows has such a column."
+            f"{suggestion(label, seen)} They have: {listing(seen)}. Correct the name, or remove the line."
+        )
+    return None
+
+
+def _paths(row: Mapping[str, Any]) -> Iterable[str]:
+    """The columns of a row, and the fields of those that hold objects, with dots."""
+    for name, value in row.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{field}" for field in cast("Mapping[str, Any]", value))
 
 
 def unknown_column_problem(names: Mapping[str, str]) -> str | None:
     """What is wrong with the keys of a `columns` setting, or None."""
-    for name in names:
+    for name, label in names.items():
         if name not in EXPECTED_COLUMNS:
+            if label in EXPECTED_COLUMNS:
+                return (
+                    f"columns.{name} is not a column Spurline reads, but '{label}' is one: the name that is expected "
+                    f"comes first, the one in the file second. Write `columns: {{{label}: {name}}}`."
+                )
             hint = suggestion(name, EXPECTED_COLUMNS)
             return f"columns.{name} is not a column Spurline reads.{hint} Columns: {', '.join(EXPECTED_COLUMNS)}."
     return None

@@ -8,7 +8,7 @@ this process, in chunks, so the tokenizer's own threads are used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.encoding import Dropped, RowEncoder, Sample
+from spurline.data.rows import absent_column_problem, unknown_column_problem
 from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, TokenStoreBuilder, joined
 from spurline.errors import DataError
 from spurline.protocols.dataset import ArrowDataset, CheckableDataset, Dataset, DatasetConfig
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     import pyarrow
 
     from spurline.plugins.registry import Registry
+
+
+_ROWS_WITH_COLUMNS = 1000
+"""Rows in which a column that `columns` names must be found once."""
 
 
 class DerivedDataset:
@@ -74,11 +79,34 @@ class FirstRows(DerivedDataset):
 def open_datasets(
     configs: Sequence[DatasetConfig], registry: Registry, row_limit: int | None = None
 ) -> list[DatasetToTokenize]:
-    """Create the dataset components. Raises DataError for data that cannot be found or read."""
+    """Create the dataset components. Raises DataError for data that cannot be found or read.
+
+    So are names in `columns` that no row has: a system prompt under a misspelled name would silently be left out.
+    """
     opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
+    for dataset, config in zip(opened, configs, strict=True):
+        if config.columns:
+            _check_columns(dataset, config)
     if row_limit is not None:
         opened = [FirstRows(dataset, row_limit) for dataset in opened]
     return [DatasetToTokenize(dataset, config) for dataset, config in zip(opened, configs, strict=True)]
+
+
+def _check_columns(dataset: Dataset, config: DatasetConfig) -> None:
+    problem = unknown_column_problem(config.columns)
+    if problem is None:
+        problem = absent_column_problem(config.columns, _first_rows(dataset, config))
+    if problem is not None:
+        raise DataError(f"{dataset.label}: {problem}")
+
+
+def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
+    """Rows that can be read; the others are left to whoever reads them all."""
+    for row in range(min(len(dataset), _ROWS_WITH_COLUMNS)):
+        try:
+            yield dataset[row]
+        except DataError:
+            continue
 
 
 def check_rows(dataset: Dataset) -> None:

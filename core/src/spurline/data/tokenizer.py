@@ -15,6 +15,14 @@ from spurline.errors import ModelError, listing, suggestion
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
+_MARKERS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+"""What a bundled template writes around turns; the last one ends a turn. `zephyr` ends them with the tokenizer's own
+end-of-sequence token."""
+
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` in place of its own template.
@@ -53,6 +61,25 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """Which chat template the tokenizer has, for messages."""
     return getattr(tokenizer, "chat_template_source", None) or f"of the tokenizer {tokenizer.name_or_path}".rstrip()
+
+
+def template_notes(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A warning when markers of the bundled chat template that `model` names are no tokens of the tokenizer."""
+    broken = _split_markers(model.chat_template or "", tokenizer)
+    if not broken:
+        return []
+    fitting = [name for name in CHAT_TEMPLATES if not _split_markers(name, tokenizer)]
+    return [
+        f"model.chat_template: {model.chat_template} writes {listing(broken)}, which the tokenizer "
+        f"{tokenizer.name_or_path} does not have as tokens: each is cut into several, and no single token ends an "
+        f"answer. Templates that fit this tokenizer: {listing(fitting)}; its own needs no setting."
+    ]
+
+
+def _split_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Markers of a bundled template that the tokenizer cuts into several tokens."""
+    markers = _MARKERS.get(template, ())
+    return [marker for marker in markers if len(tokenizer.encode(marker, add_special_tokens=False)) != 1]
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

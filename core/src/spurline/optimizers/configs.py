@@ -152,3 +152,14 @@ class WsdConfig(DecayingConfig):
         """Optimizer steps of the decay in a run of `total` of them: no more than warm-up leaves."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))
+
+    def notes(self, total: int) -> list[str]:
+        notes = super().notes(total)
+        left = max(0, total - self.warmup(total))
+        if self.decay_steps is not None and self.decay_steps > left and not notes:
+            notes.append(
+                f"schedule: decay_steps is {self.decay_steps:,}, but of {total:,} optimizer steps warm-up leaves "
+                f"{left:,}: the decay is cut to {left:,} and there is no stable part. Lower schedule.decay_steps, or "
+                "train longer."
+            )
+        return notes

@@ -24,6 +24,17 @@ class ScheduleConfig(ComponentConfig):
         """Optimizer steps of warm-up in a run of `total` of them."""
         return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * total)
 
+    def notes(self, total: int) -> list[str]:
+        """What a person should know of these settings in a run of `total` optimizer steps."""
+        warmup = self.warmup(total)
+        if warmup < total or not warmup:
+            return []
+        return [
+            f"schedule: warm-up takes {warmup:,} optimizer steps and the run has {total:,}, so the learning rate "
+            f"{'reaches its peak in the last one only' if warmup == total else 'never reaches its peak'}. Lower "
+            "schedule.warmup_steps or warmup_ratio, or train longer."
+        ]
+
 
 class Schedule(Protocol):
     """Learning rate by optimizer step.

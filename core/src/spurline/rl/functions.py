@@ -98,7 +98,10 @@ def _explain(error: Exception, source: str) -> str:
     """The error, where in the code it came from, and what to do about a module that is not there."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name is not None and source.split(".")[0] == error.name:
-        return f"{text}. Install it, start in its folder, or give the file itself: `path/to/{source}.py:...`."
+        return (
+            f"{text}. Install it, put it beside the "
+            f"config file or where the command runs, or give the file itself: `path/to/{source}.py:...`."
+        )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
     return f"{text}{place}."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
-from spurline.data.tokenizer import load_tokenizer
+from spurline.data.tokenizer import load_tokenizer, template_notes
 from spurline.model.memory import describe_count
 from spurline.progress import Progress, silent
 from spurline.protocols.backend import Backend, Role
@@ -92,7 +92,11 @@ def build_components(
     """All components; the stack closes them in reverse order. progress: told what takes time."""
     trackers = build_trackers(loaded)
     data = build_data(loaded, stack, progress=progress)
-    notes = check_lengths(loaded, data.source, data.evaluations)
+    notes = [
+        *check_lengths(loaded, data.source, data.evaluations),
+        *template_notes(loaded.config.model, data.context.tokenizer),
+        *loaded.config.schedule.notes(data.total_updates),
+    ]
     progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")
     backend = build_backend(loaded, stack, data.total_updates(done))
     facts = backend.facts()

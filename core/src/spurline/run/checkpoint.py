@@ -174,6 +174,11 @@ class CheckpointStore:
                 raise CheckpointError(f"{self.root.parent} has no checkpoint. Train it first: spurline train.")
             return latest
         if choice != BEST:
+            if not Path(choice).is_dir():
+                raise CheckpointError(
+                    f"{choice} is not a checkpoint folder. Give latest, best or the path of one. "
+                    f"Checkpoints of {self.root.parent}: {listing(map(str, self.paths()))}."
+                )
             return open_checkpoint(Path(choice))
         if not (self.root / BEST).exists():
             raise CheckpointError(

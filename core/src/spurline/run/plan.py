@@ -15,6 +15,7 @@ from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
 from spurline.config.run_config import ReductionConfig
 from spurline.data.token_store import describe
+from spurline.data.tokenizer import template_notes
 from spurline.errors import ConfigError, Problem, UserError
 from spurline.model.architecture import load_model_config
 from spurline.model.memory import count_parameters, describe_count
@@ -63,15 +64,21 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT, progress:
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
-            plan.sections["steps"] = _steps(loaded, data)
+            plan.sections["steps"] = [*_steps(loaded, data), *loaded.config.schedule.notes(data.total_updates)]
             if model is not None:
                 notes = _attempt(plan, lambda: check_lengths(loaded, data.source, data.evaluations))
-                plan.sections["data"] += notes or []
+                plan.sections["data"] += [
+                    *(notes or []),
+                    *template_notes(loaded.config.model, data.context.tokenizer),
+                ]
                 _attempt(plan, lambda: _batches_and_memory(plan, loaded, data, model))
             _attempt(plan, lambda: _divisibility(loaded, data))
     if warning:
         plan.sections["on this machine"] = [warning]
     plan.sections["plugins"] = _plugins(loaded)
+    plan.problems = [
+        problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
+    ]
     # The same broken row may be met on several ways.
     plan.problems = list({str(problem): problem for problem in plan.problems}.values())
     return plan

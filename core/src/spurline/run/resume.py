@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
-from spurline.errors import CheckpointError, RunDirectoryError
+from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
 from spurline.protocols.backend import Role
 from spurline.protocols.stateful import Stateful
 from spurline.run.best import BestSoFar
@@ -152,11 +152,24 @@ def save_state(
     return path
 
 
+def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
+    """A run that would end before its checkpoint trains nothing, and its records would say it did."""
+    steps = components.data.source.total_steps
+    if checkpoint.step > steps:
+        key = "steps" if loaded.config.steps is not None else "epochs"
+        text = (
+            f"makes {steps:,} steps, but the checkpoint is at step {checkpoint.step:,}. Give at least that many, or "
+            "choose an earlier checkpoint with --resume PATH; what came after it is then trained anew."
+        )
+        raise ConfigError([Problem(key, text)], loaded.origin)
+
+
 def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig, best: BestSoFar) -> list[str]:
     """Put every component back into the state of the checkpoint. Raises CheckpointError when one does not fit.
 
     Only then are later checkpoints of the same run set aside, whose steps will be trained again; returns notes on them.
     """
+    _refuse_shorter(checkpoint, components, loaded)
     notes: list[str] = []
     for name, component in _stateful(components, loaded):
         try:
