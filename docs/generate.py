@@ -340,7 +340,7 @@ def contracts() -> list[str]:
     for name in testing.__all__:
         suite = getattr(testing, name)
         if inspect.isclass(suite):
-            first = (inspect.getdoc(suite) or "").splitlines()[0].rstrip(".")
+            first = " ".join((inspect.getdoc(suite) or "").partition("\n\n")[0].split()).rstrip(".")
             lines.append(f"| `{name}` | {first} | `{suite.__module__.rpartition('.')[2]}` |")
     return lines
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -151,17 +153,40 @@ def counts_calls(source: SftSource, step: int) -> TrainingBatch:
     return BUILD(source, len(CALLS))
 
 
+def counts_quietly(source: Any, step: int) -> TrainingBatch:
+    """Claims to be pure, and keeps a number that the batches do not show yet."""
+    source.seen = getattr(source, "seen", 0) + 1
+    return BUILD(source, step)
+
+
+def state_with_seen(source: Any) -> dict[str, object]:
+    return {**STATE(source), "seen": getattr(source, "seen", 0)}
+
+
 def learns_nothing(source: SftSource, step: int) -> TrainingBatch:
     batch = BUILD(source, step)
     return batch.with_tokens(loss_weights=torch.zeros_like(batch.tokens["loss_weights"]))
 
 
 BUILD = SftSource.build
+STATE = SftSource.state_dict
 CALLS: list[int] = []
 
 
+class TestSftOfTwoFiles(SourceContract):
+    source_settings: ClassVar[dict[str, Any]] = {"name": "sft"}
+    run_settings: ClassVar[dict[str, Any]] = {"batch_size": 6}
+
+    def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
+        paths = [folder / "one.jsonl", folder / "two.jsonl"]
+        for path in paths:
+            rows = self.rows(f"{word} {path.stem}")
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return {"train": [{"path": str(path), "weight": 0.5} for path in paths]}
+
+
 class TestWhatTheSuiteOfSourcesFinds:
-    config, train = TestSft.config, TestSft.train
+    config, train, data = TestSft.config, TestSft.train, SourceContract.data
     rows, plugins, source_settings, run_settings = SourceContract.rows, (), {"name": "sft"}, {"batch_size": 6}
 
     @pytest.mark.parametrize(
@@ -186,3 +211,11 @@ class TestWhatTheSuiteOfSourcesFinds:
         needed = {found: request.getfixturevalue(found) for found in inspect.signature(test).parameters}
         with pytest.raises((AssertionError, RuntimeError, ZeroDivisionError)):
             test(**needed)
+
+    def test_a_source_that_says_it_is_pure_and_whose_state_changes_by_building_is_found(
+        self, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(SftSource, "build", counts_quietly)
+        monkeypatch.setattr(SftSource, "state_dict", state_with_seen)
+        with pytest.raises(AssertionError, match=r"Set `self\.pure = False`"):
+            TestSft().test_a_pure_source_builds_the_batch_of_a_step_whenever_it_is_asked(config)

@@ -11,7 +11,7 @@ from typing import Annotated
 import pytest
 
 from spurline.config.loading import LoadedConfig, load_config
-from spurline.config.paths import ConfigPlace, PathSetting
+from spurline.config.paths import ConfigPlace, PathSetting, shown_path
 from spurline.config.run_config import ModelConfig
 from spurline.config.section import Section
 from spurline.errors import ConfigError, PluginError
@@ -191,3 +191,10 @@ def test_a_reward_file_that_is_missing_is_told_with_those_that_are_there(project
     (project / "work" / "test_paths_near.py").touch()
     with pytest.raises(PluginError, match=r"test_paths_neer\.py, which does not exist\. Did you mean 'test_paths_near"):
         load_function(reward(project, "test_paths_neer.py:f"), "reward function")
+
+
+def test_people_see_paths_below_their_folder_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown_path(str(tmp_path / "models" / "tiny")) == "models/tiny"
+    assert shown_path("/elsewhere/tiny") == "/elsewhere/tiny"
+    assert shown_path("someone/model") == "someone/model"

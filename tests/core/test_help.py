@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pydoc
 
 import pytest
@@ -12,6 +13,7 @@ from spurline.config.loading import config_model
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig, Section, summary_of
 from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import KINDS, resolve
 
 
 def told(thing: object) -> str:
@@ -32,6 +34,14 @@ def test_help_of_the_contract_kit_lists_every_contract_with_what_a_subclass_prov
     for name in testing.__all__:
         assert name in text
         assert (getattr(testing, name).__doc__ or "").splitlines()[0].strip() in text, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_of_a_kinds_protocol_tells_what_each_of_its_attributes_means(kind: str) -> None:
+    protocol = resolve(KINDS[kind], kind)
+    text = told(protocol)
+    for name in inspect.get_annotations(protocol):
+        assert f" {name}: " in text, name
 
 
 def test_sections_made_at_run_time_repeat_no_settings_and_the_schema_describes_each_once() -> None:

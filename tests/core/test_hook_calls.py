@@ -132,6 +132,7 @@ def test_a_wrapper_that_turns_an_error_into_another_one_answers_for_that(plugins
         (lambda metrics: "done", "returned 'done' instead of the metrics"),
         (lambda metrics: [metrics], r"returned \[\{'loss': 1\.5"),
         (lambda metrics: {**metrics, "loss": 0.0}, r"changed the metric 'loss'.*from 1\.5 to 0\.0.*'mine/loss'"),
+        (lambda metrics: metrics.update(loss=0.0) or metrics, r"changed the metric 'loss'.*from 1\.5 to 0\.0"),
         (lambda metrics: {"loss": metrics["loss"]}, r"left out the metric 'lr'\. Return `\{\*\*metrics"),
         (lambda metrics: {**metrics, "note": "fine"}, r"metric 'note' the value 'fine'\. A metric is a finite number"),
         (lambda metrics: {**metrics, "norm": torch.ones(())}, r"metric 'norm' the value tensor\(1\.\).*float\(value\)"),
@@ -161,6 +162,17 @@ def test_two_wrappers_that_give_one_metric_are_refused_with_the_outer_one_named(
     host = PluginHost.load(["outer", "inner"], plugins.available)
     host.attach(Core(), "core/update")
     with pytest.raises(PluginError, match=r"plugin 'outer', hook train_step: its wrapper changed the metric 'norm'"):
+        step(host)
+
+
+def test_a_metric_under_the_name_of_another_plugin_is_refused_with_the_one_that_took_it_named(
+    plugins: FakePlugins,
+) -> None:
+    plugins.add("inner", train_step=wrapping(lambda metrics: {**metrics, "outer/norm": 1.0}))
+    plugins.add("outer", train_step=wrapping(lambda metrics: {**metrics, "outer/norm": 2.0}))
+    host = PluginHost.load(["outer", "inner"], plugins.available)
+    host.attach(Core(), "core/update")
+    with pytest.raises(PluginError, match=r"^plugin 'inner'.*'outer/norm'.*for plugin 'outer'\. Call it 'inner/norm'"):
         step(host)
 
 

@@ -55,6 +55,16 @@ def test_factory_is_resolved_only_when_the_component_is_built(registry: Registry
         registry.create("loss", Config(name="late"))
 
 
+def test_a_component_without_an_attribute_that_its_kind_asks_for_is_refused_with_both_named(registry: Registry) -> None:
+    plugin(registry).add(of_kind(Config, "advantage"), FACTORY, name="bare")
+    with pytest.raises(
+        PluginError,
+        match=rf"advantage 'bare' of spurline-fast, made by '{FACTORY}', has no attribute needs\. "
+        r"Set what spurline\.protocols\.advantage\.Advantage asks for",
+    ):
+        registry.create("advantage", Config(name="bare"))
+
+
 def test_factory_without_the_named_attribute_says_so() -> None:
     with pytest.raises(PluginError, match="names 'json:Nothing', but json has no 'Nothing'"):
         resolve("json:Nothing", "loss 'x'")

@@ -11,6 +11,7 @@ import pytest
 
 from spurline import load_config
 from spurline.config.compare import Difference, differences
+from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import CheckpointError
 from spurline.plugins.host import PluginHost
@@ -197,9 +198,9 @@ def test_settings_that_a_resume_refuses_are_those_that_somebody_thought_of() -> 
         # orders of samples
         *("column", "direction", "failed", "floor", "pool_batches", "reward", "solved", "stages"),
         # losses, rewards, environments
-        *("loss_type", "ignore_case", "rewards", "tools", "history", "agent", "command", "ignore_sampling"),
+        *("loss_type", "ignore_case", "rewards", "history", "command", "ignore_sampling"),
         # sources
-        *("prompts_per_step", "samples_per_prompt", "environment", "advantage", "faults", "recorded", "carry"),
+        *("prompts_per_step", "samples_per_prompt", "environment", "advantage", "faults", "carry"),
         *("buffer_rows", "shuffle"),
         # what an optimizer keeps of which parameters
         *("adamw_matrices", "smallest"),
@@ -307,3 +308,23 @@ def test_a_state_that_cannot_be_saved_names_its_component(tmp_path: Path) -> Non
 
     with pytest.raises(RunFailedError, match="state of source/mine cannot be saved"):
         write_state(tmp_path / "source" / "mine", {"cursor": object()})
+
+
+@pytest.mark.parametrize(
+    ("environment", "path"),
+    [
+        ({"name": "tools", "tools": {"look": "{}/mine.py:look"}, "rewards": {"exact": "exact_match"}}, "tools.look"),
+        ({"name": "harness", "agent": "{}/mine.py:run"}, "agent"),
+    ],
+)
+def test_functions_whose_folder_moved_are_allowed_by_name(environment: dict[str, Any], path: str) -> None:
+    """They are kept as absolute paths, so that a run of a moved folder could never go on otherwise."""
+
+    def config(folder: str) -> RunConfig:
+        placed = json.loads(json.dumps(environment).replace("{}", folder))
+        return load_config(merged(ASYNC, "source.environment", placed), recorded=True).config
+
+    before = config("/old").model_dump(mode="json")
+    assert [(change.key, change.mark) for change in differences(before, config("/new"))] == [
+        (f"source.environment.{path}", BY_NAME)
+    ]

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -176,6 +177,17 @@ def test_a_decorated_source_of_rollouts_takes_its_defaults_and_its_state_along(
     assert all("reward/mean" in line for line in whole)
 
 
+def test_a_decorated_source_of_rollouts_makes_the_attempts_of_evaluations(
+    base: dict[str, Any], rollouts: dict[str, Any]
+) -> None:
+    source = {"name": "short_first", "first_tokens": 2, "until_step": 3, "of": rollouts}
+    few = {"name": "rollouts", "data": base["data"]["train"], "max_prompts": 2}
+    lines, _ = train(base, source=source, evaluations={"few": few}, steps=2)
+    assert "eval/few/pass@1" in lines[-1]
+    with pytest.raises(ConfigError, match="which makes attempts at prompts, and the source 'short_first' makes none"):
+        train(base, source={**source, "of": "sft"}, evaluations={"few": few})
+
+
 @pytest.mark.parametrize(
     ("plain", "decorated", "own"),
     [
@@ -267,8 +279,47 @@ def test_a_column_that_no_row_has_is_named_with_its_neighbour(
         train(base, data=data, source={**rollouts, "carry": ["weigth"]})
     with pytest.raises(ConfigError, match=r"source\.carry names 'advantages', which batches have"):
         train(base, data=data, source={**rollouts, "carry": ["advantages"]})
-    with pytest.raises(DataError, match=r"needs weight.*source\.carry"):
+    with pytest.raises(ConfigError, match=r"loss\.column is 'weight', which `carry` of the source does not name"):
         train(base, data=data, source=rollouts, loss="row_gradient")
+
+
+class Plain(BatchSource):
+    total_steps = 3
+    pure = True
+
+    def summary(self) -> dict[str, object]:
+        return {}
+
+    def build(self, step: int) -> TrainingBatch:
+        raise NotImplementedError
+
+    def epoch(self, step: int) -> float:
+        return 1.0
+
+
+class Counting(DecoratedSource):
+    def state_dict(self) -> dict[str, object]:
+        return {"inner": super().state_dict(), "seen": 0}
+
+
+def test_a_decorator_is_as_pure_as_its_source_unless_it_keeps_state_of_its_own() -> None:
+    registry = SimpleNamespace(create=lambda *_, **__: Plain())
+    context: Any = SimpleNamespace(host=SimpleNamespace(registry=registry))
+    settings = DecoratedSourceConfig(name="any", of=SourceConfig(name="plain"))
+    assert DecoratedSource(settings, context).pure
+    counting = Counting(settings, context)
+    assert not counting.pure
+    assert counting.reads_only_data, "a plan may still build its first batches"
+
+
+def test_an_advantage_that_does_not_say_what_it_needs_is_found_by_its_suite() -> None:
+    class Silent(RowWeight):
+        needs: Any = ("values",)
+
+    suite = TestRowWeight()
+    suite.make_advantage = lambda: Silent(RowWeightConfig())  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="`needs` is a frozenset of names"):
+        suite.test_it_says_which_fields_of_a_turn_it_needs()
 
 
 def test_groups_come_back_from_a_recording_with_their_columns() -> None:

@@ -132,7 +132,7 @@ def test_each_optimizer_step_is_told_with_its_number_in_the_whole_run_and_its_ro
         told.append((update, role, len(backend.asked)))
 
     critic = Recipe(Cut([0, 1, 2]), ValueLoss(ValueLossConfig()))
-    update = Update(backend, Recipe(Cut([0], [1, 2]), CROSS_ENTROPY), critic, stepped)
+    update = Update(backend, Recipe(Cut([0], [1, 2]), CROSS_ENTROPY), critic, stepped, {"policy": 6, "critic": 3})
     for step in (4, 5):
         update.train_step(step=step, batch=three_rows())
     assert told == [

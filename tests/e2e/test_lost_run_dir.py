@@ -67,7 +67,7 @@ def test_the_step_in_which_it_was_lost_is_saved_beside_and_the_run_goes_on_from_
     assert summary["status"] == "failed"
     assert "while the run was going on" in summary["error"]
     Run(load_config({**base_config, "run_dir": str(rescued)})).train()
-    assert deterministic(read_metrics(rescued)) == deterministic(read_metrics(whole["run_dir"]))[4:]
+    assert deterministic(read_metrics(rescued)) == deterministic(read_metrics(whole["run_dir"]))[3:]
     assert_same_weights(rescued, tmp_path / "whole")
 
 
@@ -118,7 +118,7 @@ def test_the_command_ends_with_exit_code_1_and_says_how_to_go_on(
 
     def lose_then_log(self: JsonlTracker, step: int, metrics: Any) -> None:
         if step == 3:
-            shutil.rmtree(base_config["run_dir"])
+            shutil.rmtree(base_config["run_dir"], ignore_errors=True)
         log(self, step, metrics)
 
     monkeypatch.setattr(JsonlTracker, "log", lose_then_log)
@@ -185,3 +185,50 @@ def test_a_directory_lost_while_the_run_is_built_is_named(
 def test_an_earlier_rescue_is_not_overwritten(base_config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run-rescued-4").mkdir()
     assert str(tmp_path / "run-rescued-4-2") in run_losing(base_config, shutil.rmtree)
+
+
+def test_hooks_see_the_end_of_a_rescued_step_once(base_config: dict[str, Any], tmp_path: Path) -> None:
+    ends: list[int] = []
+
+    class Ends:
+        @hookimpl
+        def on_step_end(self, step: int) -> None:
+            ends.append(step)
+
+    for run_dir, loses in ((base_config["run_dir"], True), (str(tmp_path / "run-rescued-4"), False)):
+        loaded = load_config({**base_config, "run_dir": run_dir})
+        loaded.host.attach(Ends(), "ends")
+        if loses:
+            loaded.host.attach(AtStart(4, lambda: shutil.rmtree(base_config["run_dir"])), "lose")
+            with pytest.raises(RunDirectoryLostError):
+                Run(loaded).train()
+        else:
+            Run(loaded).train()
+    assert ends == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_fails_while_the_rest_is_saved_does_not_end_the_run_as_if_in_order(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[BaseException | None] = []
+
+    class Ends:
+        @hookimpl
+        def on_run_end(self, error: BaseException | None) -> None:
+            errors.append(error)
+
+    def fail(*_: object) -> None:
+        raise ValueError("no state")
+
+    loaded = load_config(base_config)
+    loaded.host.attach(Ends(), "ends")
+
+    def lose() -> None:
+        shutil.rmtree(base_config["run_dir"])
+        monkeypatch.setattr("spurline.run.run.save_state", fail)
+
+    loaded.host.attach(AtStart(4, lose), "lose")
+    with pytest.raises(ValueError, match="no state"):
+        Run(loaded).train()
+    (error,) = errors
+    assert isinstance(error, RunDirectoryLostError)

@@ -207,3 +207,27 @@ def test_a_run_cannot_be_shortened_to_before_its_checkpoint(
     code, out, _ = spurline(*shorter, "--resume", earlier)
     assert code == 0
     assert "Finished at step 5." in out
+
+
+def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: dict[str, Any]) -> None:
+    """The learning rate goes on along the rest of its schedule, and hooks are told no number twice."""
+    told: list[int] = []
+
+    class Updates:
+        @hookimpl
+        def on_optimizer_step(self, update: int) -> None:
+            told.append(update)
+
+    def train(config: dict[str, Any], stop_at: int, **options: Any) -> None:
+        loaded = load_config(config)
+        loaded.host.attach(Updates(), "updates")
+        loaded.host.attach(StopAt(stop_at), "stop")
+        Run(loaded, **options).train()
+
+    rl_config |= {"steps": 6, "schedule": "cosine"}
+    train(rl_config, 4)
+    train(changed(rl_config, minibatches={"prompts_per_minibatch": 4}), 6, allow_change=["minibatches"])
+    assert told == [*range(1, 9), 9, 10]
+    rates = [line["lr"] for line in read_metrics(rl_config["run_dir"])]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] > 0

@@ -84,7 +84,7 @@ def test_the_libraries_are_online_again_afterwards(cache: Path, monkeypatch: pyt
     assert not constants.is_offline_mode()
 
 
-@pytest.mark.parametrize("path", ["./models/tinny", "models/tinny", "models/old/tinny/v1", "~/no/such/model"])
+@pytest.mark.parametrize("path", ["./models/tinny", "models/old/tinny/v1", "~/no/such/model"])
 def test_what_looks_like_a_path_never_asks_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -95,10 +95,24 @@ def test_what_looks_like_a_path_never_asks_the_hub(tmp_path: Path, monkeypatch: 
         assert f"Did you mean 'tiny'? Folders in {tmp_path / 'models'}: tiny." in message
 
 
+def test_what_may_be_a_hub_name_too_is_looked_for_there_before_it_is_called_a_misspelled_folder(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    asked: list[bool] = []
+    monkeypatch.setattr(hub, "hub_answers", lambda: bool(asked.append(True)))
+    message, _ = failure("Qwen/Qwen3-4B")
+    assert asked
+    assert message.startswith("model.path: Qwen/Qwen3-4B is neither a local folder nor a tokenizer in the cache")
+    assert "If it is a path: folder Qwen/Qwen3-4B does not exist. Did you mean 'Qwen3-0.6B'?" in message
+
+
 def test_a_hub_name_beside_a_folder_of_its_owner_is_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "someone" / "quite-different").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert not hub.is_local("someone/tiny-model")
+    assert not hub.is_path("someone/tiny-model")
+    assert not hub.may_be_path("someone/tiny-model")
 
 
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:

@@ -64,6 +64,14 @@ def test_a_message_whose_role_the_template_leaves_out_is_an_error(tmp_path, make
         read(tmp_path, [row], tokenizer)
 
 
+def test_a_short_message_that_is_left_out_is_found_though_its_words_are_elsewhere_too(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = WITHOUT_SYSTEM
+    row = {"messages": [{"role": "system", "content": "add"}, *PLAIN["messages"]]}
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages\[0\] \(role system\): the chat template"):
+        read(tmp_path, [row], tokenizer)
+
+
 @pytest.mark.parametrize("kind", ["sequential", "parallel"])
 def test_with_warn_the_rows_are_trained_on_and_counted(tmp_path, make_tokenizer, kind):
     rows = [PLAIN, {**PLAIN, "tools": [TOOL]}, {"messages": [ASKED, CALL, *PLAIN["messages"]], "tools": [TOOL]}]
@@ -72,6 +80,13 @@ def test_with_warn_the_rows_are_trained_on_and_counted(tmp_path, make_tokenizer,
     assert made.ignored == {"tools": 2, "tool calls": 1}
     lines = describe("train", summarize(made))
     assert f"  the chat template leaves out: tools of 2 rows (first: {tmp_path}/rows.jsonl:2)" in lines
+
+
+def test_a_row_that_is_cut_into_several_samples_is_counted_once(tmp_path, make_tokenizer):
+    rows = [{"messages": [ASKED, {"role": "assistant", "content": "four " * 40}], "tools": [TOOL]}]
+    made = read(tmp_path, rows, make_tokenizer("chatml"), on_ignored="warn", max_length=32, too_long="split")
+    assert len(made.store) > 2
+    assert made.ignored == {"tools": 1}
 
 
 def test_a_template_that_writes_everything_is_never_accused(tmp_path, make_tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +13,12 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 from spurline import load_config
-from spurline.data.row_streams import FilesReader, HubReader
+from spurline.data import hub
+from spurline.data.configs import HfStreamConfig
+from spurline.data.row_streams import FilesReader, HfStream, HubReader
 from spurline.data.stream import StreamSource
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import CheckpointError, ConfigError, DataError
@@ -146,6 +150,40 @@ def test_several_streams_are_mixed_by_their_weights(spurline_tiny_model: Path, t
     assert seen == {"a": 36, "b": 12}
 
 
+def test_a_short_stream_keeps_its_share_beside_a_long_one(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    for name, rows in (("long", ROWS), ("short", ROWS[:3])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    entries = [stream(f"{tmp_path}/{name}.jsonl", label=name) for name in ("long", "short")]
+    source = make_source(spurline_tiny_model, entries, batch_size=4, buffer_rows=20)
+    seen = uids(source, 1, 10)
+    assert Counter(uid.partition(":")[0] for uid in seen) == {"long": 20, "short": 20}
+    assert {uid for uid in seen if uid.startswith("short")} == {"short:0", "short:1", "short:2"}
+    later = make_source(spurline_tiny_model, entries, batch_size=4, buffer_rows=20)
+    later.load_state_dict(source.state_dict())
+    assert uids(later, 11, 15) == uids(source, 11, 15)
+
+
+def test_rows_left_out_are_counted_on_where_a_whole_block_of_them_was_passed_over(
+    spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(ROWS[number] if number < 4 or number > 11 else {"text": 5}) for number in range(20)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    settings = {"buffer_rows": 4, "batch_size": 2}
+    source = make_source(spurline_tiny_model, stream(str(path), on_bad_row="skip"), **settings)
+    contents(source, 1, 3)
+    later = make_source(spurline_tiny_model, stream(str(path), on_bad_row="skip"), **settings)
+    later.load_state_dict(source.state_dict())
+    assert later.build(4).info["stream/left_out"] == source.build(4).info["stream/left_out"] == 8.0
+
+
+def test_what_a_stream_may_bring_is_compared_with_the_positions_of_the_model(
+    spurline_tiny_model: Path, corpus: str
+) -> None:
+    found = make_source(spurline_tiny_model, stream(corpus)).longest()
+    assert (found.tokens, found.setting) == (64, "data.max_length")
+
+
 def test_bad_rows_stop_the_run_or_are_left_out_wherever_they_are(spurline_tiny_model: Path, tmp_path: Path) -> None:
     lines = [json.dumps(row) for row in ROWS]
     lines[2], lines[20] = '{"text": 5}', '{"text": '
@@ -190,6 +228,21 @@ def test_settings_that_do_not_fit_a_stream_are_refused(spurline_tiny_model: Path
         make_source(spurline_tiny_model, corpus)
     with pytest.raises(ConfigError, match=r"data\.train\.0\.name is hf_stream.*Set source: stream"):
         make_source(spurline_tiny_model, stream(corpus), source="sft")
+    held_out = {"train": stream(corpus), "eval": stream(corpus, label="held out"), "max_length": 64}
+    with pytest.raises(ConfigError, match=r"data\.eval\.0\.name is hf_stream.*reads them so\. Set name: hf\."):
+        make_source(spurline_tiny_model, None, data=held_out)
+
+
+def test_a_hub_stream_that_cannot_be_reached_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub._answers.cache_clear()
+    begin = time.monotonic()
+    with pytest.raises(DataError, match="someone/rows: cannot be streamed from the Hugging Face hub"):
+        HfStream(HfStreamConfig(path="someone/rows")).open()
+    hub._answers.cache_clear()
+    assert time.monotonic() - begin < 5
 
 
 def test_a_hub_stream_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -206,7 +259,10 @@ def test_a_hub_stream_goes_on_where_it_was(tmp_path: Path) -> None:
         for _ in range(cut):
             assert reader.read() is not None
         position = json.loads(json.dumps(reader.position()))
-        again = HubReader(open_rows(), "org/rows", position)
+        # A run that ends before it reads on keeps its place all the same.
+        untouched = HubReader(open_rows(), "org/rows", position)
+        assert untouched.position() == position
+        again = HubReader(open_rows(), "org/rows", untouched.position())
         rest = []
         while (row := again.read()) is not None:
             rest.append((row.values, row.location))

@@ -73,6 +73,15 @@ def test_other_samples_are_split_only_when_told_to(tmp_path, make_tokenizer):
         assert [mask for _, mask in samples(split)] == [[0] * 4 + [1] * 4, [0] + [1] * 7, [0] + [1] * 3]
 
 
+@pytest.mark.parametrize("kind", ["sequential", "parallel"])
+def test_a_row_of_which_no_piece_has_loss_is_counted_as_left_out(tmp_path, make_tokenizer, kind):
+    # The one token with loss begins the second piece, where nothing precedes it.
+    rows = [{"input_ids": list(range(5, 14)), "prompt_length": 8}, {"input_ids": [5, 6, 7], "prompt_length": 1}]
+    made = read(tmp_path, make_tokenizer(), rows, kind=kind, max_length=8, too_long="split")
+    assert made.store.row.tolist() == [1]
+    assert made.dropped == {"no_loss_tokens_after_truncation": 1}
+
+
 SURROGATE = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "cut \\ud83d"}]}\n'
 GOOD = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "whole \\ud83d\\ude00"}]}\n'
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import local_backend, run_config, write_model_folder
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
 
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import CriticConfig, ModelConfig
@@ -16,7 +16,7 @@ from spurline.data.tokenizer import load_tokenizer, pad_token_id
 from spurline.errors import ConfigError, ModelError
 from spurline.losses.configs import KlConfig, PpoConfig, ValueLossConfig
 from spurline.model.configs import LoraConfig
-from spurline.model.memory import estimate_cache
+from spurline.model.memory import count_parameters, estimate_cache
 from spurline.optimizers.configs import AdamWConfig
 from spurline.testing.inputs import write_tiny_model
 from spurline.update.configs import ByPromptConfig
@@ -201,6 +201,13 @@ def test_memory_of_the_cache_is_that_of_keys_and_values(architecture: Path) -> N
     model = ModelConfig(path=str(architecture))
     assert estimate_cache(model, 1000, precision="fp32") == 1000 * 64 * 4
     assert estimate_cache(model, 1000, precision="bf16") == 1000 * 64 * 2
+
+
+def test_a_model_without_attention_has_an_estimate_too(tmp_path: Path) -> None:
+    MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=300, state_size=4).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), init="random")
+    assert estimate_cache(model, 100, precision="fp32") == 0
+    assert count_parameters(model) > 0
 
 
 def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) -> None:

@@ -242,3 +242,13 @@ def test_a_template_that_never_mentions_the_tools_is_refused_before_anything_is_
     task = make_task({**ROW, "messages": [{"role": "system", "content": "Be brief."}, *ROW["messages"]]})
     engine = ScriptedEngine(says(tokenizer_with("qwen3"), "42"), context=4096)
     assert run(shown.run(task, make_policy(engine, task, max_new_tokens=9))).rewards
+
+
+def test_a_message_that_the_template_leaves_out_is_found_when_prompts_are_looked_at():
+    tokenizer = tokenizer_with("qwen3")
+    without_system = "{%- set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
+    tokenizer.chat_template = without_system + tokenizer.chat_template
+    row = {"messages": [{"role": "system", "content": "Answer in French."}, *ROW["messages"]]}
+    with pytest.raises(DataError, match=r"messages\[0\] \(role system\): the chat template"):
+        make_environment(tokenizer, on_ignored="error").first_prompt(make_task(row))
+    assert make_environment(tokenizer, on_ignored="error").first_prompt(make_task(ROW))

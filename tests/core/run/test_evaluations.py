@@ -257,12 +257,65 @@ def test_a_metric_that_brings_its_own_prefix_is_refused_with_the_class_named(
         Run(third_party(sft)).train()
 
 
+def test_an_evaluation_that_returns_its_metrics_alone_is_told_what_to_return(
+    sft: Config, third_party: Callable[[Config], LoadedConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_functions.Careful, "evaluate", lambda *_: {"steps": 1.0, "more": 2.0})
+    sft["evaluations"] = {"theirs": {"name": "careful", "data": "unread.jsonl"}}
+    with pytest.raises(
+        PluginError, match=r"Careful\.evaluate returned a dict instead of two things.*`return metrics, \[\]`"
+    ):
+        Run(third_party(sft)).train()
+
+
 def test_the_best_checkpoint_may_go_by_an_evaluation_with_a_name(sft: Config) -> None:
     sft["checkpoint"] = {"keep_best": "eval/all/loss"}
     train(sft)
     best = Path(sft["run_dir"]) / "checkpoints" / "best"
     assert best.read_text().strip().startswith("step-0000000")
-    with pytest.raises(ConfigError, match="nothing is evaluated"):
+    with pytest.raises(ConfigError, match="which no evaluation measures"):
         load_config(sft | {"checkpoint": {"keep_best": "eval/none/loss"}})
     with pytest.raises(ConfigError, match="evaluates only once"):
         load_config(sft | {"checkpoint": {"keep_best": "eval/few/right"}})
+
+
+def test_a_length_that_does_not_fit_names_the_evaluation_that_asks_for_it(sft: Config) -> None:
+    sft["evaluations"]["few"]["max_new_tokens"] = 100_000
+    with pytest.raises(ConfigError, match=r"evaluations\.few\.max_new_tokens is 100,000"):
+        Run(load_config(sft)).train()
+
+
+def test_a_mistyped_best_metric_is_found_when_its_evaluation_is_first_made(sft: Config) -> None:
+    """Not only at the end, where evaluations of different rhythms are all due together."""
+    sft["evaluations"]["few"]["every_steps"] = 3
+    sft |= {"steps": 20, "checkpoint": {"keep_best": "eval/all/los"}}
+    with pytest.raises(ConfigError, match=r"is eval/all/los, .* Did you mean 'eval/all/loss'"):
+        Run(load_config(sft)).train()
+    lines = read_json_lines(Path(sft["run_dir"]) / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1]
+
+
+def test_the_best_by_a_named_evaluation_is_judged_when_that_one_is_made(sft: Config) -> None:
+    sft["evaluations"]["few"]["every_steps"] = 1
+    sft["checkpoint"] = {"keep_best": "eval/all/loss", "keep_last": 1}
+    train(sft, steps=5)
+    folder = Path(sft["run_dir"]) / "checkpoints"
+    lines = {line["step"]: line for line in read_json_lines(Path(sft["run_dir"]) / "metrics.jsonl")}
+    scores = {step: line["eval/all/loss"] for step, line in lines.items() if "eval/all/loss" in line}
+    assert sorted(scores) == [2, 4, 5]
+    assert (folder / "best").read_text() == f"step-{min(scores, key=scores.__getitem__):08d}\n"
+
+
+def test_a_metric_that_two_evaluations_measure_is_no_silent_choice(sft: Config, spurline_chat_file: Path) -> None:
+    sft["data"]["eval"] = str(spurline_chat_file)
+    rewards = {"all/loss": "exact_match"}
+    sft["evaluation"] = {"generate": {"rewards": rewards, "max_samples": 2, "max_new_tokens": 4}}
+    with pytest.raises(ConfigError, match=r"evaluations\.all measures eval/all/loss, which another"):
+        Run(load_config(sft)).train()
+
+
+@pytest.mark.parametrize("metric", ["eval/loss", "eval/al/loss"])
+def test_a_best_metric_of_no_evaluation_is_found_before_training(sft: Config, metric: str) -> None:
+    message = rf"keep_best\.metric is {metric}, which no evaluation measures: .* Names: all, few"
+    with pytest.raises(ConfigError, match=message):
+        load_config(sft | {"checkpoint": {"keep_best": metric}})

@@ -56,7 +56,8 @@ class PathSetting:
         if not isinstance(value, (str, Path)) or (place is not None and place.recorded):
             return str(value) if isinstance(value, Path) else value
         path = expanded(str(value))
-        if place is None or not self.reads:
+        # Nothing is no path, though its folder is there: the setting's own rules judge it.
+        if place is None or not self.reads or not path:
             return path
         found = _found(path, place)
         if found is not None and path in self.names:
@@ -145,3 +146,9 @@ def _ambiguous(places: list[str]) -> PydanticCustomError:
 
 def _error(problem: str) -> PydanticCustomError:
     return PydanticCustomError("path", "{problem}", {"problem": problem})
+
+
+def shown_path(path: str) -> str:
+    """A path, or what may be a hub name, as a person in the working directory writes it: short below that directory."""
+    inside = Path(path)
+    return str(inside.relative_to(Path.cwd())) if inside.is_absolute() and inside.is_relative_to(Path.cwd()) else path

@@ -24,7 +24,7 @@ from spurline.config.section import (
     Section,
     expand_shorthand,
 )
-from spurline.errors import Problem, listing
+from spurline.errors import Problem, listing, suggestion
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.dataset import DatasetConfig as DatasetConfig
@@ -205,7 +205,14 @@ class CheckpointConfig(Section):
                 "eval/loss. Choose one of these.",
             )
         name = metric.split("/")[1] if metric.count("/") > 1 else ""
-        if not run.data.eval and name not in run.evaluations:
+        if not run.data.eval and run.evaluations and name not in run.evaluations:
+            yield Problem(
+                "keep_best.metric",
+                f"is {metric}, which no evaluation measures: `data.eval` is empty, and the metrics of the others begin "
+                f"with their names.{suggestion(name, run.evaluations)} Write eval/NAME/METRIC. Names: "
+                f"{listing(run.evaluations)}.",
+            )
+        elif not run.data.eval and not run.evaluations:
             yield Problem(
                 "keep_best",
                 f"goes by {metric}, but nothing is evaluated: `data.eval` is empty. Set data.eval and "

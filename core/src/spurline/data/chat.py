@@ -76,6 +76,8 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """What data sets call the thinking of a turn."""
 SPOKEN = ("user", "assistant")
 """Roles that every template writes."""
+_CHANCE_CHARACTERS = 16
+"""Shorter words may be in a rendering by chance, as part of another message."""
 
 
 def is_doubtful(conversation: Conversation, text: str) -> bool:
@@ -86,7 +88,8 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
     for index, message in enumerate(conversation.messages):
         if message.get("tool_calls") or (index == last and any(message.get(key) for key in REASONING_KEYS)):
             return True
-        if message["role"] not in SPOKEN and message.get("content", "").strip() not in text:
+        said = message.get("content", "").strip()
+        if message["role"] not in SPOKEN and said and (len(said) < _CHANCE_CHARACTERS or said not in text):
             return True
     return False
 

@@ -198,7 +198,8 @@ class RowEncoder:
         if len(tokens) <= limit:
             return [Sample(row, tokens, mask, truncated=False, ignored=ignored)]
         if self._too_long == "split":
-            return _pieces(Sample(row, tokens, mask, truncated=False, ignored=ignored), limit)
+            pieces = _pieces(Sample(row, tokens, mask, truncated=False, ignored=ignored), limit)
+            return pieces or [Dropped(row, NO_LOSS_TOKENS_AFTER_TRUNCATION)]
         if self._too_long == "error":
             raise DataError(
                 f"{self._dataset.location(row)}: the sample has {len(tokens)} tokens, over data.max_length: {limit}. "
@@ -212,14 +213,18 @@ class RowEncoder:
 
 
 def _pieces(sample: Sample, limit: int) -> list[Sample]:
-    """A long sample as several of at most `limit` tokens, those without loss left out."""
+    """A long sample as several of at most `limit` tokens, those without loss left out.
+
+    The first alone tells what the template leaves out, so that rows are counted and not pieces.
+    """
     pieces: list[Sample] = []
     for start in range(0, len(sample.tokens), limit):
         mask = sample.loss_mask[start : start + limit].copy()
         # Nothing precedes the first token of a piece either.
         mask[:1] = 0
         if mask.any():
-            pieces.append(replace(sample, tokens=sample.tokens[start : start + limit], loss_mask=mask))
+            ignored = () if pieces else sample.ignored
+            pieces.append(replace(sample, tokens=sample.tokens[start : start + limit], loss_mask=mask, ignored=ignored))
     return pieces
 
 

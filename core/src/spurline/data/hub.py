@@ -7,6 +7,7 @@ within seconds; when it does not answer they look into the cache alone, which ta
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,26 +25,31 @@ _FOLDERS_SHOWN = 12
 def finding(key: str, source: str) -> Iterator[None]:
     """Load `source`, which the setting `key` names, without waiting for a hub that does not answer.
 
-    Raises ModelError at once for a local path that does not exist.
+    Raises ModelError at once for what can only be a local path, and does not exist.
     """
     if Path(source).is_dir():
         yield
         return
-    if is_local(source):
+    if is_path(source):
         raise ModelError(f"{key}: {describe_missing_path(source)}")
     with asked_once():
         yield
 
 
+# What it changes belongs to the whole process.
+_asking = threading.RLock()
+
+
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Inside, the hub's client looks into its cache alone, unless the hub answers now."""
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not hub_answers()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    """Inside, the hub's client looks into its cache alone, unless the hub answers now. One thread at a time."""
+    with _asking:
+        before = constants.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = before or not hub_answers()
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = before
 
 
 def hub_answers() -> bool:
@@ -60,13 +66,14 @@ def _answers(minute: int) -> bool:
     return True
 
 
-def is_local(source: str) -> bool:
-    """Whether this is meant as a path: a hub name has at most one slash, and does not begin like a path.
+def is_path(source: str) -> bool:
+    """Whether it cannot be a hub name, which has at most one slash and does not begin like a path."""
+    return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
 
-    `models/tiny` may be either; it is a path where the folder `models` has something of a similar name.
-    """
-    if source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists():
-        return True
+
+def may_be_path(source: str) -> bool:
+    """Whether a name that was not found on the hub may be a misspelled path, such as `models/tinny` beside
+    `models/tiny`."""
     parent = Path(source).parent
     return "/" in source and parent.is_dir() and suggestion(Path(source).name, _folders(parent)) != ""
 

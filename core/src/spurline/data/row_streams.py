@@ -18,6 +18,7 @@ import pyarrow.parquet
 from spurline.data.arrow_rows import data_errors, without_padding
 from spurline.data.configs import HfStreamConfig
 from spurline.data.hf_dataset import default_label
+from spurline.data.hub import asked_once
 from spurline.data.local_files import find_files, looks_local, read_json_line
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.dataset import RowReader, StreamedRow
@@ -39,7 +40,7 @@ class HfStream:
         if self._files is not None:
             return FilesReader(self._files, position)
         config = self._config
-        with data_errors(config.path, prefix="cannot be streamed from the Hugging Face hub: "):
+        with asked_once(), data_errors(config.path, prefix="cannot be streamed from the Hugging Face hub: "):
             rows = datasets.load_dataset(
                 config.path, name=config.subset, split=config.split, revision=config.revision, streaming=True
             )
@@ -170,6 +171,7 @@ class HubReader:
     def __init__(self, rows: datasets.IterableDataset, name: str, position: Mapping[str, Any] | None) -> None:
         self._table, self._name = rows, name
         self._row = int(position["row"]) if position else 0
+        self._begun_at = position
         if position:
             # Kept as text: the library's own state may hold what the checkpoint's format has no word for.
             self._table.load_state_dict(json.loads(position["state"]))
@@ -180,10 +182,13 @@ class HubReader:
             values = next(self._rows, None)
         if values is None:
             return None
-        self._row += 1
+        self._row, self._begun_at = self._row + 1, None
         return StreamedRow(without_padding(dict(values)), f"{self._name} row {self._row - 1}")
 
     def position(self) -> dict[str, Any]:
+        if self._begun_at is not None:
+            # Until a row is read the library says that it is at the beginning, whatever it has loaded.
+            return dict(self._begun_at)
         return {"row": self._row, "state": json.dumps(self._table.state_dict())}
 
     def close(self) -> None:

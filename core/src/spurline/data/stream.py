@@ -24,17 +24,18 @@ from spurline.data.tokenizer import pad_token_id
 from spurline.errors import DataError
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig, RowReader, StreamedDataset, StreamedRow
-from spurline.protocols.source import BatchSource, SourceContext
+from spurline.protocols.source import BatchSource, Longest, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenized
 
 
 class _Window:
-    """The rows of one stream that are in the block, as a dataset."""
+    """The rows of one stream that are in the block, as a dataset. numbers: of each row in its stream."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.rows: list[StreamedRow] = []
+        self.numbers: list[int] = []
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,22 +61,25 @@ class _Cursor:
         self._reader: RowReader = stream.open()
         self.passes = self.row = 0
 
-    def take(self, limit: int) -> list[StreamedRow]:
-        """The next rows: up to `limit`, fewer where a pass ends. Raises DataError when there is no row at all."""
-        rows: list[StreamedRow] = []
-        while len(rows) < limit:
+    def fill(self, window: _Window, limit: int, *, within_pass: bool) -> None:
+        """Put the next `limit` rows into the window. Raises DataError when there is no row at all.
+
+        within_pass: stop with fewer where a pass ends.
+        """
+        window.rows, window.numbers = [], []
+        while len(window) < limit:
             row = self._reader.read()
             if row is not None:
-                rows.append(row)
+                window.rows.append(row)
+                window.numbers.append(self.row)
+                self.row += 1
                 continue
-            if rows:
-                break
             if self.row == 0:
                 raise DataError(f"{self._stream.label}: has no rows.")
+            if within_pass and len(window):
+                break
             self.close()
             self._reader, self.row, self.passes = self._stream.open(), 0, self.passes + 1
-        self.row += len(rows)
-        return rows
 
     def state(self) -> dict[str, Any]:
         return {"passes": self.passes, "row": self.row, "position": self._reader.position()}
@@ -92,7 +96,8 @@ class _Cursor:
 @dataclass(frozen=True)
 class _Block:
     """Samples in the order in which they are trained on. number: counted from 0. begin: where the streams were before
-    it. passes: of the first stream, completed when it is used up. left_out: rows without a sample so far."""
+    it. passes: of the first stream, completed when it is used up. left_out: rows without a sample, up to its end.
+    left_out_before: those before it."""
 
     number: int
     begin: Sequence[Mapping[str, Any]]
@@ -100,6 +105,7 @@ class _Block:
     order: NDArray[np.int64]
     passes: int
     left_out: int
+    left_out_before: int
 
     @property
     def store(self) -> TokenStore:
@@ -143,18 +149,18 @@ class _Blocks:
         for window, cursor, share in zip(self._windows, self.cursors, self._weights, strict=True):
             # So many that all blocks together keep the weights.
             rows = int((number + 1) * self._size * share) - int(number * self._size * share)
-            window.rows = cursor.take(rows) if rows else []
+            # One stream alone has no share to keep, and its passes stay apart.
+            cursor.fill(window, rows, within_pass=len(self.cursors) == 1)
         tokenized = self._tokenize()
-        first_rows = np.array(
-            [cursor.row - len(window) for cursor, window in zip(self.cursors, self._windows, strict=True)]
-        )
         store = tokenized.store
-        store = replace(store, row=store.row + first_rows[store.source])
+        places = zip(store.source.tolist(), store.row.tolist(), strict=True)
+        numbers = [self._windows[source].numbers[row] for source, row in places]
+        store = replace(store, row=np.array(numbers, np.int64))
         order = np.arange(len(store), dtype=np.int64)
         if self._shuffles:
             order = permutation(len(store), self._run.seed, number)
-        left_out += sum(tokenized.dropped.values())
-        return _Block(number, begin, replace(tokenized, store=store), order, self.cursors[0].passes, left_out)
+        after = left_out + sum(tokenized.dropped.values())
+        return _Block(number, begin, replace(tokenized, store=store), order, self.cursors[0].passes, after, left_out)
 
     def _tokenize(self) -> Tokenized:
         collector = SampleCollector(self._sources)
@@ -191,12 +197,17 @@ class StreamSource(BatchSource):
         )
         # Mistakes in the first rows are found before any weight is loaded.
         self._block = self._blocks.read(0, 0)
-        self._left_out_before = self._taken = self._step = 0
+        self._max_length = run.data.max_length
+        self._taken = self._step = 0
         note = f"read as a stream; these are the first {len(self._block.store):,} samples"
         self._facts = summarize(replace(self._block.tokenized, notes=(note,)))
 
     def summary(self) -> Mapping[str, object]:
         return self._facts
+
+    def longest(self) -> Longest:
+        # Nobody knows what is still to come, so what may come counts.
+        return Longest(self._max_length, "samples of the stream", "data.max_length")
 
     def build(self, step: int) -> TrainingBatch:
         assert step == self._step + 1, f"step {step} was asked for after step {self._step}"
@@ -220,7 +231,7 @@ class StreamSource(BatchSource):
             "step": self._step,
             "block": self._block.number,
             "taken": self._taken,
-            "left_out": self._left_out_before,
+            "left_out": self._block.left_out_before,
             "begin": [dict(place) for place in self._block.begin],
             "data": self._block.store.fingerprint,
         }
@@ -228,8 +239,7 @@ class StreamSource(BatchSource):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         for cursor, place in zip(self._blocks.cursors, cast("list[Mapping[str, Any]]", state["begin"]), strict=True):
             cursor.restore(place)
-        self._left_out_before = cast("int", state["left_out"])
-        self._block = self._blocks.read(cast("int", state["block"]), self._left_out_before)
+        self._block = self._blocks.read(cast("int", state["block"]), cast("int", state["left_out"]))
         refuse_other_data(
             state,
             self._block.store.fingerprint,
@@ -245,8 +255,7 @@ class StreamSource(BatchSource):
     def _next_index(self) -> int:
         """The next sample's place in the store of the current block, which may be a new one."""
         if self._taken == len(self._block.order):
-            self._left_out_before = self._block.left_out
-            self._block = self._blocks.read(self._block.number + 1, self._left_out_before)
+            self._block = self._blocks.read(self._block.number + 1, self._block.left_out)
             self._taken = 0
         self._taken += 1
         return int(self._block.order[self._taken - 1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spurline.config.run_config import CHAT_TEMPLATES, ModelConfig
-from spurline.data.hub import describe_missing_path, describe_unfound, finding, is_local
+from spurline.data.hub import describe_missing_path, describe_unfound, finding, is_path, may_be_path
 from spurline.errors import ModelError, listing, suggestion
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -115,6 +115,7 @@ def describe_missing(key: str, source: str, what: str, error: Exception, trust_r
             f"{key}: {source} needs Python code from its repository. Read that code, then set "
             "model.trust_remote_code: true."
         )
-    if is_local(source):
+    if is_path(source):
         return f"{key}: {describe_missing_path(source)}"
-    return f"{key}: {describe_unfound(source, what, reason)}"
+    either = f"\nIf it is a path: {describe_missing_path(source)}" if may_be_path(source) else ""
+    return f"{key}: {describe_unfound(source, what, reason)}{either}"

@@ -35,6 +35,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         datasets: Sequence[DatasetToTokenize] | None = None,
     ) -> None:
         self._config = config
+        self._where = context.where
         self._tokenizer = context.run.tokenizer
         self._datasets = _rows(config, context) if datasets is None else datasets
         data = context.run.config.data
@@ -62,7 +63,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         longest = max(lengths)
         where = f"prompt {lengths.index(longest)} of the held-out data"
         tokens = longest + self._config.max_new_tokens
-        return Longest(tokens, where, "evaluation.generate.max_new_tokens", prompt_tokens=longest)
+        return Longest(tokens, where, f"{self._where}.max_new_tokens", prompt_tokens=longest)
 
     def fingerprint(self) -> str:
         return fingerprint_of([source.dataset.fingerprint() for source in self._datasets])

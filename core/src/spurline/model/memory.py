@@ -85,8 +85,13 @@ def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[s
 
 
 def _cached_per_token(config: PretrainedConfig) -> int:
-    """Keys and values of all layers; more than there are where layers look back over a window only."""
-    heads = int(config.num_attention_heads)
+    """Keys and values of all layers; more than there are where layers look back over a window only.
+
+    0 for a model without heads of attention, which keeps none.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
     key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * int(config.num_hidden_layers) * key_heads * head_size

@@ -27,6 +27,7 @@ class HookCalls:
     def __init__(self) -> None:
         self._plugins: list[str] = []
         self._added: dict[str, tuple[str, float]] = {}
+        self._known: set[str] = set()
 
     @property
     def plugin(self) -> str | None:
@@ -35,6 +36,7 @@ class HookCalls:
 
     def named(self, function: Callable[..., Any], plugin: str, hook: str, *, wrapper: bool) -> Callable[..., Any]:
         """The implementation of a hook, with the plugin's name on what it raises."""
+        self._known.add(plugin)
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
@@ -55,7 +57,9 @@ class HookCalls:
             except BaseException as error:  # noqa: BLE001 - handed on to the wrapper, as pluggy would
                 raised = error
             with self._calling(function, plugin, hook, passing=raised):
-                result = _finish(wrapping, inner, raised)
+                # A copy for each wrapper, so that what one changes in place is seen.
+                given = dict(inner) if hook == TRAIN_STEP and inner is not None else inner
+                result = _finish(wrapping, given, raised)
                 if hook == TRAIN_STEP:
                     self._check_metrics(plugin, inner, result)
                 return result
@@ -112,7 +116,24 @@ class HookCalls:
                 )
         for name, value in metrics.items():
             if name not in before:
-                self._added[_checked_name(name, plugin)] = (plugin, _checked_number(name, value))
+                self._added[self._checked_name(name, plugin)] = (plugin, _checked_number(name, value))
+
+    def _checked_name(self, name: object, plugin: str) -> str:
+        if not isinstance(name, str) or not name:
+            raise PluginError(
+                f"its wrapper named a metric {_shown(name)}. Names are texts, such as '{plugin}/seconds'."
+            )
+        if name in _OF_THE_LOOP:
+            raise PluginError(
+                f"its wrapper gave the metric '{name}', which the loop gives itself. Call it '{plugin}/{name}', say."
+            )
+        owner, slash, rest = name.partition("/")
+        if slash and owner != plugin and owner in self._known:
+            raise PluginError(
+                f"its wrapper gave the metric '{name}', and names that begin with '{owner}/' are for plugin '{owner}'. "
+                f"Call it '{plugin}/{rest}', say."
+            )
+        return name
 
 
 def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseException | None) -> object:
@@ -126,16 +147,6 @@ def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseExce
         return end.value
     wrapping.close()
     raise PluginError("a wrapper yields once, and this one did so again. Remove the second `yield`.")
-
-
-def _checked_name(name: object, plugin: str) -> str:
-    if not isinstance(name, str) or not name:
-        raise PluginError(f"its wrapper named a metric {_shown(name)}. Names are texts, such as '{plugin}/seconds'.")
-    if name in _OF_THE_LOOP:
-        raise PluginError(
-            f"its wrapper gave the metric '{name}', which the loop gives itself. Call it '{plugin}/{name}', say."
-        )
-    return name
 
 
 def _checked_number(name: object, value: object) -> float:

@@ -7,10 +7,12 @@ imports torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import PluginError, SpurlineError, listing, misspelling, suggestion
@@ -149,7 +151,16 @@ class Registry:
     def create(self, kind: str, config: ComponentConfig, **dependencies: Any) -> Any:
         """Build the component that `config.name` selects, passing what its protocol's docstring lists under Factory."""
         entry = self.get(kind, config.name)
-        return resolve(entry.factory, f"{kind} '{entry.name}' of {entry.distribution}")(config, **dependencies)
+        what = f"{kind} '{entry.name}' of {entry.distribution}"
+        made = resolve(entry.factory, what)(config, **dependencies)
+        protocol = KINDS[kind]
+        lacking = [name for name in _attributes(resolve(protocol, kind)) if not hasattr(made, name)]
+        if lacking:
+            raise PluginError(
+                f"The {what}, made by '{entry.factory}', has no attribute {listing(lacking)}. Set what "
+                f"{protocol.replace(':', '.')} asks for; help() of that class says what it is."
+            )
+        return made
 
 
 class ComponentRegistrar:
@@ -199,6 +210,13 @@ class ComponentRegistrar:
                 config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
             )
         )
+
+
+@functools.cache
+def _attributes(protocol: Callable[..., Any]) -> list[str]:
+    """Attributes that a Protocol or base class asks for and gives no value. A kind may have several sets of methods."""
+    names = {name for base in inspect.getmro(cast("type", protocol)) for name in inspect.get_annotations(base)}
+    return sorted(name for name in names if not hasattr(protocol, name))
 
 
 def resolve(reference: str, what: str) -> Callable[..., Any]:

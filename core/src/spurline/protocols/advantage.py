@@ -15,10 +15,12 @@ class Advantage(Protocol):
     """Set `advantages` on every turn of scored groups.
 
     Factory: `Class(config)`. Pure; numpy only.
+
+    needs: fields of a turn that must be set besides `rewards`: `values` for algorithms with a critic, else
+    `frozenset()`.
     """
 
     needs: frozenset[str]
-    """Fields of a turn that must be set besides `rewards`: `values` for algorithms with a critic."""
 
     def advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The same groups, in the same order, with `advantages` float32 per response token.

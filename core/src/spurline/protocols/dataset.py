@@ -24,10 +24,11 @@ class DatasetConfig(ComponentConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.streams and not (run.source.reads_streams and self in run.data.train):
+            fix = "Set source: stream, or name: hf." if self in run.data.train else "Set name: hf."
             yield Problem(
                 "name",
                 f"is {self.name}, whose rows come one after another; only data.train with source: stream reads them "
-                "so. Set source: stream, or name: hf.",
+                f"so. {fix}",
             )
 
     format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized", "text"] = "auto"
@@ -38,7 +39,8 @@ class DatasetConfig(ComponentConfig):
     append_eos: bool = True
     """Format `text`: end each row's text with the end-of-sequence token, which has loss."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn."""
+    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn. Of a
+    stream, which has no epochs: its share of all rows beside the other weights."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at the first malformed row, or leave it out and count it."""
     label: str | None = None
@@ -64,10 +66,11 @@ class Dataset(Protocol):
     Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found or read. May open
     rows late: `label` and `fingerprint` are all that is asked for when the tokens are in a cache. A dataset that can
     be pickled is tokenized by several processes.
+
+    label: short name used in uids and reports.
     """
 
     label: str
-    """Short name used in uids and reports."""
 
     def __len__(self) -> int:
         """Number of rows after `split` was applied."""
@@ -114,10 +117,11 @@ class StreamedDataset(Protocol):
     """Rows in order, for data that is too large to be looked at twice. Its config says `streams = True`.
 
     Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found.
+
+    label: short name used in uids and reports.
     """
 
     label: str
-    """Short name used in uids and reports."""
 
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
         """A reader at the first row, or at a position that a reader told."""

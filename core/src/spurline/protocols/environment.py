@@ -51,11 +51,13 @@ class Task:
 
 
 class PolicyHandle(Protocol):
-    """What an environment talks to: tokens in, tokens out. One handle per attempt; it remembers every turn."""
+    """What an environment talks to: tokens in, tokens out. One handle per attempt; it remembers every turn.
+
+    sampling: what the run's config says; change limits and stops with `dataclasses.replace`. In training, temperature,
+    top_p and top_k must stay: the trainer recomputes logprobs of the configured distribution (PluginError otherwise).
+    """
 
     sampling: Sampling
-    """What the run's config says; change limits and stops with `dataclasses.replace`. In training, temperature, top_p
-    and top_k must stay: the trainer recomputes logprobs of the configured distribution (PluginError otherwise)."""
 
     @property
     def turns(self) -> tuple[Turn, ...]:

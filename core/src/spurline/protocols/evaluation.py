@@ -62,11 +62,13 @@ class EvaluationContext:
     """What an evaluation may build on.
 
     run: config, plugins, tokenizer and layout, as for sources. source: of the run, not started yet. loss: of the run.
+    where: key path of its settings, `evaluations.NAME`, for messages.
     """
 
     run: SourceContext
     source: BatchSource
     loss: Loss
+    where: str = "evaluation.generate"
 
 
 class HeldOutEvaluation(ABC):
@@ -74,10 +76,12 @@ class HeldOutEvaluation(ABC):
 
     Factory: `Class(config, context=EvaluationContext)`. It reads its data there, and starts nothing. One that a source
     makes itself for `data.eval`, in `BatchSource.evaluation`, is built as the source likes.
+
+    measures_copies: whether it asks engines with weights of their own, so that weights swapped in the backend would not
+    count.
     """
 
     measures_copies: bool = False
-    """Whether it asks engines with weights of their own, so that weights swapped in the backend would not count."""
 
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:

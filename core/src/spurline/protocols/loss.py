@@ -37,10 +37,11 @@ class Loss(Protocol):
     Factory: `Class(config)`. Pure and device-free: tensors in, tensors out, on whatever device they are.
     A token's loss may depend on its own segment only, so that gradients do not depend on how rows were cut; a loss that
     needs `pair_ids` also on the other answer of its pair, which the source keeps in the same unit.
+
+    needs: what must be provided besides `logprobs`: column names, and `entropy`.
     """
 
     needs: frozenset[str]
-    """What must be provided besides `logprobs`: column names, and `entropy`."""
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
         """[N] losses; the backend sums weight * loss over the step and divides by the step's normaliser."""

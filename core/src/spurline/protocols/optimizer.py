@@ -87,10 +87,11 @@ class Optimizer(Protocol):
     A checkpoint holds `state` by parameter name (tensors, numbers, texts and None, bit for bit, without pickle), and
     those values of the parameter groups that changed since the optimizer was made. Other state is refused when the
     first checkpoint is written.
+
+    param_groups: parameters under `params`, and their settings. The run sets `lr` before each step, as `schedule` says.
     """
 
     param_groups: list[dict[str, Any]]
-    """Parameters under `params`, and their settings. The run sets `lr` before each step, as `schedule` says."""
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:

@@ -47,10 +47,11 @@ class ReportPanel(Protocol):
     """Draw one section of the report.
 
     Factory: `Class(config)`.
+
+    title: heading above the panel.
     """
 
     title: str
-    """Heading above the panel."""
 
     def render(self, record: RunRecord) -> str | None:
         """An HTML fragment, self-contained but for plotly.js, or None when this run has nothing to show here."""

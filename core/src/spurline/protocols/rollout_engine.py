@@ -186,19 +186,20 @@ class TakesWeights(ABC):
     failure on the way raises RunFailedError and leaves an engine that generates no further token.
 
     What has a default here is for an engine that takes long to start, consists of several, or starts some anew.
+
+    transports: those whose buckets it reads, the best one first.
+    num_workers: processes that hold weights: those that a transport with a group of ranks has to reach.
+    engines_started: members started so far; when it has risen, some of the workers are others than before.
+    longest_start_s: seconds that `start` and `wait_for_one` may take by the engine's own limits.
+    on_awaiting_weights: called on the event loop when a member has been started and awaits weights; then look at
+    `awaiting_weights`, and publish to them from the thread that owns the backend.
     """
 
     transports: Sequence[str]
-    """Transports whose buckets it reads, the best one first."""
     num_workers: int = 1
-    """Processes that hold weights: those that a transport with a group of ranks has to reach."""
     engines_started: int = 0
-    """Members started so far; when it has risen, some of the workers are others than before."""
     longest_start_s: float = 0.0
-    """Seconds that `start` and `wait_for_one` may take by the engine's own limits."""
     on_awaiting_weights: Callable[[], None] | None = None
-    """Called on the event loop when a member has been started and awaits weights; then look at `awaiting_weights`, and
-    publish to them from the thread that owns the backend."""
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:

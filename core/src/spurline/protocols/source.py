@@ -77,6 +77,11 @@ class SourceConfig(ComponentConfig):
         return None
 
     @property
+    def carried(self) -> Collection[str]:
+        """Columns of the data's rows that its batches and groups have, for losses and advantages that read one."""
+        return ()
+
+    @property
     def reward_terms(self) -> Collection[str] | None:
         """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
         return None
@@ -159,8 +164,16 @@ class DecoratedSourceConfig(SourceConfig):
         return self.of.supplies
 
     @property
+    def makes_attempts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.makes_attempts
+
+    @property
     def reads_streams(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.of.reads_streams
+
+    @property
+    def carried(self) -> Collection[str]:
+        return self.of.carried
 
     @property
     def reward_terms(self) -> Collection[str] | None:
@@ -227,19 +240,19 @@ class BatchSource(ABC):
     Factory: `Class(config, context=SourceContext)`. It reads its data there, but starts nothing.
     A source with state between steps also implements `Stateful`; its state may hold a fingerprint of the data, so that
     a resume on other data is refused (`refuse_other_data`).
+
+    total_steps: loop steps of the whole run; every source sets it.
+    pure: True when `build(step)` is a pure function of (config, step) and changes no state, so that it may run ahead on
+    another thread.
+    reads_only_data: True when `build` needs no weights, though steps must be asked for in order: `spurline plan` builds
+    the first.
+    records: names of what it writes in the run directory; set aside with the metrics when a run begins again.
     """
 
     total_steps: int
-    """Loop steps of the whole run."""
-
     records: tuple[str, ...] = ()
-    """Names of what it writes in the run directory; set aside with the metrics when a run begins again."""
-
     pure: bool = False
-    """True when `build(step)` is a pure function of (config, step), so that it may run ahead on another thread."""
-
     reads_only_data: bool = False
-    """True when `build` needs no weights, though steps must be asked for in order: `spurline plan` builds the first."""
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:
@@ -293,15 +306,18 @@ class BatchSource(ABC):
 class DecoratedSource(BatchSource):
     """A source around another one, `inner`, which answers all that a subclass does not override; most override `build`.
 
-    Its state is the inner source's; one with a state of its own keeps both.
+    Its state is the inner source's. One with a state of its own overrides `state_dict` and `load_state_dict` and keeps
+    both; then it is not `pure`, since batches built ahead would be in the checkpoint.
     """
 
     def __init__(self, config: DecoratedSourceConfig, context: SourceContext) -> None:
         self.inner: BatchSource = context.host.registry.create("source", config.of, context=context)
         self.total_steps = self.inner.total_steps
-        self.pure = self.inner.pure
+        keeps_state = type(self).state_dict is not DecoratedSource.state_dict
+        self.pure = self.inner.pure and not keeps_state
         self.records = self.inner.records
-        self.reads_only_data = self.inner.reads_only_data
+        # What a pure source builds needs no weights, nor does what a decorator with state makes of it.
+        self.reads_only_data = self.inner.reads_only_data or self.inner.pure
 
     def summary(self) -> Mapping[str, object]:
         return self.inner.summary()
@@ -329,6 +345,16 @@ class DecoratedSource(BatchSource):
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
         return self.inner.held_out(datasets)
+
+    @property
+    def generates_with_copies(self) -> bool:
+        """See `spurline.rl.held_out.MakesAttempts`."""
+        return bool(getattr(self.inner, "generates_with_copies", False))
+
+    def make_attempts(self, prompts: Sequence[Any], held_out: Any) -> Sequence[Any]:
+        """See `spurline.rl.held_out.MakesAttempts`. Asked only where the inner config says that it makes any."""
+        inner: Any = self.inner
+        return inner.make_attempts(prompts, held_out)
 
     def given_up(self) -> Sequence[str]:
         return self.inner.given_up()

@@ -40,14 +40,15 @@ class WeightSync(Protocol):
     """Publish weights; the transport decides who sends to whom.
 
     Factory: `Class(config, run=RunConfig)`.
+
+    transport: name of the buckets it makes; every engine's `transports` must have it.
+    timeout_s: seconds that one publish may take.
+    waits_for: what a publish under way waits for, in words. May be read on any thread.
     """
 
     transport: str
-    """Name of the buckets it makes; every engine's `transports` must have it."""
     timeout_s: float
-    """Seconds that one publish may take."""
     waits_for: str
-    """What a publish under way waits for, in words. May be read on any thread."""
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         """Return when every engine generates with this version.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.paths import shown_path
 from spurline.config.section import ComponentConfig
 from spurline.errors import RunFailedError
 from spurline.files import replace_file
@@ -120,8 +121,9 @@ def _facts(config: Any) -> list[str]:
     data = setting(config, "data", "train")
     entries = data if isinstance(data, (list, tuple)) else []
     names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
-    data_name = " + ".join(str(name) for name in names if name)
-    found = [setting(config, "model", "path"), data_name, setting(config, "loss", "name")]
+    data_name = " + ".join(shown_path(str(name)) for name in names if name)
+    model = setting(config, "model", "path")
+    found = [shown_path(str(model)) if model else None, data_name, setting(config, "loss", "name")]
     return [str(fact) for fact in [*found, setting(config, "backend", "name")] if fact]
 
 

@@ -304,6 +304,10 @@ class PromptSourceConfig(SourceConfig):
             )
 
     @property
+    def carried(self) -> Collection[str]:
+        return self.carry
+
+    @property
     def reward_terms(self) -> Collection[str] | None:
         return self.environment.reward_terms
 

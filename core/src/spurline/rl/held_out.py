@@ -121,7 +121,7 @@ class RolloutsEvaluation(AttemptsEvaluation):
         source = context.source
         assert isinstance(source, MakesAttempts), f"{type(source).__name__} makes no attempts, whatever its config says"
         prompts = open_held_out(config.data, context.run)
-        super().__init__(config, prompts, source, f"the evaluation '{config.name}': ")
+        super().__init__(config, prompts, source, f"{context.where}.")
 
 
 def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:

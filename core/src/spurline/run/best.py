@@ -6,7 +6,7 @@ step is the best, and what the next manifest says. It writes nothing; `spurline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from spurline.config.run_config import KeepBestConfig
@@ -46,17 +46,16 @@ class BestSoFar:
         """Whether the evaluation of its metric has the same fingerprint, by `eval` or `eval/NAME`, as before."""
         if self._config is None:
             return True
-        of_metric = self._config.metric.rpartition("/")[0]
-        label = next((label for label in sorted(now, reverse=True) if f"{of_metric}/".startswith(f"{label}/")), "eval")
+        label = _label_of(self._config.metric, now)
         return before.get(label) == now.get(label)
 
-    def observe(self, step: int, scores: Mapping[str, float], *, are_all: bool = True) -> None:
-        """Look at the evaluations of a step. are_all: whether every evaluation of the run is among them.
+    def observe(self, step: int, scores: Mapping[str, float], labels: Collection[str], every: Collection[str]) -> None:
+        """Look at the evaluations of a step. labels: theirs. every: those of all evaluations of the run.
 
-        Raises ConfigError naming the metrics there are when they have not the chosen one.
+        Raises ConfigError naming the metrics there are when the evaluation of the chosen one does not measure it.
         """
         config = self._config
-        if config is None or (config.metric not in scores and not are_all):
+        if config is None or _label_of(config.metric, every) not in labels:
             return
         if config.metric not in scores:
             raise ConfigError.at(
@@ -79,3 +78,8 @@ class BestSoFar:
             "step": self.step,
             "value": self.value,
         }
+
+
+def _label_of(metric: str, labels: Collection[str]) -> str:
+    """Which of the evaluations, by `eval` or `eval/NAME`, measures this metric: the one of the longest label."""
+    return next((label for label in sorted(labels, reverse=True) if metric.startswith(f"{label}/")), "eval")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,14 @@ from spurline.update.update import Recipe, Update
 
 
 @dataclass(frozen=True)
+class Done:
+    """What a run has behind it where it begins. updates: optimizer steps by role; None where nobody counted them."""
+
+    step: int = 0
+    updates: Mapping[Role, int] | None = None
+
+
+@dataclass(frozen=True)
 class DataComponents:
     """What is built before any weight is loaded."""
 
@@ -35,10 +44,11 @@ class DataComponents:
     evaluations: tuple[ScheduledEvaluation, ...]
     """That of `data.eval` first, if there is one."""
 
-    @property
-    def total_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.source.total_steps * self.minibatches.steps_per_batch()
+    def total_updates(self, done: Done = Done()) -> int:
+        """Optimizer steps of the policy in the whole run, as many of them as there were in the steps done."""
+        per_step = self.minibatches.steps_per_batch()
+        before = done.step * per_step if done.updates is None else done.updates["policy"]
+        return before + max(0, self.source.total_steps - done.step) * per_step
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,9 @@ def build_data(
     )
 
 
-def build_components(loaded: LoadedConfig, stack: ExitStack, progress: Progress = silent) -> Components:
+def build_components(
+    loaded: LoadedConfig, stack: ExitStack, progress: Progress = silent, done: Done = Done()
+) -> Components:
     """All components; the stack closes them in reverse order. progress: told what takes time."""
     trackers = build_trackers(loaded)
     data = build_data(loaded, stack, progress=progress)
@@ -86,7 +98,7 @@ def build_components(loaded: LoadedConfig, stack: ExitStack, progress: Progress 
         *loaded.config.schedule.notes(data.total_updates),
     ]
     progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")
-    backend = build_backend(loaded, stack, data.total_updates)
+    backend = build_backend(loaded, stack, data.total_updates(done))
     facts = backend.facts()
     if "parameters" in facts:
         progress(f"{describe_count(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
@@ -103,7 +115,7 @@ def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) ->
     return backend
 
 
-def build_update(components: Components, loaded: LoadedConfig) -> Update:
+def build_update(components: Components, loaded: LoadedConfig, done: Done = Done()) -> Update:
     """What trains on each batch."""
     config, registry, data = loaded.config, loaded.host.registry, components.data
     policy = Recipe(
@@ -123,7 +135,10 @@ def build_update(components: Components, loaded: LoadedConfig) -> Update:
     def stepped(update: int, role: Role) -> None:
         loaded.host.hooks.on_optimizer_step(update=update, role=role)
 
-    return Update(components.backend, policy, critic, stepped)
+    counted: dict[Role, int] = {"policy": done.step * policy.minibatches.steps_per_batch()}
+    if critic is not None:
+        counted["critic"] = done.step * critic.minibatches.steps_per_batch()
+    return Update(components.backend, policy, critic, stepped, done.updates or counted)
 
 
 def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
@@ -133,7 +148,8 @@ def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
     """
     chosen = {config.name: config for config in loaded.config.trackers}
     always = {config.name: config for config in (JsonlTrackerConfig(), ConsoleTrackerConfig())}
-    configs = {name: config for name, config in always.items() if name not in chosen} | chosen
+    # In this order also where the config lists them: the terminal reads back what the file's tracker has cut back.
+    configs = always | chosen
     return {name: loaded.host.registry.create("tracker", config) for name, config in configs.items()}
 
 

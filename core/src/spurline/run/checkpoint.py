@@ -89,9 +89,12 @@ class CheckpointStore:
             write_json(temporary / MANIFEST, manifest)
             for folder in (entry for entry in entries if entry.is_dir()):
                 sync_file(folder)
-            if final.exists():
-                self._remove(final)
+            # An earlier one of this step goes out of the way once the new one is whole, and is deleted when that is in
+            # place: it may be the only checkpoint there is.
+            replaced = self._put_away(final) if final.exists() else None
             temporary.rename(final)
+            if replaced is not None:
+                shutil.rmtree(replaced)
             sync_file(self.root)
             write_text(self.root / LATEST, final.name + "\n")
             self.point_to_best(best)
@@ -122,9 +125,10 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         # Renamed first: a kill during the deletion must not leave half a checkpoint under its name.
-        doomed = path.with_name(f".removing-{path.name}-{os.getpid()}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(self._put_away(path))
+
+    def _put_away(self, path: Path) -> Path:
+        return path.rename(path.with_name(f".removing-{path.name}-{os.getpid()}"))
 
     def clean(self) -> None:
         """Remove what killed processes left half written or half removed."""

@@ -7,13 +7,13 @@ has of its own for that data; the rest of a run knows only a list of scheduled e
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import PluginError
+from spurline.errors import ConfigError, PluginError
 from spurline.evaluation.answers import AnswersEvaluation
 from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
 from spurline.evaluation.loss import LossEvaluation
@@ -43,7 +43,13 @@ class ScheduledEvaluation:
         marked with the name if there is one."""
         prefix = f"{root}/{self.name}/" if self.name else f"{root}/"
         begin = time.perf_counter()
-        metrics, samples = self.held_out.evaluate(backend)
+        measured: object = self.held_out.evaluate(backend)
+        if not (isinstance(measured, tuple) and len(measured) == 2 and isinstance(measured[0], Mapping)):
+            raise PluginError(
+                f"{type(self.held_out).__name__}.evaluate returned a {type(measured).__name__} instead of two things, "
+                "metrics by name and a list of sample answers. End it with `return metrics, []` when it has no answers."
+            )
+        metrics, samples = measured
         for name in metrics:
             if name.startswith("eval/"):
                 raise PluginError(
@@ -103,8 +109,28 @@ def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[Sch
         own = context.source.evaluation()
         add("", config.evaluation.every_steps, DataEvaluation(config, context) if own is None else own)
     for name, settings in config.evaluations.items():
-        add(name, settings.every_steps, registry.create("evaluation", settings, context=context))
+        here = replace(context, where=f"evaluations.{name}")
+        add(name, settings.every_steps, registry.create("evaluation", settings, context=here))
     return tuple(built)
+
+
+def run_all(
+    evaluations: Iterable[ScheduledEvaluation], backend: Backend
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics and sample answers of all of them. Raises ConfigError for a metric that two of them measure."""
+    scores: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+    for evaluation in evaluations:
+        found, answers = evaluation.run(backend)
+        if taken := sorted(scores.keys() & found.keys()):
+            raise ConfigError.at(
+                f"evaluations.{evaluation.name}",
+                f"measures {taken[0]}, which another evaluation measures too. Rename this one, or the reward of that "
+                "name.",
+            )
+        scores |= found
+        samples += answers
+    return scores, samples
 
 
 def fingerprints(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.paths import shown_path
 from spurline.config.run_config import ReductionConfig
 from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
@@ -106,8 +107,9 @@ def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Mo
     adapted = "adapters of " if config.backend.trains_adapters else ""
     amount = "" if data is None else _amount(data)
     return (
-        f"Train {adapted}{config.model.path}{size} with source '{config.source.name}' and loss '{config.loss.name}'"
-        f"{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report go to {config.run_dir}."
+        f"Train {adapted}{shown_path(config.model.path)}{size} with source '{config.source.name}' and loss "
+        f"'{config.loss.name}'{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report "
+        f"go to {config.run_dir}."
     )
 
 
@@ -163,7 +165,9 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     epochs = source.epoch(source.total_steps)
     facts = source.summary()
     step_of = facts.get("step_of", f"{config.batch_size} samples")
-    lines = [f"{source.total_steps:,} steps of {step_of}, {data.total_updates:,} optimizer steps, {epochs:.2f} epochs"]
+    lines = [
+        f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, {epochs:.2f} epochs"
+    ]
     per_epoch, per_step = facts.get("samples_per_epoch"), facts.get("samples_per_step", config.batch_size)
     if isinstance(per_epoch, int) and isinstance(per_step, int):
         beyond = (source.total_steps * per_step) % per_epoch
@@ -185,7 +189,7 @@ def _batches_and_memory(plan: Plan, loaded: LoadedConfig, data: DataComponents, 
     longest = data.source.longest()
     prompt = 0 if longest is None else longest.prompt_tokens or 0
     update = source.largest_update(config, prompt, model.context)
-    plan.sections["batches"] = ["made by rollouts; their shapes are known when the run generates"]
+    plan.sections["batches"] = [f"made by the source '{source.name}' as it trains; their shapes are known then"]
     if update is None:
         _memory(plan, loaded, 0, 0, {})
         return
@@ -243,5 +247,5 @@ def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int, gene
     if generation:
         total += ", as an update and generating take turns"
     if not tokens:
-        total += ", to which come activations, logits and generation, whose size depends on how long rollouts get"
+        total += ", to which come activations and logits, whose size depends on the batches"
     plan.sections["memory (estimate)"] = [*lines, total]

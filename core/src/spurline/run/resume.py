@@ -13,9 +13,10 @@ from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
+from spurline.protocols.backend import Role
 from spurline.protocols.stateful import Stateful
 from spurline.run.best import BestSoFar
-from spurline.run.build import Components
+from spurline.run.build import Components, Done
 from spurline.run.changes import PermittedChanges, ResumeRequest
 from spurline.run.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, read_state, write_state
 from spurline.run.directory import RunDirectory
@@ -39,6 +40,14 @@ class Resume:
     def pending(self) -> Mapping[str, float] | None:
         """Metrics of the checkpoint's step when its evaluation failed and is still to come, else None."""
         return None if self.checkpoint is None else self.checkpoint.manifest.get("pending_evaluation")
+
+    @property
+    def done(self) -> Done:
+        """Steps and optimizer steps behind it."""
+        if self.checkpoint is None:
+            return Done()
+        # Checkpoints from before a step could change its share of them have no such part.
+        return Done(self.checkpoint.step, self.checkpoint.manifest.get("updates"))
 
 
 def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRequest) -> Resume:
@@ -101,24 +110,30 @@ def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[st
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """What a manifest says of a run besides its settings.
+class Course:
+    """What a manifest says of how a run has gone, besides its settings.
 
-    history: as of `Resume`. best: the best evaluation so far. pending: the step's metrics, when its evaluation is still
-    to come.
+    updates: optimizer steps by role. history: as of `Resume`. best: the best evaluation so far. pending: the step's
+    metrics, when its evaluation is still to come.
     """
 
+    updates: Mapping[Role, int]
     history: Sequence[Mapping[str, Any]] = ()
     best: BestSoFar = field(default_factory=lambda: BestSoFar(None))
     pending: Mapping[str, float] | None = None
 
     def facts(self) -> dict[str, Any]:
-        known = {"history": list(self.history), "best": self.best.facts(), "pending_evaluation": self.pending}
+        known = {
+            "updates": dict(self.updates),
+            "history": list(self.history),
+            "best": self.best.facts(),
+            "pending_evaluation": self.pending,
+        }
         return {name: value for name, value in known.items() if value}
 
 
 def save_state(
-    step: int, components: Components, loaded: LoadedConfig, directory: RunDirectory, record: RunRecord
+    step: int, components: Components, loaded: LoadedConfig, directory: RunDirectory, course: Course
 ) -> Path:
     """Write the checkpoint of this step; remove those beyond `checkpoint.keep_last` but for the best."""
 
@@ -130,10 +145,10 @@ def save_state(
         components.hook_states.write(folder)
 
     store = CheckpointStore(directory.checkpoints)
-    facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **record.facts()}
+    facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course.facts()}
     facts["held_out"] = fingerprints(components.data.evaluations)
-    path = store.save(step, write, facts, record.best.step)
-    store.prune(loaded.config.checkpoint.keep_last, record.best.step)
+    path = store.save(step, write, facts, course.best.step)
+    store.prune(loaded.config.checkpoint.keep_last, course.best.step)
     return path
 
 

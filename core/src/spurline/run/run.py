@@ -39,11 +39,12 @@ from spurline.run.best import BestSoFar
 from spurline.run.build import build_components, build_update, summarize_run
 from spurline.run.changes import ResumeRequest
 from spurline.run.directory import RunDirectory, RunRecordFiles
+from spurline.run.evaluation import run_all
 from spurline.run.export import export_hf
 from spurline.run.health import findings
 from spurline.run.hook_state import HookStates
 from spurline.run.rescue import rescue
-from spurline.run.resume import Resume, RunRecord, find_resume, restore, save_state
+from spurline.run.resume import Course, Resume, find_resume, restore, save_state
 from spurline.run.stop_request import StopRequest
 from spurline.trackers.jsonl import read_json_lines
 
@@ -171,6 +172,8 @@ class Run:
                 self._export_if_finished()
                 self.directory.check_present()
             except BaseException as raised:
+                # What ended the run stands, also where saving the rest of it fails in a way of its own.
+                error = raised
                 error = self._explained(raised)
                 if error is raised:
                     raise
@@ -229,9 +232,7 @@ class Run:
                 f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
                 "swapped in the backend would not count. Use source: rollouts, or evaluate an export."
             )
-        scores: dict[str, float] = {}
-        for evaluation in evaluations:
-            scores |= evaluation.run(self.backend)[0]
+        scores, _ = run_all(evaluations, self.backend)
         renamed = {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in scores.items()}
         if self._scores is not None:
             if taken := sorted(renamed.keys() & self._scores.keys()):
@@ -260,7 +261,8 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         resume = self._resumed = find_resume(self.directory, self.loaded, self._request)
-        components = replace(build_components(self.loaded, stack, self._progress), hook_states=self._hook_states)
+        built = build_components(self.loaded, stack, self._progress, resume.done)
+        components = replace(built, hook_states=self._hook_states)
         self._components = components
         self.directory.check_present()
         self.source, self.backend = components.data.source, components.backend
@@ -272,8 +274,8 @@ class Run:
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
         elif note := self.directory.set_aside_earlier(self.source.records):
             self._notes.append(note)
-        update = build_update(components, self.loaded)
-        self.loaded.host.attach(update, "core/update")
+        self._update = build_update(components, self.loaded, resume.done)
+        self.loaded.host.attach(self._update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
         history = {"history": list(resume.history)} if resume.history else {}
         self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded) | history)
@@ -338,20 +340,18 @@ class Run:
         due = [evaluation for evaluation in every if self._is_due(step, evaluation.every_steps)]
         if not due:
             return self._scores_beside(metrics)
-        scores: dict[str, float] = {}
-        samples: list[dict[str, Any]] = []
         try:
-            for evaluation in due:
-                found, answers = evaluation.run(self.backend)
-                scores |= found
-                samples += answers
-            self._best.observe(step, scores, are_all=len(due) == len(every))
+            scores, samples = run_all(due, self.backend)
+            self._best.observe(step, scores, [evaluation.label for evaluation in due], self._labels())
         except Exception as error:
             self._save_before_evaluation(step, {**metrics, **(self._scores or {})}, error)
             raise
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
         return {**scores, **self._scores_beside(metrics)}
+
+    def _labels(self) -> list[str]:
+        return [evaluation.label for evaluation in self._components.data.evaluations]
 
     def _scores_beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What hooks have evaluated in this step. Raises UserError when the step's own metrics have such a name."""
@@ -374,11 +374,12 @@ class Run:
         """Mark the step as done and send its metrics to every tracker."""
         self.loaded.host.calls.check_recorded(metrics)
         self._scores = None
-        self.state.step = step
-        self.state.metrics = dict(metrics)
         self.directory.check_present()
         for tracker in self._components.trackers.values():
-            tracker.log(step, self.state.metrics)
+            tracker.log(step, dict(metrics))
+        # Last: a step whose line cannot be written is not done, and a rescue of the run owes it that line.
+        self.state.step = step
+        self.state.metrics = dict(metrics)
 
     def maybe_checkpoint(self, step: int) -> None:
         """Save when steps or minutes say so, after the last step and the best one so far, and before a stop."""
@@ -392,8 +393,8 @@ class Run:
         self.directory.check_present()
         for tracker in self._components.trackers.values():
             tracker.flush()
-        record = RunRecord(self._resumed.history, self._best, pending)
-        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, record)
+        course = Course(self._update.done, self._resumed.history, self._best, pending)
+        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, course)
         self.state.saved_step, self._saved_at, self._has_saved = step, time.monotonic(), True
         self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
 
@@ -456,7 +457,7 @@ class Run:
 
     def _loss_behind(self, error: BaseException) -> RunDirectoryLostError | None:
         """The loss of the run directory, when that is why something else failed between two updates."""
-        if not isinstance(error, Exception) or self._updated.step != self._step_under_way:
+        if not isinstance(error, Exception) or self._step_under_way not in (None, self._updated.step):
             return None
         try:
             self.directory.check_present()
@@ -473,8 +474,8 @@ class Run:
             return RunDirectoryLostError(f"{error} No step was finished yet, so nothing is lost. {self._go_on()}")
 
         def save(directory: RunDirectory) -> None:
-            record = RunRecord(self._resumed.history, pending=pending)
-            self.state.checkpoint = save_state(step, self._components, self.loaded, directory, record)
+            course = Course(self._update.done, self._resumed.history, pending=pending)
+            self.state.checkpoint = save_state(step, self._components, self.loaded, directory, course)
             files = RunRecordFiles(directory, self._files.summary)
             files.start(self.loaded.resolved() | {"run_dir": str(directory.path)}, step)
             self._files = files

@@ -42,6 +42,11 @@ class AdvantageContract:
             for draw in range(num_groups)
         ]
 
+    def test_it_says_which_fields_of_a_turn_it_needs(self) -> None:
+        needs = self.make_advantage().needs
+        assert isinstance(needs, frozenset), f"`needs` is a frozenset of names, not {needs!r}"
+        assert needs <= {field.name for field in fields(Turn)}, f"a turn has no field {sorted(needs)}"
+
     def test_every_response_token_gets_a_finite_float32(self) -> None:
         for turn in _turns(self.make_advantage().advantages(self.groups())):
             for name in _WRITTEN:

@@ -17,6 +17,8 @@ from spurline.config.loading import load_config
 from spurline.data.batch import TrainingBatch
 from spurline.errors import CheckpointError
 from spurline.plugins import hookimpl
+from spurline.protocols.source import BatchSource
+from spurline.protocols.stateful import Stateful
 from spurline.run.build import build_data
 from spurline.run.run import Run
 
@@ -36,8 +38,10 @@ class Recorded:
 
 
 class SourceContract:
-    """Subclass with `source_settings`, the config's `source:` section, and `plugins` to enable; then `run_settings` and
-    `rows` where it needs other ones.
+    """Subclass with `source_settings`, the config's `source:` section, and `plugins` to enable.
+
+    Where it needs other ones: `run_settings`, further top-level settings; `rows`, of the one JSONL file that it reads;
+    `data`, for several datasets, or other ones.
 
     repeats: whether the same config gives the same batches, and a resume the very next ones, as it does wherever no
     thread or outside process decides what comes first.
@@ -63,17 +67,21 @@ class SourceContract:
             for number in range(24)
         ]
 
+    def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
+        """The config's `data:` section, over files written to the folder; another word makes other rows."""
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(word)), encoding="utf-8")
+        return {"train": str(path), "max_length": 128}
+
     @pytest.fixture
     def config(self, spurline_tiny_model: Path, tmp_path: Path) -> Config:
         """The config of a run of STEPS steps."""
         assert self.source_settings, "set source_settings, the config's source: section"
-        data = tmp_path / "rows.jsonl"
-        _write(data, self.rows())
         return {
             "plugins": list(self.plugins),
             "run_dir": str(tmp_path / "run"),
             "model": {"path": str(spurline_tiny_model)},
-            "data": {"train": str(data), "max_length": 128},
+            "data": self.data(tmp_path),
             "source": dict(self.source_settings),
             "steps": STEPS,
             "optimizer": {"learning_rate": 1e-3},
@@ -121,9 +129,14 @@ class SourceContract:
         with ExitStack() as stack:
             source = build_data(load_config(config), stack).source
             if source.pure:
+                before = _state(source)
                 in_order = {step: _columns(source.build(step)) for step in range(1, STEPS + 1)}
                 for step in (STEPS, 2, 1, 2):
                     assert _equal(_columns(source.build(step)), in_order[step])
+                assert _state(source) == before, (
+                    "building a batch changed the state of a source that says it is pure: batches built ahead would be "
+                    "in the checkpoint. Set `self.pure = False`"
+                )
 
     def test_the_same_config_gives_the_same_batches(self, train: Train, tmp_path: Path) -> None:
         if self.repeats:
@@ -133,15 +146,16 @@ class SourceContract:
     def test_a_resumed_run_goes_on_with_the_next_batch(self, train: Train, tmp_path: Path) -> None:
         whole = train(run_dir=str(tmp_path / "whole"))
         train(steps=2)
-        rest = train().batches
+        # Twice: what was loaded must be saved again where nothing new has been read.
+        rest = train(steps=3).batches | train().batches
         assert list(rest) == [3, 4], "a resume neither repeats nor leaves out a step"
         if self.repeats:
             assert all(_equal(rest[step], whole.batches[step]) for step in rest)
 
-    def test_a_resume_on_other_data_is_refused(self, train: Train, config: Config) -> None:
+    def test_a_resume_on_other_data_is_refused(self, train: Train, tmp_path: Path) -> None:
         if self.refuses_other_data:
             train(steps=2)
-            _write(Path(config["data"]["train"]), self.rows("shout"))
+            self.data(tmp_path, "shout")
             with pytest.raises(CheckpointError):
                 train()
 
@@ -170,5 +184,5 @@ def _equal(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bo
     return same and all(np.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in one)
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def _state(source: BatchSource) -> str:
+    return repr(source.state_dict()) if isinstance(source, Stateful) else ""

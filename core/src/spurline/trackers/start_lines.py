@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.paths import shown_path
 from spurline.plugins.registry import CORE
+from spurline.protocols.dataset import DatasetConfig
 
 _WIDTH = 8
 
@@ -21,16 +23,22 @@ def banner(loaded: LoadedConfig) -> list[str]:
     model = config.model
     enabled = [f"{name} {plugin.version}" for name, plugin in plugins.items() if name != CORE]
     adapted = ", adapters" if config.backend.trains_adapters else ""
-    held_out = f"; held out: {', '.join(entry.place for entry in config.data.eval)}" if config.data.eval else ""
+    held_out = (
+        f"; held out: {', '.join(shown_path(entry.place) for entry in config.data.eval)}" if config.data.eval else ""
+    )
     facts: Mapping[str, str] = {
         "run": f"{loaded.origin} -> {config.run_dir}",
-        "model": f"{model.path}{' (random weights)' if model.init == 'random' else ''}{adapted}",
-        "data": f"{', '.join(entry.place for entry in config.data.train)}{held_out}",
+        "model": f"{shown_path(model.path)}{' (random weights)' if model.init == 'random' else ''}{adapted}",
+        "data": f"{_places(config.data.train)}{held_out}",
         "training": f"source {config.source.name}, loss {config.loss.name}",
         "device": f"backend {config.backend.name}{config.backend.describe_device()}",
         "plugins": ", ".join(enabled) or "none",
     }
     return [f"spurline {plugins[CORE].version}", *(f"  {name:{_WIDTH}} {text}" for name, text in facts.items())]
+
+
+def _places(datasets: Iterable[DatasetConfig]) -> str:
+    return ", ".join(shown_path(entry.place) for entry in datasets)
 
 
 class StartLines:

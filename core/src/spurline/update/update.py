@@ -39,7 +39,11 @@ class Recipe:
 
 
 class Update:
-    """Hook implementation that trains on one batch. stepped: called after each optimizer step with number and role."""
+    """Hook implementation that trains on one batch.
+
+    stepped: called after each optimizer step with number and role. done: optimizer steps before the first batch, by
+    role; what a step takes of them may change over a resume.
+    """
 
     def __init__(
         self,
@@ -47,11 +51,14 @@ class Update:
         policy: Recipe,
         critic: Recipe | None = None,
         stepped: Callable[[int, Role], None] | None = None,
+        done: Mapping[Role, int] | None = None,
     ) -> None:
         self._backend = backend
         self._policy = policy
         self._critic = critic
         self._stepped = stepped
+        self.done: dict[Role, int] = {"policy": 0, **({} if critic is None else {"critic": 0}), **(done or {})}
+        """Optimizer steps of the whole run by role."""
 
     @hookimpl
     def train_step(self, step: int, batch: TrainingBatch) -> Mapping[str, float]:
@@ -61,16 +68,16 @@ class Update:
         that were computed before either moved.
         """
         batch = with_reference_logprobs(batch, self._policy.loss, self._backend)
-        critic = {} if self._critic is None else _name_as_critics(self._train("critic", self._critic, step, batch))
-        return {**critic, **self._train("policy", self._policy, step, batch), **batch.info}
+        critic = {} if self._critic is None else _name_as_critics(self._train("critic", self._critic, batch))
+        return {**critic, **self._train("policy", self._policy, batch), **batch.info}
 
-    def _train(self, role: Role, recipe: Recipe, step: int, batch: TrainingBatch) -> dict[str, float]:
-        before = (step - 1) * recipe.minibatches.steps_per_batch()
+    def _train(self, role: Role, recipe: Recipe, batch: TrainingBatch) -> dict[str, float]:
         parts: list[Mapping[str, float]] = []
-        for number, minibatch in enumerate(recipe.minibatches.cut(batch), start=before + 1):
+        for minibatch in recipe.minibatches.cut(batch):
             parts.append(self._update(role, recipe, minibatch))
+            self.done[role] += 1
             if self._stepped is not None:
-                self._stepped(number, role)
+                self._stepped(self.done[role], role)
         return _join(parts)
 
     def _update(self, role: Role, recipe: Recipe, minibatch: TrainingBatch) -> Mapping[str, float]:

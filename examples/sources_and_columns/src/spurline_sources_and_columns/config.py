@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import Field
 
+from spurline.config.run_config import RunConfig
+from spurline.errors import Problem
 from spurline.losses.configs import PolicyLossConfig
 from spurline.protocols.advantage import AdvantageConfig
 from spurline.protocols.source import DecoratedSourceConfig, SourceConfig
@@ -44,6 +48,10 @@ class RowWeightConfig(AdvantageConfig):
     def divides_by_spread(self) -> bool:
         return True
 
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        yield from not_carried(self.column, run)
+
 
 class RowGradientConfig(PolicyLossConfig):
     """A policy gradient whose tokens weigh as much as a number of the prompt's row says."""
@@ -51,3 +59,13 @@ class RowGradientConfig(PolicyLossConfig):
     name: str = "row_gradient"
     column: str = "weight"
     """The carried column."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        yield from not_carried(self.column, run)
+
+
+def not_carried(column: str, run: RunConfig) -> Iterable[Problem]:
+    """A column that the source does not take along."""
+    if column not in run.source.carried:
+        yield Problem("column", f"is '{column}', which `carry` of the source does not name. Add it there.")

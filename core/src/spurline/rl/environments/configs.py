@@ -50,8 +50,8 @@ class ToolsConfig(RewardedEnvironmentConfig):
     """A conversation in which the model may call Python functions; its last turn is the answer."""
 
     name: str = "tools"
-    tools: Annotated[dict[str, Annotated[str, FunctionSetting()]], BeforeValidator(_named_tools)] = Field(
-        default={"calculator": "calculator"}, min_length=1
+    tools: Annotated[dict[str, Annotated[str, FunctionSetting()]], BeforeValidator(_named_tools), OnResume.BY_NAME] = (
+        Field(default={"calculator": "calculator"}, min_length=1)
     )
     """Functions by the name the model calls them with: `module:function`, `file.py:function`, or the built-in
     `calculator`."""

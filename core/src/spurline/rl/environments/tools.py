@@ -202,9 +202,7 @@ class Tools:
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         question = self._read(task)
-        messages, tools = self._opening(question)
-        if self._refuses_left_out:
-            self._require_shown(messages, tools, task.location)
+        messages, tools = self._opening(question, task.location)
         chat = ChatFront(
             policy,
             self._tokenizer,
@@ -230,17 +228,20 @@ class Tools:
 
     def first_prompt(self, task: Task) -> Sequence[int]:
         """See `ShowsPrompt`."""
-        messages, tools = self._opening(self._read(task))
+        messages, tools = self._opening(self._read(task), task.location)
         return opening_ids(self._tokenizer, messages, tools, where=task.location)
 
     def close(self) -> None:
         """Close the rewards."""
         close_all(self._rewards)
 
-    def _opening(self, question: ChatQuestion) -> tuple[Sequence[Message], list[dict[str, Any]]]:
-        """How the conversation begins, and the tools that it is shown with."""
+    def _opening(self, question: ChatQuestion, where: str) -> tuple[Sequence[Message], list[dict[str, Any]]]:
+        """How the conversation begins, and the tools that it is shown with. Raises DataError as of `_require_shown`."""
         begun = question.messages[: _count_beginning(question.messages, question.answer_at)]
-        return begun, question.tools or self._schemas
+        tools = question.tools or self._schemas
+        if self._refuses_left_out:
+            self._require_shown(begun, tools, where)
+        return begun, tools
 
     def _require_shown(self, messages: Sequence[Message], tools: list[dict[str, Any]], where: str) -> None:
         """Raise DataError when the chat template leaves out the tools, their results or another message."""

@@ -123,9 +123,12 @@ class KillablePool:
             child.end(_CLOSE_PATIENCE_S)
 
     def _take(self, answers: list[dict[str, Any]]) -> None:
-        for answer in answers:
-            if (outcome := self._outcomes.get(answer["id"])) is not None:
-                outcome.set_result(answer["outcome"])
+        with self._lock:
+            for answer in answers:
+                outcome = self._outcomes.get(answer["id"])
+                # The end of the process may have answered for it already.
+                if outcome is not None and not outcome.done():
+                    outcome.set_result(answer["outcome"])
 
     def _note_end(self, child: ChildProcess) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
 
     name: str = "harness"
-    agent: Annotated[str | None, FunctionSetting()] = Field(default=None, pattern=FUNCTION_PATH)
+    agent: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = Field(default=None, pattern=FUNCTION_PATH)
     """`my_module:my_function` or `file.py:my_function`, which gets a session (base URL, key, row) and returns the
     attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)

@@ -151,7 +151,7 @@ class RecordedRolloutsConfig(AsyncRolloutsConfig):
     makes_attempts = False
 
     name: str = "recorded_rollouts"
-    recorded: Annotated[str, PathSetting(reads=True)] = Field(min_length=1)
+    recorded: Annotated[str, PathSetting(reads=True), OnResume.BY_NAME] = Field(min_length=1)
     """Run directory of a run with `record_groups: true`."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
