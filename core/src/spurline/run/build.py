@@ -95,7 +95,7 @@ def build_components(
     notes = [
         *check_lengths(loaded, data.source, data.evaluations),
         *template_notes(loaded.config.model, data.context.tokenizer),
-        *loaded.config.schedule.notes(data.total_updates),
+        *loaded.config.schedule.notes(data.total_updates(done)),
     ]
     progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")
     backend = build_backend(loaded, stack, data.total_updates(done))

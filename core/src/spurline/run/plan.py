@@ -64,7 +64,7 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT, progress:
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
-            plan.sections["steps"] = [*_steps(loaded, data), *loaded.config.schedule.notes(data.total_updates)]
+            plan.sections["steps"] = [*_steps(loaded, data), *loaded.config.schedule.notes(data.total_updates())]
             if model is not None:
                 notes = _attempt(plan, lambda: check_lengths(loaded, data.source, data.evaluations))
                 plan.sections["data"] += [
