@@ -206,6 +206,14 @@ def test_section_that_is_no_mapping_says_so(failing: Failing) -> None:
     assert line == "run.yaml:4: checkpoint is 'often'; it must be a mapping, written `key: value`."
 
 
+def test_a_section_that_is_null_is_told_how_to_take_the_defaults(failing: Failing) -> None:
+    (line,) = failing(MINIMAL + "checkpoint: null\n")
+    assert (
+        line
+        == "run.yaml:4: checkpoint is null, which a section cannot be. Leave it out, or write {}, for the defaults."
+    )
+
+
 def test_problem_in_a_named_reward_has_its_key_path(failing: Failing) -> None:
     (line,) = failing(
         MINIMAL + "evaluation:\n  generate:\n    rewards:\n      ok: {name: exact_match, ignore_cas: 1}\n"

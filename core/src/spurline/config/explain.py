@@ -74,6 +74,8 @@ def _message(
         choices = [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
         close = misspelling(str(details["input"]), choices)
         return f"is {details['input']!r}; it must be {expected}.{close}"
+    if kind in ("model_type", "dict_type") and details["input"] is None:
+        return "is null, which a section cannot be. Leave it out, or write {}, for the defaults."
     if kind in ("model_type", "dict_type"):
         return f"is {details['input']!r}; it must be a mapping, written `key: value`."
     if kind == "too_short":

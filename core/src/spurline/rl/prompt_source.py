@@ -135,15 +135,15 @@ class PromptSource(BatchSource):
 
     @cached_property
     def _survey(self) -> PromptSurvey | None:
-        return self._survey_of(self._prompts)
+        return self._survey_of(self._prompts, "rendering prompts")
 
     @cached_property
     def _held_out_survey(self) -> PromptSurvey | None:
-        return None if self._held_out is None else self._survey_of(self._held_out)
+        return None if self._held_out is None else self._survey_of(self._held_out, "rendering held-out prompts")
 
-    def _survey_of(self, prompts: PromptDraws) -> PromptSurvey | None:
+    def _survey_of(self, prompts: PromptDraws, doing: str) -> PromptSurvey | None:
         limit = self._context.row_limit or ROWS_BEFORE_TRAINING
-        self._context.progress("rendering prompts")
+        self._context.progress(doing)
         return survey(prompts.rows(limit), self._attempts.first_prompt)
 
     def evaluation(self) -> HeldOutEvaluation:
