@@ -17,9 +17,9 @@ from spurline.errors import ConfigError, PluginError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
 from spurline.rl.functions import load_function
-from spurline.rl.rewards.configs import FunctionRewardConfig
+from spurline.rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig
 from spurline.rl.rewards.function import FunctionReward
-from spurline.rl.scoring import checked_score, reward_terms
+from spurline.rl.scoring import checked_score, make_rewards, reward_terms
 from spurline_async_rl.harness.configs import HarnessConfig
 
 ANSWER = Answer("a prompt", "four", "4", {"difficulty": 3})
@@ -205,3 +205,10 @@ def test_a_module_of_a_folder_is_no_other_one_of_that_name(tmp_path, monkeypatch
     assert load_function(f"{tmp_path}/of_a_folder:one", "reward function")(ANSWER) == 1.0
     with pytest.raises(PluginError, match=r"but 'json' is .*json/__init__\.py, a module that is installed"):
         load_function(f"{tmp_path}/json:dumps", "reward function")
+
+
+def test_a_reward_that_cannot_be_built_is_named() -> None:
+    registry = load_config({"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "steps": 1}).host.registry
+    configs = {"right": ExactMatchConfig(), "short": FunctionRewardConfig(path="reward_functions:lenght")}
+    with pytest.raises(PluginError, match=r"^reward 'short': The reward function names 'reward_functions:lenght'"):
+        make_rewards(configs, registry)

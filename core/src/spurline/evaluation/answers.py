@@ -19,10 +19,10 @@ from spurline.evaluation.configs import AnswersEvaluationConfig
 from spurline.protocols.backend import Backend, Generates
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
-from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.reward import Answer
 from spurline.protocols.source import Longest
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.rl.scoring import close_all, reward_terms
+from spurline.rl.scoring import close_all, make_rewards, reward_terms
 
 
 class AnswersEvaluation(HeldOutEvaluation):
@@ -45,9 +45,7 @@ class AnswersEvaluation(HeldOutEvaluation):
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
         # Last: from here on there is something to close.
-        self._rewards: dict[str, Reward] = {
-            name: context.run.host.registry.create("reward", reward) for name, reward in config.rewards.items()
-        }
+        self._rewards = make_rewards(config.rewards, context.run.host.registry)
 
     def summary(self) -> Mapping[str, Any]:
         sizes = [len(source.dataset) for source in self._datasets]

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from spurline.errors import ConfigError, Problem, SpurlineError, listing, suggestion
+from spurline.errors import ConfigError, PluginError, Problem, SpurlineError, listing, suggestion
+from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError
-from spurline.protocols.reward import Answer, Reward, ScoresOnLoop
+from spurline.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
 from spurline.rl.concurrency import in_thread, located
 from spurline.rl.trajectory import Trajectory, Turn
 
@@ -44,6 +45,20 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
     if not math.isfinite(number):
         raise AttemptFailedError(f"Reward '{name}' returned {float(number)} for {_place(answer)}; it must be finite.")
     return float(number)
+
+
+def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dict[str, Reward]:
+    """The rewards of these settings, by name. Raises PluginError, which names the reward, when one cannot be built."""
+    built: dict[str, Reward] = {}
+    for name, config in configs.items():
+        try:
+            built[name] = registry.create("reward", config)
+        except BaseException as error:
+            close_all(built)
+            if isinstance(error, PluginError):
+                raise PluginError(f"reward '{name}': {error}") from error
+            raise
+    return built
 
 
 def close_all(components: Mapping[str, Any]) -> None:

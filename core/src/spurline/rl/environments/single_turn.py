@@ -13,9 +13,9 @@ from spurline.config.run_config import DataConfig
 from spurline.data.prompts import GenerationExample, prompt_and_reference
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import PolicyHandle, Task
-from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.reward import Answer
 from spurline.rl.environments.configs import SingleTurnConfig
-from spurline.rl.scoring import close_all, reward_terms
+from spurline.rl.scoring import close_all, make_rewards, reward_terms
 from spurline.rl.trajectory import Trajectory
 
 _PROMPTS_KEPT = 256
@@ -30,9 +30,7 @@ class SingleTurn:
         self._tokenizer = tokenizer
         self._data = data
         self._examples: dict[tuple[str, str], GenerationExample] = {}
-        self._rewards: dict[str, Reward] = {
-            name: registry.create("reward", reward) for name, reward in config.rewards.items()
-        }
+        self._rewards = make_rewards(config.rewards, registry)
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         example = self._example(task)

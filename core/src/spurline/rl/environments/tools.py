@@ -29,12 +29,12 @@ from spurline.data.rows import BadRowError
 from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
-from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.reward import Answer
 from spurline.rl.chat_front import ChatFront, PrefixError, Reply, opening_ids
 from spurline.rl.concurrency import within
 from spurline.rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline.rl.functions import load_function
-from spurline.rl.scoring import close_all, reward_terms
+from spurline.rl.scoring import close_all, make_rewards, reward_terms
 from spurline.rl.trajectory import Trajectory
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -196,9 +196,7 @@ class Tools:
         self._refuses_left_out = data.on_ignored == "error"
         if self._refuses_left_out:
             self._require_shown(_EXCHANGE, self._schemas, "environment tools")
-        self._rewards: dict[str, Reward] = {
-            name: registry.create("reward", reward) for name, reward in config.rewards.items()
-        }
+        self._rewards = make_rewards(config.rewards, registry)
 
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         question = self._read(task)

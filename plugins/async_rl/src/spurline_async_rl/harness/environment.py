@@ -20,9 +20,9 @@ from spurline.data.rows import BadRowError
 from spurline.errors import ConfigError, DataError, PluginError
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError, PolicyHandle, Task
-from spurline.protocols.reward import Answer, Reward
+from spurline.protocols.reward import Answer
 from spurline.rl.concurrency import end_tasks
-from spurline.rl.scoring import close_all, reward_terms
+from spurline.rl.scoring import close_all, make_rewards, reward_terms
 from spurline.rl.trajectory import Trajectory
 from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S, Agent, Session, command_agent, function_agent, terms_of
 from spurline_async_rl.harness.configs import HarnessConfig
@@ -45,9 +45,7 @@ class HarnessEnvironment:
         self._tokenizer = tokenizer
         self._agent = _agent(config)
         self._api_key = _api_key(config)
-        self._rewards: dict[str, Reward] = {
-            name: registry.create("reward", reward) for name, reward in (config.rewards or {}).items()
-        }
+        self._rewards = make_rewards(config.rewards or {}, registry)
         self._starting = asyncio.Lock()
         self._server: HarnessServer | None = None
 
