@@ -103,9 +103,14 @@ def test_one_while_the_run_is_built_leaves_everything_as_it_was(
     def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
+    # A process that was started in the background may ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(LocalBackend, "__init__", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=r"Interrupted before training began; nothing in .* is lost"):
-        Run(load_config(base_config)).train()
+    try:
+        with pytest.raises(KeyboardInterrupt, match=r"Interrupted before training began; nothing in .* is lost"):
+            Run(load_config(base_config)).train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [path.name for path in Path(base_config["run_dir"]).iterdir()] == ["run.lock"]
 
 
