@@ -3,7 +3,7 @@
 #   docker build -t spurline .                              for CPUs
 #   docker build -t spurline --build-arg VARIANT=cuda .     for NVIDIA GPUs; run it with --gpus all
 #
-#   docker run --rm -v "$PWD:/work" spurline train run.yaml
+#   docker run --rm -v "$PWD:/runs" spurline train run.yaml
 #
 # Nothing is fetched from a model hub, neither here nor by the check at the end.
 ARG PYTHON_VERSION=3.11
@@ -39,8 +39,8 @@ RUN HF_HUB_OFFLINE=1 python examples/make_tiny_model.py models/tiny-qwen3 \
     && spurline plugins doctor \
     && rm -rf models
 
-RUN useradd --create-home --uid 1000 spurline && mkdir /work && chown spurline /work
+RUN useradd --create-home --uid 1000 spurline && mkdir /runs && chown spurline /runs
 USER spurline
-WORKDIR /work
+WORKDIR /runs
 ENTRYPOINT ["spurline"]
 CMD ["--help"]

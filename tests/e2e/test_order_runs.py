@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,12 +12,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics
+from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.data.orders.reward_adaptive import RewardAdaptiveOrder
 from spurline.errors import ConfigError
-from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.order import ScoredDraw
 from spurline.run.build import build_data
 from spurline.run.checkpoint import CheckpointStore, read_state
@@ -144,18 +142,6 @@ def test_length_grouping_pads_less(sft_config: dict[str, Any], tmp_path: Path) -
             return sum(b.num_tokens for b in batches) / sum(b.num_rows * b.length for b in batches)
 
     assert fill("length_grouped") > 0.9 > 0.8 > fill("uniform")
-
-
-class StopAfter:
-    """Ask the run to stop once it finished this step, as SIGTERM would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            signal.raise_signal(signal.SIGTERM)
 
 
 def assert_pieces_equal_the_whole(config: dict[str, Any], tmp_path: Path, stops: list[int]) -> None:

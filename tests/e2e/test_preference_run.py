@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics
+from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, DataError
-from spurline.plugins.hookspecs import hookimpl
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 
@@ -82,18 +80,6 @@ def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(preference_config: dic
     assert result.status == "finished"
     assert deterministic(read_metrics(pieces["run_dir"])) == deterministic(read_metrics(whole["run_dir"]))
     assert_same_weights(tmp_path / "pieces", tmp_path / "whole")
-
-
-class StopAfter:
-    """Ask the run to stop once it finished this step, as SIGTERM would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            signal.raise_signal(signal.SIGTERM)
 
 
 def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_learn(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics
+from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError
@@ -21,21 +20,9 @@ Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
 
 
-class StopAt:
-    """Asks the run to stop after this step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            signal.raise_signal(signal.SIGTERM)
-
-
 def train_until(config: dict[str, Any], step: int) -> None:
     loaded = load_config(config)
-    loaded.host.attach(StopAt(step), "stop")
+    loaded.host.attach(StopAfter(step), "stop")
     assert Run(loaded).train().step == step
 
 
@@ -205,7 +192,7 @@ def test_other_minibatches_count_on_from_the_optimizer_steps_done(rl_config: dic
     def train(config: dict[str, Any], stop_at: int, **options: Any) -> None:
         loaded = load_config(config)
         loaded.host.attach(Updates(), "updates")
-        loaded.host.attach(StopAt(stop_at), "stop")
+        loaded.host.attach(StopAfter(stop_at), "stop")
         Run(loaded, **options).train()
 
     rl_config |= {"steps": 6, "schedule": "cosine"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
+from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics, wait_for
 
 from spurline import Run, load_config
 from spurline.errors import HookFailedError, RunFailedError
@@ -352,18 +352,6 @@ def test_padded_and_packed_runs_learn_the_same(base_config: dict[str, Any], tmp_
         Run(load_config(base_config)).train()
         losses.append([line["loss"] for line in read_metrics(base_config["run_dir"])])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-class StopAfter:
-    """Ask the run to stop once it finished this step, as SIGTERM would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            signal.raise_signal(signal.SIGTERM)
 
 
 class StopAtStepEnd(StopAfter):

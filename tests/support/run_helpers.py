@@ -1,8 +1,9 @@
-"""Read and compare what runs leave behind."""
+"""Stop runs, and read and compare what they leave behind."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,8 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spurline.plugins.hookspecs import hookimpl
+
 if TYPE_CHECKING:
     from warm_runs import WarmRuns
+
+
+class StopAfter:
+    """Ask the run to stop once it finished this step, as SIGTERM would."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

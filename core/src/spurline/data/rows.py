@@ -184,7 +184,7 @@ def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, 
         missing = {name: label for name, label in missing.items() if name not in view}
         if not missing:
             return None
-        seen |= dict.fromkeys(_paths(row))
+        seen |= dict.fromkeys(column_paths(row))
     for name, label in missing.items() if count else ():
         return (
             f"columns.{name} is '{label}', and none of the first {count:,} rows has such a column."
@@ -193,7 +193,7 @@ def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, 
     return None
 
 
-def _paths(row: Mapping[str, Any]) -> Iterable[str]:
+def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
     """The columns of a row, and the fields of those that hold objects, with dots."""
     for name, value in row.items():
         yield name

@@ -7,14 +7,14 @@ read again for that, without being tokenized; of Arrow tables only the column.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.rows import describe, value_at
+from spurline.data.rows import column_paths, describe, value_at
 from spurline.data.tokenization import arrow_rows
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.tokenization import DatasetToTokenize
@@ -93,17 +93,9 @@ def _value_of_row(source: DatasetToTokenize, row: int, name: str) -> Any:
 def _value(source: DatasetToTokenize, row: int, content: Any, name: str) -> Any:
     value = value_at(content, name)
     if value is None:
-        names = list(_names(source.dataset[row]))
+        names = list(column_paths(source.dataset[row]))
         raise DataError(
             f"{source.dataset.location(row)}: {name} is missing or null, and data.order needs it."
             f"{suggestion(name, names)} Give every row a value, or name another column. The row has: {listing(names)}."
         )
     return value
-
-
-def _names(row: Mapping[str, Any]) -> Iterator[str]:
-    """The columns of a row, and the fields of those that hold objects."""
-    for name, value in row.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{field}" for field in value)
