@@ -67,7 +67,7 @@ COVERED = (
 )
 """Modules whose public names the plugin interface covers; `.*` stands for every module in a package."""
 
-PLUGINS = ("collation_fast", "async_rl")
+PLUGINS = ("collation_fast", "async_rl", "fsdp_backend")
 """Those of this repository."""
 
 DOCS = Path(__file__).parent

@@ -56,6 +56,18 @@ class RunFailedError(SpurlineError):
     """The run itself failed; what had been saved before is intact."""
 
 
+class RankFailedError(RunFailedError):
+    """A process that trained with others died, raised an error of no known kind, or did not answer in time.
+
+    rank: its number. node: its machine. pid: its process id. call: what it was to do. traceback: of its error; empty
+    where there is none.
+    """
+
+    def __init__(self, text: str, rank: int, node: str, pid: int, call: str, traceback: str = "") -> None:
+        super().__init__(text)
+        self.rank, self.node, self.pid, self.call, self.traceback = rank, node, pid, call, traceback
+
+
 class RunDirectoryLostError(RunFailedError):
     """The run directory was removed or moved while the run was going on."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 from spurline.protocols.collator import ParallelLayout
+from spurline.ranks.group import RankRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,6 +186,10 @@ class BackendConfig(ComponentConfig):
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
+
+    def rank_request(self) -> RankRequest | None:
+        """The processes that its backend starts beside this one; None for a backend that computes in this process."""
+        return None
 
     def describe_device(self) -> str:
         """What the settings say about devices, to follow the backend's name, such as ` on cuda`; empty for nothing."""

@@ -1,0 +1,84 @@
+"""Processes that compute together, called ranks, as the process that directs them sees them.
+
+A `RankGroup` calls one method on all ranks at once. What is asked for (`RankRequest`) is plain data, so that a config
+can say it before anything is started. Nothing here knows how processes are started, or what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Launch = Literal["local", "ray"]
+"""Processes of this machine, or actors of a Ray cluster."""
+
+
+@dataclass(frozen=True)
+class RankRequest:
+    """The ranks that a backend asks for.
+
+    count: processes. device: what each computes on; with `cuda` each has one GPU of its own.
+    per_node: ranks of one machine of a cluster; None fills each machine.
+    gpus: which GPUs of this machine they may have, in order; None for all.
+    num_threads: CPU threads of each; None divides the cores of a machine among its ranks.
+    """
+
+    count: int
+    device: Literal["cpu", "cuda"] = "cpu"
+    launch: Launch = "local"
+    per_node: int | None = None
+    gpus: tuple[int, ...] | None = None
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Seconds. start_s: until all ranks are ready. call_s: one call. collective_s: one collective between ranks."""
+
+    start_s: float = 600.0
+    call_s: float = 3600.0
+    collective_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank knows of itself.
+
+    rank, world: its number and how many there are. local_rank: its number on its machine. node: the machine's name.
+    doing: tells what it does, in words such as `micro-batch 5 of 8, forward`, for whoever waits for it; costs nothing.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    node: str
+    doing: Callable[[str], None]
+
+
+class Worker(Protocol):
+    """What runs in every rank: an object whose public methods a `RankGroup` calls.
+
+    Factory: `Class(place, *arguments)`, with torch's default process group ready, and the device chosen. Arguments and
+    answers are plain data and numpy arrays. Methods are called one at a time, in the same order on all ranks.
+    """
+
+
+class RankGroup(Protocol):
+    """Ranks that have been started and are ready."""
+
+    size: int
+
+    def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
+        """Call a method of the worker on all ranks; returns their answers by rank, when all have answered.
+
+        common: arguments that all get. per_rank: one more argument, the first, for each rank.
+        May be called on any thread; calls take turns. A SpurlineError that a rank raises is raised here as what it is,
+        with a note that names rank, node, process and call. Raises RankFailedError for every other end of a rank, and
+        for one that does not answer within the limit. After an error no rank is left.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all ranks; returns when none is left. May be called again."""
+        ...

@@ -1,0 +1,126 @@
+"""Settings of the backend `fsdp`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
+from spurline.model.configs import LoraConfig
+from spurline.protocols.backend import BackendConfig
+from spurline.protocols.collator import ParallelLayout
+from spurline.ranks.group import Launch, RankRequest, TimeLimits
+from spurline.ranks.machine import num_gpus
+
+RANKS_ON_CPU = 2
+"""How many there are without GPUs, where nothing is said: enough to show that it works."""
+
+
+class FsdpBackendConfig(BackendConfig):
+    """FSDP2: every rank holds a part of the weights, gradients and optimizer, and trains on a part of the batch."""
+
+    generates: ClassVar[bool] = True
+
+    name: str = "fsdp"
+    ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """Processes, each with one GPU; null takes all GPUs of the machine or cluster, and 2 processes on CPU."""
+    launch: Annotated[Launch, OnResume.FREE] = "local"
+    """`local` starts the ranks on this machine; `ray` as actors of a Ray cluster."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
+    """`auto` takes GPUs when there are some."""
+    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
+    """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32; `auto` is bf16 on GPUs, fp32 on CPU."""
+    ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
+    """Ranks of one machine of a cluster; null takes all GPUs of each."""
+    gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
+    """GPUs of this machine that the ranks may have, where rollout engines need the others; null for all."""
+    replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Copies of the sharded model, usually as many as there are nodes: less traffic between them, more memory."""
+    context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Ranks that share each sequence, for sequences too long for one."""
+    expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Ranks that divide the experts of a mixture-of-experts model."""
+    max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """Fill each micro-batch of a rank with whole rows up to this many tokens, padding not counted; null takes all."""
+    activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Run each decoder layer through torch.compile."""
+    cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
+    reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
+    """Give gathered weights of a layer back after its forward pass; false gathers once a step and keeps them."""
+    logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
+    """Positions of one rank whose logits exist at the same time."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights."""
+    num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """CPU threads of each rank; null divides the cores of a machine among its ranks."""
+    deterministic: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Use deterministic kernels, so that two runs on GPUs are equal bit for bit; slower."""
+    probe: Annotated[bool, OnResume.FREE] = True
+    """Check at start-up that packed rows and chunked logits are exact for this model."""
+    start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds that the ranks may take to start, before any weight is loaded."""
+    call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
+    """Seconds that one update, evaluation or checkpoint may take."""
+    collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Seconds that one exchange between ranks may take."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        ranks = self.num_ranks
+        for key in ("replicas", "context", "expert"):
+            if ranks % getattr(self, key):
+                yield Problem(key, f"is {getattr(self, key)}, which does not divide the {ranks} ranks.")
+        if self.replicas > 1 and self.expert > 1:
+            yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
+        if self.gpus is not None and self.launch == "ray":
+            yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove one.")
+
+    @property
+    def on(self) -> Literal["cpu", "cuda"]:
+        """The device that `auto` stands for here."""
+        if self.device == "auto":
+            return "cuda" if num_gpus() else "cpu"
+        return self.device
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp64"]:
+        if self.precision == "auto":
+            return "bf16" if self.on == "cuda" else "fp32"
+        return self.precision
+
+    @property
+    def num_ranks(self) -> int:
+        """As many as the machine has GPUs, where none are asked for."""
+        if self.ranks is not None:
+            return self.ranks
+        if self.on == "cpu":
+            return RANKS_ON_CPU
+        return len(self.gpus) if self.gpus is not None else num_gpus()
+
+    def rank_request(self) -> RankRequest:
+        return RankRequest(self.num_ranks, self.on, self.launch, self.ranks_per_node, self.gpus, self.num_threads)
+
+    @property
+    def limits(self) -> TimeLimits:
+        return TimeLimits(self.start_timeout_s, self.call_timeout_s, self.collective_timeout_s)
+
+    def layout(self) -> ParallelLayout:
+        # Alignment for context parallelism is made in the rank's own stream, where padding is dropped anyway.
+        return ParallelLayout(data=self.num_ranks // self.context)
+
+    def describe_device(self) -> str:
+        return f" on {self.num_ranks} ranks, {self.on}, {self.computes_in}"
+
+    @property
+    def trains_adapters(self) -> bool:
+        return self.lora is not None
+
+    @property
+    def dropout_rates(self) -> Mapping[str, float]:
+        return {} if self.lora is None else {"lora.dropout": self.lora.dropout}
