@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from signal import Signals
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import RunFailedError
 from spurline.ranks import rank_server
@@ -56,7 +56,7 @@ class LocalRanks(RankCalls):
         self._server = _server_for(worker.partition(":")[0], limits.start_s)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = port = listener.getsockname()[1]
-        self._store: dist.TCPStore | None = dist.TCPStore(
+        self._store: TCPStore | None = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._ranks: list[_Process] = []
