@@ -46,7 +46,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, MIXTURE], ids=["plain", "tied", "experts"])
 def test_groups_convert_to_what_the_whole_model_converts_to(tmp_path: Path, changes: dict[str, Any]) -> None:
     causal = built(write_model_folder(tmp_path, **changes))
-    own = dict(causal.named_parameters())
+    own: dict[str, Tensor] = dict(causal.named_parameters())
     named = NamedWeights(causal, adapted=False)
     weights = dict(named)
     assert equal(weights, revert_weight_conversion(causal, own))
@@ -87,7 +87,7 @@ def test_adapters_are_merged_from_tensors_that_the_model_does_not_hold(tmp_path:
 
 
 def test_frozen_weights_of_two_bytes_are_merged_in_the_precision_of_their_adapters(tmp_path: Path) -> None:
-    causal = built(write_model_folder(tmp_path)).to(torch.bfloat16)
+    causal = built(write_model_folder(tmp_path)).bfloat16()
     add_adapters(causal, ADAPTERS, seed=0)
     dtypes = {parameter.requires_grad: parameter.dtype for parameter in causal.parameters()}
     assert dtypes == {False: torch.bfloat16, True: torch.float32}
@@ -112,7 +112,7 @@ def test_adapters_begin_with_values_that_depend_on_seed_and_name_alone(tmp_path:
     torch.manual_seed(99)
     add_adapters(fewer, LoraConfig(rank=4, target_modules=("v_proj",)), seed=3)
     add_adapters(empty, ADAPTERS, seed=3)
-    drawn = {name: value for name, value in initial_adapters(empty, seed=3)}
+    drawn = dict(initial_adapters(empty, seed=3))
     trained = {name: value.detach() for name, value in real.named_parameters() if value.requires_grad}
     assert equal(drawn, trained)
     for name, value in fewer.named_parameters():

@@ -61,11 +61,11 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """(parameter name, whole initial value in fp32 on CPU) of every adapter, one at a time.
 
-    Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds a
-    part of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
+    Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds
+    a part of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
     """
-    for layer_name, layer in adapted_layers(causal):
-        for part, parameter in layer.named_parameters():
+    for layer_name, _ in adapted_layers(causal):
+        for part, parameter in causal.get_submodule(layer_name).named_parameters():
             if not part.startswith("base_layer."):
                 name = f"{layer_name}.{part}"
                 yield name, _initial_value(part, parameter.shape, _generator(seed, name))
@@ -95,12 +95,11 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
             yield name, module
 
 
-def merged_weight(layer: nn.Module, tensors: Mapping[str, Tensor]) -> Tensor:
+def merged_weight(layer: BaseTunerLayer, tensors: Mapping[str, Tensor]) -> Tensor:
     """Base weight plus adapter, as a new tensor; the layer stays as it is.
 
     tensors: `base_layer.weight` and the adapter's, whole, by their names in the layer.
     """
-    assert isinstance(layer, BaseTunerLayer)
     adapter = {f"layer.{name}": tensor for name, tensor in tensors.items() if name != "base_layer.weight"}
     weight = tensors["base_layer.weight"]
     for name in layer.active_adapters:
@@ -111,7 +110,7 @@ def merged_weight(layer: nn.Module, tensors: Mapping[str, Tensor]) -> Tensor:
 class _Delta(nn.Module):
     """peft's product of an adapter's matrices, as a module, so that it can be computed with other tensors."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: BaseTunerLayer):
         super().__init__()
         self.layer: Any = layer
 

@@ -169,8 +169,8 @@ class WeightFile:
         self._path = path
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        # The widest dtypes first, as safetensors itself does: every tensor then begins at a multiple of its width.
-        for name, tensor in sorted(layout.items(), key=lambda item: -item[1].element_size()):
+        # In the order of safetensors itself, the widest dtypes first: every tensor begins at a multiple of its width.
+        for name, tensor in sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])):
             self._places[name], end = end, end + tensor.nbytes
             offsets = [self._places[name], end]
             header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
@@ -188,11 +188,13 @@ class WeightFile:
         values = tensor.detach().to("cpu", planned.dtype).contiguous().view(-1)
         self._missing.remove(name)
         self._file.seek(self._data_begin + self._places[name])
-        self._file.write(memoryview(values.view(torch.uint8).numpy()))
+        values.view(torch.uint8).numpy().tofile(self._file)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
         assert error is not None or not self._missing, f"{self._path} lacks {sorted(self._missing)[:3]}"

@@ -12,11 +12,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class NamedWeights:
         self._causal = causal
         self.tensors: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
         """The model's own, by their names in it."""
-        self._layers: dict[str, nn.Module] = {}
+        self._layers: Mapping[str, BaseTunerLayer] = {}
         if adapted:
             from spurline.model.lora import adapted_layers
 
@@ -120,8 +124,10 @@ class NamedWeights:
             is_kept = part.name in weights and weights[part.name].shape == shapes[part.name].shape
             groups.setdefault(part.name if is_kept else _place(part.name), []).append(part)
         return [
-            WeightGroup(tuple(members), revert_weight_conversion(self._causal, {m.name: shapes[m.name] for m in members}))
-            for members in groups.values()
+            WeightGroup(
+                tuple(own), revert_weight_conversion(self._causal, {part.name: shapes[part.name] for part in own})
+            )
+            for own in groups.values()
         ]
 
     def _shape(self, part: WeightPart) -> Tensor:
