@@ -47,11 +47,10 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
         raise ModelError(f"backend.lora.target_modules: {error}\nLinear modules: {listing(linear)}.") from error
     _refuse_adapted_tied_weights(causal)
-    for _, layer in adapted_layers(causal):
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                # peft makes adapters in fp32 also for a float64 model.
-                parameter.data = parameter.data.to(dtype)
+    for parameter in causal.parameters():
+        if parameter.requires_grad:
+            # peft makes adapters in fp32 also for a float64 model.
+            parameter.data = parameter.data.to(dtype)
     if causal.device.type != "meta":
         with torch.no_grad():
             for name, value in initial_adapters(causal, seed):
