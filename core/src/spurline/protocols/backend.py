@@ -13,6 +13,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import RankRequest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -87,6 +88,15 @@ class Backend(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(hf_name, tensor) for publishing and export; adapters merged, tied weights once. Consume one at a time."""
+        ...
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        """Write what `named_weights` gives as safetensors files, with their index, into this empty folder.
+
+        As transformers names and divides them. dtype: of floating point weights. max_file_bytes: of one file; a larger
+        tensor has a file of its own. The model is never held as a whole by one process: `write_weight_files` of
+        `spurline.model.weight_files` writes tensors one at a time. Raises OSError for a disk that is full.
+        """
         ...
 
     def facts(self) -> Mapping[str, int | str]:
@@ -197,6 +207,11 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
     lends_parameters: ClassVar[bool] = False
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
+    checkpoint_reader: ClassVar[str | None] = None
+    """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
+    exported where it cannot be trained: `function(run: RunConfig, folder: Path) -> WeightStream` of
+    `spurline.model.weight_files`; `folder` is what `save` filled. Raises CheckpointError. None: the backend is built
+    and loads the checkpoint."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""
