@@ -18,7 +18,7 @@ from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_backend
-from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoint import BACKEND, CheckpointStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,8 +96,9 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     Raises CheckpointError when there is none or it is damaged.
     """
     check_free(out)
-    found = CheckpointStore(loaded.config.run_dir / "checkpoints").chosen(checkpoint)
+    verify = loaded.config.checkpoint.verify
+    found = CheckpointStore(loaded.config.run_dir / "checkpoints", verify).chosen(checkpoint)
     with ExitStack() as stack:
         backend = build_backend(loaded, stack, total_updates=1)
-        backend.load(found.path / "backend")
+        backend.load(found.path / BACKEND, found.unverified(BACKEND))
         return export_hf(backend, loaded, load_tokenizer(loaded.config.model), out)
