@@ -26,6 +26,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
+from spurline.digests import verify_files
 from spurline.errors import ModelError, SpurlineError
 from spurline.losses.configs import CrossEntropyConfig, PpoConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
@@ -129,11 +130,12 @@ class BackendContract:
         with self.backend(tiny_model) as (backend, layout):
             backend.update(*minibatch("packed", layout, 0))
             (tmp_path / "saved").mkdir()
-            backend.save(tmp_path / "saved")
+            digests = backend.save(tmp_path / "saved")
+            verify_files(tmp_path / "saved", digests)
             expected = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             weights = weights_of(backend)
         with self.backend(tiny_model) as (backend, layout):
-            backend.load(tmp_path / "saved")
+            backend.load(tmp_path / "saved", digests)
             got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             assert got == expected
             assert_weights_equal(weights_of(backend), weights)
@@ -314,11 +316,11 @@ class BackendContract:
         with self.backend(tiny_model, critic=True) as (backend, layout):
             train(backend, layout, 0)
             (tmp_path / "saved").mkdir()
-            backend.save(tmp_path / "saved")
+            digests = backend.save(tmp_path / "saved")
             expected = [train(backend, layout, step) for step in (1, 2)]
             values = backend.logprobs(_values_batch(layout)[0], "critic")
         with self.backend(tiny_model, critic=True) as (backend, layout):
-            backend.load(tmp_path / "saved")
+            backend.load(tmp_path / "saved", digests)
             assert [train(backend, layout, step) for step in (1, 2)] == expected
             assert torch.equal(backend.logprobs(_values_batch(layout)[0], "critic"), values)
 
