@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from spurline import Run, load_config
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import RunConfig
+from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
 from spurline.model.weight_files import WeightStream
 from spurline.run import export
 from spurline.run.export import export_run
 
 
-def read_saved(run: RunConfig, folder: Path) -> WeightStream:
+def read_saved(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """What a backend's `checkpoint_reader` does."""
     if not (folder / "model.safetensors").exists():
         raise CheckpointError(f"{folder}: nothing of the backend '{run.backend.name}' is there.")
