@@ -14,7 +14,6 @@ from transformers import AutoConfig, GenerationConfig
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
-from spurline.digests import verify_files
 from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions
 from spurline.model.weight_files import write_weight_files
@@ -115,10 +114,10 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     if config.backend.checkpoint_reader is not None:
         read = resolve(config.backend.checkpoint_reader, f"checkpoint reader of backend '{config.backend.name}'")
 
-        verify_files(found.path / BACKEND, found.unverified(BACKEND))
-
         def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-            write_weight_files(folder, read(config, found.path / BACKEND), dtype, max_file_bytes)
+            write_weight_files(
+                folder, read(config, found.path / BACKEND, found.unverified(BACKEND)), dtype, max_file_bytes
+            )
 
         return _write_folder(write_weights, loaded, load_tokenizer(config.model), out)
     with ExitStack() as stack:
