@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,12 @@ def test_a_reader_that_fails_leaves_no_folder(
     Run(loaded).train()
     before = set(tmp_path.iterdir())
 
-    def fail(run: RunConfig, folder: Path) -> WeightStream:
+    def fail(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
         def tensors() -> Any:
             yield from list(whole.tensors)[:3]
             raise CheckpointError("piece 4 is damaged")
 
-        whole = read_saved(run, folder)
+        whole = read_saved(run, folder, digests)
         return WeightStream(whole.layout, tensors())
 
     monkeypatch.setattr(LocalBackendConfig, "checkpoint_reader", "a:b")
