@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -94,6 +94,8 @@ class AdamW8BitConfig(AdamWConfig):
     Needs `pip install spurline[optim-8bit]`, which brings bitsandbytes. Parameters of less than `smallest` values have
     moments of 32 bits.
     """
+
+    why_not_sharded: ClassVar[str] = "scales moments by blocks of a whole tensor, of which each rank has a part only"
 
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)

@@ -52,6 +52,8 @@ class OptimizerConfig(ComponentConfig):
     """Settings of an optimizer, and what a run must know of it before any weight is loaded."""
 
     kind: ClassVar[str] = "optimizer"
+    why_not_sharded: ClassVar[str] = ""
+    """Why it cannot train parameters of which each rank holds a part, after "is NAME, which"; empty where it can."""
 
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate; `schedule` says how much of it each step gets."""

@@ -21,3 +21,11 @@ def num_gpus() -> int:
     # CUDA ends the list at the first entry that is no device.
     named = next((place for place, name in enumerate(chosen) if name in ("", "-1")), len(chosen))
     return min(named, present)
+
+
+def memory_bytes() -> int:
+    """Memory of this machine, or what its container leaves to this process."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return installed if text == "max" else min(installed, int(text))
