@@ -101,7 +101,9 @@ def _run_dir(path: Path) -> Iterator[Finding]:
         yield Finding("run_dir", f"{path} can be written and locked, {_gib(free)} free", fix)
     except OSError as error:
         yield Finding(
-            "run_dir", f"{path}: {error.strerror or error}", "choose another with --set run_dir=PATH, or mend its rights"
+            "run_dir",
+            f"{path}: {error.strerror or error}",
+            "choose another with --set run_dir=PATH, or mend its rights",
         )
     finally:
         for folder in made:

@@ -37,6 +37,9 @@ ROW_LIMIT = 10_000
 
 BATCHES_SHOWN = 3
 
+UNEVEN = 1.2
+"""Time over that of an even share from which on a plan says what to do about it."""
+
 T = TypeVar("T")
 
 
@@ -219,7 +222,7 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
 def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
     """Lay out the first batches; returns the one with most tokens."""
     lines: list[str] = []
-    dealt: list[str] = []
+    dealt: dict[str, float] = {}
     largest = Load()
     for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
         batch = data.source.build(step)
@@ -228,17 +231,23 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
             f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
         )
         if config.backend.rank_request() is not None:
-            dealt.append(f"step {step}: {_dealt(config.backend, data.minibatches.cut(batch))}")
+            said, over_ideal = _dealt(config.backend, data.minibatches.cut(batch))
+            dealt[f"step {step}: {said}"] = over_ideal
         largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
         batch.release()
     plan.sections["batches"] = lines
     if dealt:
-        plan.sections["dealt to ranks"] = dealt
+        plan.sections["dealt to ranks"] = list(dealt)
+        if max(dealt.values()) > UNEVEN:
+            plan.sections["dealt to ranks"].append(
+                "ranks wait for each other, as there are few rows and they are unlike. Set collator.max_tokens nearer "
+                "to the longest sample, or take more samples in a step"
+            )
     return largest
 
 
-def _dealt(backend: BackendConfig, minibatches: Sequence[TrainingBatch]) -> str:
-    """How the ranks share a batch, and what waiting for each other costs them."""
+def _dealt(backend: BackendConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:
+    """How the ranks share a batch, and how much longer it takes than an even share would."""
     ranks, bound = backend.layout().data, backend.microbatch_bound
     dealings = [deal(minibatch, ranks, max_tokens=bound) for minibatch in minibatches]
     slots = sum(dealing.num_microbatches for dealing in dealings)
@@ -247,10 +256,11 @@ def _dealt(backend: BackendConfig, minibatches: Sequence[TrainingBatch]) -> str:
     time = sum(dealing.costs.max(axis=0).sum() for dealing in dealings) / ideal if ideal else 1.0
     idle = sum(dealing.idle_slots for dealing in dealings)
     waste = f", of which {idle:,} idle for want of rows" if idle else ""
-    return (
+    said = (
         f"{slots:,} micro-batch{'es' if slots != 1 else ''} on each of {ranks} data-parallel ranks{waste}, about "
         f"{tokens:,.0f} tokens each; {time:.2f} times the time of an even share"
     )
+    return said, float(time)
 
 
 def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:

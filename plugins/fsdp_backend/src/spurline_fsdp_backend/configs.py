@@ -171,8 +171,8 @@ class FsdpBackendConfig(BackendConfig):
         if self.launch == "ray" or self.on == "cpu" or self.num_ranks <= num_gpus():
             return None
         return (
-            f"backend.ranks is {self.num_ranks}, each with a GPU, and this machine has {num_gpus()}: this config trains "
-            "elsewhere only"
+            f"backend.ranks is {self.num_ranks}, each with a GPU, and this machine has {num_gpus()}: this config "
+            "trains elsewhere only"
         )
 
     # What looks at the model's architecture is found by name, as factories are: it needs torch, and a config must not.

@@ -5,7 +5,7 @@ Reads the config of the model, no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from spurline.config.run_config import RunConfig
@@ -67,7 +67,7 @@ def _number(count: int, noun: str) -> str:
 
 
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
-    """Raise ConfigError for a model that the ranks cannot divide as they are asked to, ModelError for an unreadable one."""
+    """Raise ConfigError for a model that cannot be divided as is asked for, ModelError for one that cannot be read."""
     model = load_model_config(run.model).get_text_config()
     problems = [*_context_problems(config, model), *_expert_problems(config, model)]
     if problems:

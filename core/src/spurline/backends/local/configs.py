@@ -76,7 +76,11 @@ class LocalBackendConfig(BackendConfig):
         return None
 
     def device_bytes(self) -> int | None:
-        return None if self.missing_here() else resolve("spurline.model.device_profile:device_bytes", "device")(self.device)
+        return (
+            None
+            if self.missing_here()
+            else resolve("spurline.model.device_profile:device_bytes", "device")(self.device)
+        )
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if not self.activation_checkpointing:
