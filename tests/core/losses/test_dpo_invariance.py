@@ -29,7 +29,7 @@ from spurline.losses.dpo import Dpo
 from spurline.model.stream_model import ENTROPY
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.backend_contract import assert_gradients_close
+from spurline.testing.backend_cases import assert_gradients_close
 from spurline.update.reduction import REDUCTIONS
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}

@@ -40,7 +40,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss, Objective
 from spurline.rl.trajectory import Trajectory, Turn, merge_turns
-from spurline.testing.backend_contract import assert_gradients_close
+from spurline.testing.backend_cases import assert_gradients_close
 from spurline.update.configs import ByPromptConfig
 from spurline.update.reduction import REDUCTIONS, Reduce, fixed_norm, reduce_corrected
 

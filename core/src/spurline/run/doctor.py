@@ -7,7 +7,6 @@ with ranks starts the real ones and adds what they find.
 from __future__ import annotations
 
 import fcntl
-import os
 import platform
 import resource
 import shutil
@@ -25,7 +24,7 @@ from spurline.model.architecture import load_model_config
 from spurline.model.memory import count_parameters, describe_count
 from spurline.model.weight_files import check_weight_files
 from spurline.protocols.backend import Finding
-from spurline.ranks.machine import memory_bytes
+from spurline.ranks.machine import memory_bytes, num_cores
 
 OPEN_FILES = 4096
 """That a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
@@ -58,7 +57,7 @@ def _machine() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
     yield Finding("open files", _limit(soft), f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
-    yield Finding("memory", f"{_gib(memory_bytes())}, {os.cpu_count()} cores")
+    yield Finding("memory", f"{_gib(memory_bytes())}, {num_cores()} cores")
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free

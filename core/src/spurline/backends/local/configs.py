@@ -76,11 +76,9 @@ class LocalBackendConfig(BackendConfig):
         return None
 
     def device_bytes(self) -> int | None:
-        return (
-            None
-            if self.missing_here()
-            else resolve("spurline.model.device_profile:device_bytes", "device")(self.device)
-        )
+        if self.missing_here():
+            return None
+        return resolve("spurline.model.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if not self.activation_checkpointing:
