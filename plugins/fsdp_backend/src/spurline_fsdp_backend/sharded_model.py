@@ -27,12 +27,13 @@ from spurline.config.run_config import ModelConfig
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream
+from spurline.model.weight_files import stored_dtype
 from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.digests import weights_digest
 from spurline_fsdp_backend.mesh import Meshes
-from spurline_fsdp_backend.weight_loading import load_weights, stored_dtype
+from spurline_fsdp_backend.weight_loading import load_weights
 
 _ENTRY = "spurline_score"
 """Name of the forward method of the whole model through which streams are computed."""
