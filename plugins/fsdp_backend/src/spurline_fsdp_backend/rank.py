@@ -28,9 +28,19 @@ from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import make_meshes
+from spurline_fsdp_backend.publishing import Publishing
 from spurline_fsdp_backend.sharded_model import build_critic, build_policy
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
-from spurline_fsdp_backend.weight_gathering import as_arrays, gather_gradients, gather_weights, weight_sizes
+from spurline_fsdp_backend.weight_gathering import (
+    WeightGathering,
+    as_arrays,
+    gather_gradients,
+    gather_weights,
+    weight_sizes,
+)
+
+_PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Engines get weights as forward passes here use them."""
 
 Wire = Mapping[str, Any]
 """A `RankShare` as it travels."""
@@ -52,6 +62,8 @@ class FsdpRank:
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, total_updates))
+        gathering = WeightGathering(model.causal, adapted=self._config.lora is not None)
+        self._publishing = Publishing(place, gathering, _PUBLISHED[self._config.computes_in])
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
@@ -102,6 +114,18 @@ class FsdpRank:
         """(hf_name, whole tensor) of these weights of the policy, from the first rank."""
         whole = gather_weights(self._policy.model.causal, names)
         return as_arrays(whole) if self._place.rank == 0 else None
+
+    def num_buckets(self, choice: Mapping[str, Any]) -> int:
+        """See `Publishing.num_buckets`."""
+        return self._publishing.num_buckets(choice)
+
+    def make_bucket(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
+        """See `Publishing.make`."""
+        return self._publishing.make(choice, version, number)
+
+    def bucket_taken(self) -> None:
+        """See `Publishing.taken`."""
+        self._publishing.taken()
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
         """The part of the sums that this rank counts."""

@@ -70,3 +70,14 @@ def gather_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor
         (name, gather(torch.zeros_like(value) if value.grad is None else value.grad).detach())
         for name, value in parameters.items()
     ]
+
+
+class WeightGathering:
+    def __init__(self, causal: PreTrainedModel, adapted: bool) -> None:
+        self._causal = causal
+
+    def buckets(self, max_bytes: int, dtype: torch.dtype) -> list[list[str]]:
+        return list(cut(weight_sizes(self._causal), max_bytes))
+
+    def gather(self, bucket: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: value.to(dtype) for name, value in gather_weights(self._causal, bucket)}
