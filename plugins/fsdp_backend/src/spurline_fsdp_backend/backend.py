@@ -7,6 +7,7 @@ torch process group; those are in the ranks (`rank.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Dealing, deal
-from spurline.errors import ModelError, NonFiniteLossError
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointWriteError, ModelError, NonFiniteLossError
 from spurline.model.accumulate import SumsPart, describe_failure
 from spurline.model.stream_model import ENTROPY
 from spurline.model.token_stream import check_columns
@@ -26,6 +28,7 @@ from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
+from spurline_fsdp_backend.checkpoint import SavedPart
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.publishing import buckets_of_ranks
 from spurline_fsdp_backend.weight_gathering import cut
@@ -94,6 +97,20 @@ class FsdpBackend:
     def facts(self) -> Mapping[str, int | str]:
         return self._ranks.call("facts")[0]
 
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
+        parts: list[SavedPart] = self._ranks.call("save", str(path.absolute()))
+        failures = [part.failure for part in parts if part.failure is not None]
+        if failures:
+            raise CheckpointWriteError(failures[0])
+        return {name: digest for part in parts for name, digest in part.digests.items()}
+
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
+        # Ranks answer what is wrong, and do not raise it: they are as they were, and stay.
+        files, size = sorted((digests or {}).items()), self._ranks.size
+        shares = [dict(files[rank::size]) for rank in range(size)]
+        _raise_first(self._ranks.call("verify", str(path.absolute()), per_rank=shares))
+        _raise_first(self._ranks.call("load", str(path.absolute())))
+
     def close(self) -> None:
         self._ranks.close()
 
@@ -121,3 +138,9 @@ class FsdpBackend:
             raise ModelError("The reference model is the model before training: it is never trained itself.")
         if role == "critic" and self._run.critic is None:
             raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
+
+
+def _raise_first(answers: Sequence[Exception | None]) -> None:
+    for error in answers:
+        if error is not None:
+            raise error

@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from spurline.data.dealing import RankShare, Rows
-from spurline.errors import ModelError
+from spurline.digests import FileDigest, verify_files
+from spurline.errors import CheckpointError, CheckpointWriteError, ModelError
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.loading import check_config
@@ -26,6 +28,7 @@ from spurline.optimizers.optimization import critic_optimization, policy_optimiz
 from spurline.protocols.backend import Role
 from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
+from spurline_fsdp_backend.checkpoint import SavedPart, load, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.publishing import Publishing
@@ -52,8 +55,7 @@ class FsdpRank:
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
         self._place = place
         self._run, self._registry = read_run(plain_run)
-        assert isinstance(self._run.backend, FsdpBackendConfig)
-        self._config = self._run.backend
+        self._config = cast(FsdpBackendConfig, self._run.backend)
         self._profile = device_profile(self._config.on)
         if self._config.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -140,6 +142,31 @@ class FsdpRank:
         result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
         return result.numpy() if self._counts else None
 
+    def save(self, path: str) -> SavedPart:
+        """Write this rank's part of all models that are trained."""
+        layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
+        try:
+            return SavedPart(save(Path(path), self._trained, {"ranks": self._place.world, **layout}))
+        except CheckpointWriteError as error:
+            return SavedPart({}, f"rank {self._place.rank} on {self._place.node}: {error}")
+
+    def verify(self, digests: Mapping[str, FileDigest], path: str) -> CheckpointError | None:
+        """What is wrong with these files, if anything is."""
+        self._place.doing(f"verifying {len(digests)} files of a checkpoint")
+        try:
+            verify_files(Path(path), digests)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def load(self, path: str) -> CheckpointError | None:
+        """Take a checkpoint over; what keeps it from that, if anything does, and then nothing has changed."""
+        try:
+            load(Path(path), self._trained)
+        except CheckpointError as error:
+            return error
+        return None
+
     def facts(self) -> dict[str, int | str]:
         """See `Backend.facts`."""
         return {
@@ -147,6 +174,10 @@ class FsdpRank:
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": f"{self._place.world} x {self._profile.device.type}",
         }
+
+    @property
+    def _trained(self) -> dict[Role, ShardedTrainedModel]:
+        return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
 
     @property
     def _counts(self) -> bool:
