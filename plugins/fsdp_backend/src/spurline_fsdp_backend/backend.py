@@ -31,7 +31,6 @@ from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.checkpoint import SavedPart
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.publishing import buckets_of_ranks
-from spurline_fsdp_backend.weight_gathering import cut
 
 _WORKER = "spurline_fsdp_backend.rank:FsdpRank"
 
@@ -86,13 +85,28 @@ class FsdpBackend:
         return dealing.gather(self._counting(answers))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for names in cut(self._ranks.call("weight_sizes")[0]):
-            for name, value in self._ranks.call("weights", names)[0]:
+        for bucket in self._ranks.call("weight_buckets")[0]:
+            for name, value in self._ranks.call("weights", bucket)[0]:
                 yield name, torch.from_numpy(value)
 
     def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
         """See `MakesBuckets`."""
         return buckets_of_ranks(self._ranks, version, choice)
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        dealt = _deal_prompts(prompts, self._ranks.size)
+        shares = [[list(prompts[number]) for number in numbers] for numbers in dealt]
+        answers = self._ranks.call("generate", max_new_tokens, per_rank=shares)
+        found = {
+            number: answer
+            for numbers, part in zip(dealt, answers, strict=True)
+            for number, answer in zip(numbers, part, strict=True)
+        }
+        return [found[number] for number in range(len(prompts))]
 
     def facts(self) -> Mapping[str, int | str]:
         return self._ranks.call("facts")[0]
@@ -144,3 +158,9 @@ def _raise_first(answers: Sequence[Exception | None]) -> None:
     for error in answers:
         if error is not None:
             raise error
+
+
+def _deal_prompts(prompts: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
+    """Numbers of the prompts of each rank; all ranks get prompts of all lengths."""
+    by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    return [by_length[rank::num_ranks] for rank in range(num_ranks)]

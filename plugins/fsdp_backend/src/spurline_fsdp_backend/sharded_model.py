@@ -27,10 +27,12 @@ from spurline.config.run_config import ModelConfig
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream
+from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.digests import weights_digest
 from spurline_fsdp_backend.mesh import Meshes
-from spurline_fsdp_backend.weight_loading import load_weights
+from spurline_fsdp_backend.weight_loading import load_weights, stored_dtype
 
 _ENTRY = "spurline_score"
 """Name of the forward method of the whole model through which streams are computed."""
@@ -68,12 +70,27 @@ class ShardedValueModel(_ThroughRoot, ValueModel):
 
 def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
     """The model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
-    return ShardedStreamModel(_build(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
+    return ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
 
 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
     """The same with a value head in the place of the output layer."""
-    return ShardedValueModel(_build(model, config, meshes, seed, put_value_head))
+    return ShardedValueModel(_build_trained(model, config, meshes, seed, put_value_head))
+
+
+def build_reference(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
+) -> ShardedStreamModel:
+    """The model that the run started from, sharded, frozen and in the dtype that is computed in. A collective.
+
+    Raises CheckpointError unless its weights have the digest `initial_weights`.
+    """
+    causal = _build(model, config, meshes, seed, _no_change, torch.float32)
+    check_initial_weights(weights_digest(causal), initial_weights, model.path)
+    causal.requires_grad_(False).eval()
+    if config.computes_in == "bf16":
+        nn.Module.to(causal, dtype=torch.bfloat16)
+    return ShardedStreamModel(causal, config.logits_chunk_tokens)
 
 
 Change = Callable[[PreTrainedModel], object]
@@ -84,14 +101,38 @@ def _no_change(causal: PreTrainedModel) -> None:
     pass
 
 
-def _build(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change) -> PreTrainedModel:
-    causal = build_without_memory(load_model_config(model), model).to(torch.float32).train()
+def _build_trained(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change
+) -> PreTrainedModel:
+    """With all weights trained in fp32, or adapters beside frozen weights in the dtype of their files."""
+    if config.lora is None:
+        return _build(model, config, meshes, seed, change, torch.float32)
+    from spurline.model.lora import add_adapters
+    from spurline_fsdp_backend.adapters import draw_adapters, take_over
+
+    dtype = stored_dtype(model)
+    plain = _build(model, config, meshes, seed, change, dtype)
+    adapted = _without_values(model, dtype)
+    add_adapters(adapted, config.lora, seed)
+    change(adapted)
+    shard(adapted, config, meshes)
+    take_over(adapted, plain)
+    draw_adapters(adapted, seed, plain.device)
+    return adapted
+
+
+def _build(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change, dtype: torch.dtype
+) -> PreTrainedModel:
+    causal = _without_values(model, dtype)
     change(causal)
-    if config.activation_checkpointing:
-        StreamModel(causal).checkpoint_activations({"use_reentrant": False})
     shard(causal, config, meshes)
     load_weights(causal, model, seed, config.on)
     return causal
+
+
+def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return build_without_memory(load_model_config(model), model).to(dtype).train()
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
@@ -99,7 +140,9 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
 
     The gradients of a step are sums over ranks and micro-batches, in fp32: what a loss is divided by is fixed before.
     """
-    computing = torch.bfloat16 if config.computes_in == "bf16" else None
+    if config.activation_checkpointing:
+        StreamModel(causal).checkpoint_activations({"use_reentrant": False})
+    computing = torch.bfloat16 if config.computes_in == "bf16" else torch.float32
     options: dict[str, Any] = {
         "mesh": meshes.sharding,
         "mp_policy": MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32),
