@@ -24,10 +24,13 @@ from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
+from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weight_sync import MakerChoice
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.checkpoint import SavedPart
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.publishing import buckets_of_ranks
 
 _WORKER = "spurline_fsdp_backend.rank:FsdpRank"
 
@@ -85,6 +88,10 @@ class FsdpBackend:
         for bucket in self._ranks.call("weight_buckets")[0]:
             for name, value in self._ranks.call("weights", bucket)[0]:
                 yield name, torch.from_numpy(value)
+
+    def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
+        """See `MakesBuckets`."""
+        return buckets_of_ranks(self._ranks, version, choice)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
         name = str(dtype).removeprefix("torch.")
