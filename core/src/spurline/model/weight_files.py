@@ -40,13 +40,13 @@ def check_weight_files(model: ModelConfig) -> None:
             f"model.path: no weights can be loaded from folder {folder}: it has none of {', '.join(_CANDIDATES)}.\n"
             f"Files there: {files}.\nTo train this architecture from scratch set model.init: random."
         )
-    for path in _shards(found) if found.suffix == ".json" else [found]:
+    for path in shards_of(found) if found.suffix == ".json" else [found]:
         problem = _problem_of(path)
         if problem:
             raise ModelError(f"model.path: {path} {problem} {_FETCH}")
 
 
-def _shards(index: Path) -> list[Path]:
+def shards_of(index: Path) -> list[Path]:
     """The files that an index names."""
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
     from spurline.data.batch import TrainingBatch
     from spurline.protocols.loss import Objective
+    from spurline.protocols.rollout_engine import WeightBucket
+    from spurline.protocols.weight_sync import MakerChoice
 
 
 Role = Literal["policy", "reference", "critic"]
@@ -110,6 +112,19 @@ class Generates(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         """Greedy continuations, one per prompt, end-of-sequence token included when it was produced."""
+        ...
+
+
+@runtime_checkable
+class MakesBuckets(Protocol):
+    """A backend whose weights are in other processes, and are made into buckets there, so that they never come here."""
+
+    def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
+        """All weights, as `named_weights` has them, in buckets that a maker of this choice makes where they are.
+
+        The next bucket is asked for when every engine has taken the last one over. The maker is kept, with what it
+        holds, until another choice is made or the backend is closed; its memory and files go with its process.
+        """
         ...
 
 
