@@ -60,9 +60,9 @@ class SequenceSharing:
         )
         return part, mine
 
-    def joined(self, values: Tensor, mine: slice, size: int) -> Tensor:
-        """Values at this rank's positions with loss -> those at all `size` positions of the stream; differentiable."""
-        joined = _Join.apply(values, mine, size, self._group)
+    def joined(self, values: Tensor, mine: slice, stream: TokenStream) -> Tensor:
+        """Values at this rank's positions with loss -> those at all of the stream's; differentiable."""
+        joined = _Join.apply(values, mine, len(stream.targets), self._group)
         assert isinstance(joined, Tensor)
         return joined
 
