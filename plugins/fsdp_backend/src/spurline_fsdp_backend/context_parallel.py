@@ -10,19 +10,22 @@ it. Every function that exchanges something is a collective of the group.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, ModelError
 from spurline.model.device_profile import DeviceProfile
+from spurline.model.stream_model import evaluation_mode, vocabulary_size
 from spurline.model.token_stream import TokenStream, plan_segments
+from spurline.protocols.loss import TokenLossInputs
 
 
 class SequenceSharing:
@@ -142,3 +145,65 @@ def check_heads(config: PretrainedConfig, context: int) -> None:
             f"is {context}, and the model's {heads} attention heads cannot be divided among so many ranks. Set it to "
             f"one of {', '.join(map(str, possible))}.",
         )
+
+
+_PROBE_LENGTHS = (2, 5, 9)
+_TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
+"""Allowed difference of a logprob, in standard deviations of logprobs: attention is the same, matrices have other
+sizes."""
+
+
+class SharesSequences(Protocol):
+    """A `StreamModel` that computes with the ranks of its `sharing`; alone where that is None."""
+
+    causal: PreTrainedModel
+    sharing: SequenceSharing | None
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """See `StreamModel`."""
+        ...
+
+
+def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
+    """Raise ModelError for a model whose logprobs change when ranks share a stream. A collective.
+
+    Such a model mixes tokens elsewhere than in attention. path: of the model, for the message.
+    """
+    stream = _probe_stream(vocabulary_size(model.causal), profile)
+    sharing = model.sharing
+    with evaluation_mode(model.causal), profile.computing():
+        shared = model.loss_inputs(stream, ()).logprobs
+        model.sharing = None
+        try:
+            alone = model.loss_inputs(stream, ()).logprobs
+        finally:
+            model.sharing = sharing
+    allowed = _HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE
+    difference = float((shared - alone).abs().max() / alone.std().clamp_min(1e-30))
+    # Written so that a NaN is refused too.
+    if not difference <= allowed:
+        raise ModelError(
+            f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities when ranks share a "
+            f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens elsewhere than in "
+            "attention (linear attention, convolutions). Set backend.context: 1, or choose a model without."
+        )
+
+
+def _probe_stream(vocabulary: int, profile: DeviceProfile) -> TokenStream:
+    """A few random tokens, with loss on all that can have it."""
+    lengths = np.array(_PROBE_LENGTHS, np.int64)
+    tokens = torch.randint(vocabulary, (int(lengths.sum()),), generator=torch.Generator().manual_seed(20_240_229))
+    positions = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS])
+    targets = torch.nonzero(positions).flatten()
+    send = profile.send
+    return TokenStream(
+        input_ids=send(tokens).unsqueeze(0),
+        position_ids=send(positions).unsqueeze(0),
+        plan=plan_segments(lengths, profile.slots_per_attention_call, send),
+        source=send(targets - 1),
+        targets=send(tokens[targets]),
+        weights=send(torch.ones(len(targets))),
+        segment_index=send(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[targets]),
+        columns={},
+        batch_index=targets,
+    )

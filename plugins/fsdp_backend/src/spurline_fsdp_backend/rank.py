@@ -27,6 +27,7 @@ from spurline.protocols.backend import Role
 from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.context_parallel import check_sharing
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import build_critic, build_policy
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
@@ -52,6 +53,10 @@ class FsdpRank:
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, total_updates))
+        # After its parameters were listed: a forward pass leaves the outermost group gathered.
+        if self._config.probe and model.sharing is not None:
+            half = self._config.computes_in == "bf16"
+            check_sharing(model, self._profile, self._run.model.path, half_precision=half)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
