@@ -17,7 +17,6 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Dealing, deal
 from spurline.errors import ModelError, NonFiniteLossError
 from spurline.model.accumulate import SumsPart, describe_failure
-from spurline.model.architecture import load_model_config
 from spurline.model.stream_model import ENTROPY
 from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
@@ -26,7 +25,6 @@ from spurline.protocols.loss import Objective
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.configs import FsdpBackendConfig
-from spurline_fsdp_backend.context_parallel import check_heads
 from spurline_fsdp_backend.weight_gathering import cut
 
 _WORKER = "spurline_fsdp_backend.rank:FsdpRank"
@@ -38,9 +36,8 @@ class FsdpBackend:
     def __init__(self, config: FsdpBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
         self._run = run
-        if config.context > 1:
-            # Before ranks start and weights are read.
-            check_heads(load_model_config(run.model), config.context)
+        # Before ranks start and weights are read.
+        config.check_model(run)
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits)
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from spurline.errors import ConfigError, ModelError
+from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.stream_model import evaluation_mode, vocabulary_size
 from spurline.model.token_stream import TokenStream, plan_segments
@@ -133,18 +133,6 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return grads[0][ctx.mine], None, None, None
-
-
-def check_heads(config: PretrainedConfig, context: int) -> None:
-    """Raise ConfigError where so many ranks cannot share the attention heads of this model equally."""
-    heads: int = config.get_text_config().num_attention_heads
-    if heads % context:
-        possible = [number for number in range(1, heads + 1) if heads % number == 0]
-        raise ConfigError.at(
-            "backend.context",
-            f"is {context}, and the model's {heads} attention heads cannot be divided among so many ranks. Set it to "
-            f"one of {', '.join(map(str, possible))}.",
-        )
 
 
 _PROBE_LENGTHS = (2, 5, 9)
