@@ -41,6 +41,8 @@ class FsdpBackend:
     def __init__(self, config: FsdpBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
         self._run = run
+        # Before ranks start and weights are read.
+        config.check_model(run)
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits)
 

@@ -33,6 +33,7 @@ from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
 from spurline_fsdp_backend.checkpoint import SavedPart, load, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.context_parallel import check_sharing
 from spurline_fsdp_backend.generation import generate
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.publishing import Publishing
@@ -65,6 +66,10 @@ class FsdpRank:
         self._gathering = WeightGathering(model.causal, adapted=self._config.lora is not None)
         self._publishing = Publishing(place, self._gathering, _PUBLISHED[self._config.computes_in])
         self._reference: ShardedStreamModel | None = None
+        # After its parameters were listed: a forward pass leaves the outermost group gathered.
+        if self._config.probe and model.sharing is not None:
+            half = self._config.computes_in == "bf16"
+            check_sharing(model, self._profile, self._run.model.path, half_precision=half)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
