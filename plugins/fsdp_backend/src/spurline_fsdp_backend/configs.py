@@ -78,6 +78,16 @@ class FsdpBackendConfig(BackendConfig):
                 yield Problem(key, f"is {getattr(self, key)}, which does not divide the {ranks} ranks.")
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
+        optimizers = [("optimizer", run.optimizer)]
+        if run.critic is not None:
+            optimizers.append(("critic.optimizer", run.critic.optimizer))
+        for key, optimizer in optimizers:
+            if optimizer.needs_whole_parameters is not None:
+                yield Problem(
+                    "name",
+                    f"is {self.name}, which gives each rank a part of every parameter, and {key} '{optimizer.name}' "
+                    f"needs whole ones: {optimizer.needs_whole_parameters}. Use adamw.",
+                )
         if self.gpus is not None and self.launch == "ray":
             yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove one.")
 

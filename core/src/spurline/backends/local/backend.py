@@ -25,6 +25,7 @@ from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Rows
 from spurline.data.tokenizer import load_tokenizer
+from spurline.digests import FileDigest
 from spurline.errors import ModelError, NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
@@ -33,7 +34,8 @@ from spurline.model.loading import check_config, load_model
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
-from spurline.model.weights import named_weights
+from spurline.model.weight_files import WeightStream, write_weight_files
+from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import MakeOptimization, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import GenerationModel, LossSums, Role
@@ -148,7 +150,11 @@ class LocalBackend:
                 self._open_swaps -= 1
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self._model.causal, adapted=self._config.lora is not None)
+        return iter(NamedWeights(self._model.causal, adapted=self._config.lora is not None))
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        named = NamedWeights(self._model.causal, adapted=self._config.lora is not None)
+        write_weight_files(folder, WeightStream(named.layout, iter(named)), dtype, max_file_bytes)
 
     def facts(self) -> Mapping[str, int | str]:
         return {
@@ -157,13 +163,14 @@ class LocalBackend:
             "device": str(self._profile.device),
         }
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
         self._refuse_swapped("saved")
         save_training_state(path, self._policy)
         if self._critic is not None:
             save_training_state(path / _CRITIC_FOLDER, self._critic)
+        return {}
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._refuse_swapped("loaded")
         policy = read_training_state(path, self._policy)
         if self._critic is not None:
