@@ -108,7 +108,7 @@ def test_a_loss_has_the_gradient_of_the_local_backend(
     # A correction may reject one answer of a pair, and no source has pairs and corrections.
     corrections = ["none", *CORRECTIONS] if loss.config.trains_on != "pairs" else ["none"]
     for reduction, correction in product(REDUCE, corrections):
-        if not SOAK and "none" != correction and reduction != "token_mean":
+        if not SOAK and correction != "none" and reduction != "token_mean":
             continue
         weighted, normalizer = reduced(batch, reduction, correction)
         objective = Objective(loss, normalizer, 0.8)

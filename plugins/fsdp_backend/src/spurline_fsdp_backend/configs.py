@@ -78,6 +78,10 @@ class FsdpBackendConfig(BackendConfig):
                 yield Problem(key, f"is {getattr(self, key)}, which does not divide the {ranks} ranks.")
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
+        if self.compile and self.expert > 1:
+            yield Problem(
+                "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."
+            )
         optimizers = [("optimizer", run.optimizer)]
         if run.critic is not None:
             optimizers.append(("critic.optimizer", run.critic.optimizer))

@@ -28,7 +28,7 @@ from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import make_meshes
-from spurline_fsdp_backend.sharded_model import build_critic, build_policy
+from spurline_fsdp_backend.sharded_model import build_critic, build_policy, check_sharded
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
 from spurline_fsdp_backend.weight_gathering import as_arrays, gather_gradients, gather_weights, weight_sizes
 
@@ -51,6 +51,9 @@ class FsdpRank:
         place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
+        if self._config.probe:
+            place.doing("checking that packed rows are exact for this model")
+            check_sharded(model, self._config, self._profile, self._run.model.path)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, total_updates))
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
