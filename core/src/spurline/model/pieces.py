@@ -358,7 +358,7 @@ def _check_whole(folder: Path, key: str, stored: StoredTensor) -> None:
     # Boxes of one tensor: [num_boxes, num_dimensions] each.
     begin, end = (np.array([getattr(box, name) for box in boxes], dtype=np.int64) for name in ("offset", "end"))
     overlap = ((begin[:, None] < end[None]) & (begin[None] < end[:, None])).all(-1)
-    np.fill_diagonal(overlap, False)
+    overlap &= ~np.eye(len(boxes), dtype=bool)
     if overlap.any():
         one, other = (list(boxes.values())[index][0] for index in np.argwhere(overlap)[0])
         raise _doubled(folder, key, one, other)

@@ -217,9 +217,9 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
     checkpoint_reader: ClassVar[str | None] = None
     """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
-    exported where it cannot be trained: `function(run: RunConfig, folder: Path) -> WeightStream` of
-    `spurline.model.weight_files`; `folder` is what `save` filled. Raises CheckpointError. None: the backend is built
-    and loads the checkpoint."""
+    exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
+    `spurline.model.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
+    None: the backend is built and loads the checkpoint."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import pytest
@@ -203,11 +204,12 @@ class ScheduleContract:
 @contextmanager
 def _one_rank() -> Iterator[DeviceMesh]:
     """A group of this process alone, on which torch treats parameters as those of many ranks."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        distributed.destroy_process_group()
+    with TemporaryDirectory() as folder:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield init_device_mesh("cpu", (1,))
+        finally:
+            distributed.destroy_process_group()
 
 
 def _parameters(seed: int = 0) -> dict[str, Parameter]:
