@@ -122,7 +122,8 @@ class _Probe:
         return (
             f"gives other log-probabilities when sequences are packed than separately: {worst:.2g} standard deviations "
             f"of the logits ({where}; allowed {self._tolerance:g}). It mixes tokens across sequences (linear "
-            "attention, convolutions) or has attention that cannot be replaced. Choose a model with plain causal attention."
+            "attention, convolutions) or has attention that cannot be replaced. Choose a model with plain causal "
+            "attention."
         )
 
     def _compare_output_layer(self, states: Tensor) -> str | None:
