@@ -92,6 +92,10 @@ class FsdpBackendConfig(BackendConfig):
                 )
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
+        if self.compile and self.expert > 1:
+            yield Problem(
+                "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."
+            )
         if self.gpus is not None:
             yield from self._gpu_problems(self.gpus)
         if self.ranks_per_node is not None and ranks > self.ranks_per_node and ranks % self.ranks_per_node:

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.model.architecture import build_without_memory, load_model_config
-from spurline.model.device_profile import device_profile
+from spurline.model.device_profile import DeviceProfile, device_profile
+from spurline.model.probe import check_exactness
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream
 from spurline.model.weights import check_initial_weights
@@ -33,7 +34,8 @@ from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.context_parallel import SequenceSharing
 from spurline_fsdp_backend.digests import weights_digest
-from spurline_fsdp_backend.mesh import Meshes
+from spurline_fsdp_backend.expert_parallel import divide_experts
+from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights, stored_dtype
 
 _ENTRY = "spurline_score"
@@ -170,6 +172,11 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         # Pinned memory is the GPU's; without one there is nothing to copy to.
         "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
+    if meshes.experts is not None:
+        # Before the layers, which then leave them alone: ranks of one expert group hold different experts.
+        for holder in divide_experts(causal, meshes):
+            apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
+            fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
     for layer in decoder_layers(causal):
         if config.compile:
             layer.compile(dynamic=True)
@@ -197,6 +204,16 @@ def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
     names = set(causal._no_split_modules or ())
     found = [module for module in causal.get_decoder().modules() if type(module).__name__ in names]
     return found or list(causal.get_decoder().layers)
+
+
+def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
+    """See `check_exactness`; all ranks check the same tokens. A collective."""
+    # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
+    model.causal.unshard()
+    try:
+        check_exactness(model, profile, path, in_half_precision=config.computes_in == "bf16")
+    finally:
+        model.causal.reshard()
 
 
 @contextmanager
