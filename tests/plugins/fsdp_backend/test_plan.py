@@ -211,6 +211,6 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused_with_its_reason(
 ) -> None:
     from spurline.optimizers.configs import AdamWConfig
 
-    monkeypatch.setattr(AdamWConfig, "why_not_sharded", "needs whole tensors")
+    monkeypatch.setattr(AdamWConfig, "needs_whole_parameters", "needs whole tensors")
     with pytest.raises(ConfigError, match="optimizer is adamw, which needs whole tensors"):
         planned(config)

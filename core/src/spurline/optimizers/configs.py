@@ -23,6 +23,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), as one fused kernel."""
 
+    needs_whole_parameters: ClassVar[str | None] = None
+
     name: str = "adamw"
     betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
     """Decay of the first and second moment estimates."""
@@ -35,6 +37,8 @@ class SgdConfig(OptimizerConfig):
 
     It wants a learning rate far above the default, which is AdamW's.
     """
+
+    needs_whole_parameters: ClassVar[str | None] = None
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
@@ -95,7 +99,7 @@ class AdamW8BitConfig(AdamWConfig):
     moments of 32 bits.
     """
 
-    why_not_sharded: ClassVar[str] = "scales moments by blocks of a whole tensor, of which each rank has a part only"
+    needs_whole_parameters: ClassVar[str | None] = "the kernels of bitsandbytes take no DTensors"
 
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
+from spurline.digests import FileDigest
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import RankRequest
 
@@ -103,12 +104,19 @@ class Backend(Protocol):
         """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle."""
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
+        """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle.
+
+        Returns digests of the files that the backend has hashed and forced to disk itself, by path in the folder. The
+        caller does so with all others, so an empty mapping will do.
+        """
         ...
 
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit."""
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
+        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit.
+
+        digests: what `save` returned; those files are verified here, before anything is changed. None verifies none.
+        """
         ...
 
     def close(self) -> None:
@@ -223,9 +231,9 @@ class BackendConfig(ComponentConfig):
     """What to do with a model that its settings cannot make fit, as a sentence."""
     checkpoint_reader: ClassVar[str | None] = None
     """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
-    exported where it cannot be trained: `function(run: RunConfig, folder: Path) -> WeightStream` of
-    `spurline.model.weight_files`; `folder` is what `save` filled. Raises CheckpointError. None: the backend is built
-    and loads the checkpoint."""
+    exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
+    `spurline.model.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
+    None: the backend is built and loads the checkpoint."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""

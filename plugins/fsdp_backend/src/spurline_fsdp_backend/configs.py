@@ -99,12 +99,15 @@ class FsdpBackendConfig(BackendConfig):
                 "ranks_per_node",
                 f"is {self.ranks_per_node}, which does not divide the {ranks} ranks. All machines have equally many.",
             )
-        for key, optimizer in (("optimizer", run.optimizer), ("critic.optimizer", run.critic and run.critic.optimizer)):
-            if optimizer and optimizer.why_not_sharded:
+        optimizers = [("optimizer", run.optimizer)]
+        if run.critic is not None:
+            optimizers.append(("critic.optimizer", run.critic.optimizer))
+        for key, optimizer in optimizers:
+            if optimizer.needs_whole_parameters is not None:
                 yield Problem(
-                    "",
-                    f"divides parameters among ranks, and {key} is {optimizer.name}, which "
-                    f"{optimizer.why_not_sharded}. Choose optimizer.name: adamw, or backend.name: local.",
+                    "name",
+                    f"is {self.name}, which gives each rank a part of every parameter, and {key} '{optimizer.name}' "
+                    f"needs whole ones: {optimizer.needs_whole_parameters}. Use adamw.",
                 )
 
     def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
