@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import SpurlineError
+from spurline.files import scratch_inside
 from spurline.model.device_profile import device_profile
 from spurline.protocols.backend import Finding
 from spurline.ranks.group import Place, RankGroup
@@ -39,6 +38,8 @@ LIMIT_S = 120.0
 """Seconds for an exchange, and for a call: who needs longer for 64 MB will not train."""
 
 _REPEATS = 3
+
+_TOKEN = "token"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _ask(ranks: RankGroup, seconds: float, run: RunConfig) -> Iterator[Finding]:
     yield from _folder(ranks, Path(run.run_dir).absolute())
     for group in found[0]["groups"]:
         for kind in EXCHANGES:
-            yield _exchanged(group, kind, ranks.call("exchange", group, kind))
+            yield _exchanged(group, kind, ranks.call("exchange", group, kind, EXCHANGED_BYTES))
 
 
 def _words(error: SpurlineError) -> str:
@@ -123,37 +124,22 @@ def _devices(found: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 def _folder(ranks: RankGroup, folder: Path) -> Iterator[Finding]:
     """Do the ranks see what this process writes into the folder of the run, and the other way round?"""
-    existed = folder.exists()
-    token = uuid.uuid4().hex
-    ours = folder / f"doctor-{token}"
+    what, fix = "run_dir of the ranks", "choose a folder that all machines share, and that their ranks may write to"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        ours.write_text(token, encoding="utf-8")
-        problems = ranks.call("answer_token", str(ours), token)
-        blind = [rank for rank, problem in enumerate(problems) if problem is not None]
-        unseen = [rank for rank in range(ranks.size) if rank not in blind and not _answer(ours, rank).is_file()]
-        if blind:
-            yield Finding("run_dir of the ranks", f"rank {blind[0]}: {problems[blind[0]]}", _SHARE)
-        elif unseen:
-            yield Finding("run_dir of the ranks", f"what rank {unseen[0]} writes there is not seen here", _SHARE)
-        else:
-            yield Finding("run_dir of the ranks", f"{folder} is one folder for all of them")
+        with scratch_inside(folder) as scratch:
+            (scratch / _TOKEN).write_text(scratch.name, encoding="utf-8")
+            problems = ranks.call("answer_token", str(scratch))
+            unseen = [rank for rank in range(ranks.size) if not (scratch / f"{_TOKEN}-{rank}").is_file()]
     except OSError as error:
-        yield Finding("run_dir of the ranks", f"{folder}: {error.strerror or error}", _SHARE)
-    finally:
-        for left in (ours, *(_answer(ours, rank) for rank in range(ranks.size))):
-            left.unlink(missing_ok=True)
-        if not existed:
-            # Something else may have come into it.
-            with suppress(OSError):
-                folder.rmdir()
-
-
-_SHARE = "choose a folder that all machines share, and that their ranks may write to"
-
-
-def _answer(token: Path, rank: int) -> Path:
-    return token.with_name(f"{token.name}-{rank}")
+        yield Finding(what, f"{folder}: {error.strerror or error}", fix)
+        return
+    blind = [rank for rank, problem in enumerate(problems) if problem]
+    if blind:
+        yield Finding(what, f"rank {blind[0]}: {problems[blind[0]]}", fix)
+    elif unseen:
+        yield Finding(what, f"what rank {unseen[0]} writes there is not seen here", fix)
+    else:
+        yield Finding(what, f"{folder} is one folder for all of them")
 
 
 def _exchanged(group: str, kind: str, outcomes: Sequence[Exchange]) -> Finding:
@@ -179,35 +165,31 @@ class DoctorRank:
 
     def look(self) -> dict[str, Any]:
         """What this rank finds around it."""
-        versions = {
-            "Python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
+        libraries = (f"{library.__name__} {library.__version__}" for library in (torch, transformers))
         return {
             "node": self._place.node,
-            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+            "versions": ", ".join([f"Python {platform.python_version()}", *libraries]),
             "device": self._profile.name,
             "memory": self._profile.memory(),
             "threads": torch.get_num_threads(),
             "groups": list(self._groups),
         }
 
-    def answer_token(self, path: str, token: str) -> str | None:
+    def answer_token(self, folder: str) -> str:
         """Read what the controller wrote, and write an answer beside it; returns what is wrong, if anything."""
         try:
-            if Path(path).read_text(encoding="utf-8") != token:
-                return f"{path} has another content than was written"
-            _answer(Path(path), self._place.rank).write_text(token, encoding="utf-8")
+            if (Path(folder) / _TOKEN).read_text(encoding="utf-8") != Path(folder).name:
+                return f"{folder} has another content than was written"
+            (Path(folder) / f"{_TOKEN}-{self._place.rank}").touch()
         except OSError as error:
-            return f"{path}: {error.strerror or error}"
-        return None
+            return f"{folder}: {error.strerror or error}"
+        return ""
 
-    def exchange(self, group: str, kind: str) -> Exchange:
-        """Send 64 MB a few times within a group of ranks."""
+    def exchange(self, group: str, kind: str, num_bytes: int) -> Exchange:
+        """Send so many bytes a few times within a group of ranks."""
         self._place.doing(f"{kind}, {group}")
         process_group, size = self._groups[group], dist.get_world_size(self._groups[group])
-        values = EXCHANGED_BYTES // 4 // size * size
+        values = num_bytes // 4 // size * size
         seconds, right = [], True
         # The first one also makes the connections.
         for _ in range(1 + _REPEATS):
