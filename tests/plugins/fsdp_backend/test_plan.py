@@ -212,5 +212,5 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused_with_its_reason(
     from spurline.optimizers.configs import AdamWConfig
 
     monkeypatch.setattr(AdamWConfig, "needs_whole_parameters", "needs whole tensors")
-    with pytest.raises(ConfigError, match="optimizer is adamw, which needs whole tensors"):
+    with pytest.raises(ConfigError, match="optimizer 'adamw' needs whole ones: needs whole tensors"):
         planned(config)
