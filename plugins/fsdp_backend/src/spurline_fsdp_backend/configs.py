@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,7 +12,7 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.model.configs import LoraConfig
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import BackendConfig
+from spurline.protocols.backend import BackendConfig, Finding
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import Launch, RankRequest, TimeLimits
 from spurline.ranks.machine import num_gpus
@@ -204,6 +204,9 @@ class FsdpBackendConfig(BackendConfig):
 
     def estimate_host_memory(self, run: RunConfig) -> int:
         return self._part("memory:estimate_host_memory")(self, run)
+
+    def doctor(self, run: RunConfig) -> Iterator[Finding]:
+        return self._part("doctor:doctor")(self, run)
 
     @staticmethod
     def _part(name: str) -> Callable[..., Any]:
