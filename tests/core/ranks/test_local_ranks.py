@@ -282,9 +282,9 @@ def test_ranks_start_anew_when_the_process_they_are_forked_from_was_killed(start
     ranks = start(2)
     pids = ranks.call("pid")
     os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+    _assert_all_gone(pids)
     with pytest.raises(RankFailedError, match="killed by SIGKILL"):
         ranks.call("pid")
-    _assert_all_gone(pids)
     assert len(start(2).call("pid")) == 2
 
 
