@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import sys
 import time
@@ -52,6 +53,29 @@ def assert_same_weights(one: Path, other: Path) -> None:
     left, right = (load_file(path) for path in paths)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def write_pairs(path: Path, count: int, seed: int) -> Path:
+    """Rows of preference pairs: digits in order are preferred to digits in reverse."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        digits = sorted(rng.sample("0123456789", 3))
+        prompt = [{"role": "user", "content": f"sort {''.join(rng.sample(digits, 3))}"}]
+        answers = {"chosen": "".join(digits), "rejected": "".join(reversed(digits))}
+        rows.append(
+            {"prompt": prompt, **{side: [{"role": "assistant", "content": text}] for side, text in answers.items()}}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def on_ranks(config: dict[str, Any], ranks: int = 2, **settings: Any) -> dict[str, Any]:
+    """The config with the backend `fsdp` on CPU in place of its own."""
+    return config | {
+        "plugins": [*config.get("plugins", ()), "fsdp_backend"],
+        "backend": {"name": "fsdp", "device": "cpu", "ranks": ranks, "num_threads": 1, **settings},
+    }
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120, every_s: float = 0.02) -> None:
