@@ -68,7 +68,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(
     code, _, err = spurline("train", write_config(failing("sleep", call_timeout_s=3)))
     assert time.monotonic() - began < 40
     assert code == 1
-    assert "`update` was not done within its limit of 3 s" in err
+    assert "`update` was not done within 3 s, its limit by backend.call_timeout_s" in err
     assert "rank 1 of 2" in err
     assert "micro-batch 1 of 1" in err
     assert "in _stands_still" in err.partition("Stack of rank 1:")[2]

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+import pytest
 import torch.distributed as dist
 from pydantic import Field
-from pytest import MonkeyPatch
 from torch import Tensor
 
 from spurline.errors import DataError
@@ -77,7 +77,7 @@ def register_components(registry: ComponentRegistrar) -> None:
 
 
 @contextmanager
-def installed(folder: Path, monkeypatch: MonkeyPatch) -> Iterator[None]:
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin as its installation looks to this process and to those it starts. folder: for its metadata."""
     metadata = folder / "failing_losses-0.1.0.dist-info"
     metadata.mkdir(parents=True)

@@ -16,7 +16,7 @@ import torch
 from spurline.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from warm_runs import WarmRuns
+    from warm_runs import WarmProcess, WarmRuns
 
 
 class StopAfter:
@@ -107,6 +107,13 @@ def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | 
 
     steps: None to kill it in its start, `wait_s` after that or with its first step.
     """
+    process = train_for(runs, config, metrics, steps=steps, wait_s=wait_s)
+    process.kill()
+    process.wait(10)
+
+
+def train_for(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> WarmProcess:
+    """Start a training process; returns it `wait_s` after it has done this many steps. steps: as above."""
     process = runs.start("train", config, output=config.with_suffix(".log"))
     before = num_lines(metrics)
     if steps is None:
@@ -124,8 +131,7 @@ def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | 
             before = num_lines(metrics)
         time.sleep(wait_s)
     assert process.poll() is None, "the run ended before it could be killed: " + config.with_suffix(".log").read_text()
-    process.kill()
-    process.wait(10)
+    return process
 
 
 def num_lines(path: Path) -> int:
