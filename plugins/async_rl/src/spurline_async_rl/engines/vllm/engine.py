@@ -12,6 +12,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
+from spurline.ranks.group import RuntimeEnv
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
@@ -41,9 +42,11 @@ class VllmEngine(EnginePool):
             transports = (*nccl, "shared_memory", "disk", "cuda_ipc")
             if config.placement == "ray":
                 require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
-                from spurline_async_rl.engines.vllm.ray import RayCluster
+                from spurline_async_rl.engines.vllm.ray import EngineCluster
 
-                self._cluster = RayCluster(config)
+                # What a run places on Ray is one job, with one environment.
+                ranks = run.backend.rank_request()
+                self._cluster = EngineCluster(config, ranks.runtime_env if ranks is not None else RuntimeEnv())
         super().__init__(config, self._make, transports=transports, tokenizer=tokenizer)
 
     async def close(self) -> None:
