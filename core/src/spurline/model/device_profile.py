@@ -37,6 +37,11 @@ class DeviceProfile:
     def slots_per_attention_call(self) -> int:
         return _SLOTS_PER_CALL.get(self.device.type, 0)
 
+    @property
+    def process_group(self) -> str:
+        """What `torch.distributed` exchanges tensors by: those of the device, and those of the host."""
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+
     def computing(self) -> AbstractContextManager[object]:
         """Context of every forward pass."""
         if self.autocast_dtype is not None:

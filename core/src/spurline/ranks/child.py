@@ -45,7 +45,7 @@ class ChildProcess:
     ended and everything it said was taken. Both are called on a thread of this object, and return soon.
     log: the file that its standard error is added to; None keeps it for `last_words` only.
     folder: is removed by the child when this process dies, as nobody else could. Such a child gets no messages.
-    environment: is added to that of this process.
+    environment: is added to that of this process. pass_fds: open files that the child has under the same numbers.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class ChildProcess:
         log: Path | None = None,
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.exit_code: int | None = None
         """None as long as it runs; negative when a signal killed it."""
@@ -80,6 +81,7 @@ class ChildProcess:
             },
             # A group of its own: what it starts ends with it, and Ctrl-C in a terminal is this process's to handle.
             start_new_session=True,
+            pass_fds=pass_fds,
         )
         started: Future[subprocess.Popen[bytes]] = Future()
         self._reader = threading.Thread(target=self._live, args=(start, started), name=f"child-{module}", daemon=True)
@@ -184,6 +186,10 @@ class Parent:
         with self._lock:
             self._out.write(b"".join(map(_encode, messages)))
             self._out.flush()
+
+    def close(self) -> None:
+        """In a fork of this process, which has nothing to say to the parent and must not keep its pipe open."""
+        self._out.close()
 
     def messages(self) -> Iterator[list[Any]]:
         """What the parent sends, as much as came together, until it closes its end or dies."""

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 
-@cache
 def num_gpus() -> int:
     """GPUs of this machine that CUDA_VISIBLE_DEVICES leaves to this process, 0 without a driver."""
+    return len(visible_gpus())
+
+
+@cache
+def visible_gpus() -> tuple[str, ...]:
+    """Those GPUs as CUDA_VISIBLE_DEVICES names them, in CUDA's order."""
     present = sum(_GPU_DEVICE.fullmatch(entry.name) is not None for entry in Path("/dev").iterdir())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return present
+        return tuple(str(number) for number in range(present))
     chosen = [name.strip() for name in visible.split(",")]
     # CUDA ends the list at the first entry that is no device.
     named = next((place for place, name in enumerate(chosen) if name in ("", "-1")), len(chosen))
-    return min(named, present)
+    return tuple(chosen[: min(named, present)])
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,0 +1,139 @@
+"""Call a method on all ranks and wait for their answers: limits, what a long wait says, and how a failure ends it.
+
+`RankCalls` is the half of a `RankGroup` that does not depend on how its processes were started.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spurline.errors import RankFailedError, RunFailedError
+from spurline.ranks.group import TimeLimits
+from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
+
+START = "start"
+"""What the first call is named in texts: processes come up, join each other and make their workers."""
+PATIENCE_S = 60.0
+"""Seconds without an answer after which a line says who is missing, and again each time."""
+_GRACE_S = 0.3
+"""Seconds that a failure of one rank waits for the failure that caused it."""
+
+
+class RankCalls(ABC):
+    """Ranks, and calls that take turns. Raises out of a call end all ranks first, whatever it is."""
+
+    def __init__(self, size: int, limits: TimeLimits) -> None:
+        self.size = size
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+
+    @abstractmethod
+    def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
+        """Ask all ranks, without waiting for an answer."""
+
+    @abstractmethod
+    def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
+        """What came from those that are missing, in the order in which it came; empty when the time is over."""
+
+    @abstractmethod
+    def _identity(self, rank: int) -> Identity: ...
+
+    @abstractmethod
+    def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
+        """What each says that it does, and since when; in few seconds, without those that do not say it."""
+
+    @abstractmethod
+    def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
+        """The stack of every thread of each; in few seconds."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Kill all ranks and wait until none is left. May be called again, and while another thread is in a call."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """After the last call: close what was open for the ranks. May be called again."""
+
+    def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
+        assert per_rank is None or len(per_rank) == self.size, (method, self.size)
+        with self._lock:
+            if self._ended is not None:
+                raise RunFailedError(f"No rank is left to do `{method}`: {self._ended}")
+            try:
+                self._send(method, common, per_rank)
+                return self._collect(method, self._limits.call_s)
+            except BaseException as error:
+                # An interruption too: the answers that are still under way would be taken for those of the next call.
+                self._ended = self._ended or f"{type(error).__name__}: {error}".partition("\n")[0]
+                self._end()
+                raise
+
+    def close(self) -> None:
+        # Not under the lock: whoever waits for an answer is woken by the end of the ranks.
+        self._ended = self._ended or "they were closed."
+        self._end()
+        with self._lock:
+            self._release()
+
+    def _start(self) -> None:
+        """The first call, for the constructor: wait until all are ready."""
+        try:
+            with self._lock:
+                self._collect(START, self._limits.start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, call: str, limit_s: float) -> list[Any]:
+        began = told = time.monotonic()
+        values: dict[int, Any] = {}
+        while missing := [rank for rank in range(self.size) if rank not in values]:
+            until = min(began + limit_s, told + PATIENCE_S)
+            outcomes = self._wait(missing, max(0.0, until - time.monotonic()))
+            if failures := _failures(outcomes):
+                self._fail(call, failures, missing)
+            values |= {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Value)}
+            if not outcomes:
+                told = time.monotonic()
+                if told - began >= limit_s:
+                    self._give_up(call, missing, limit_s)
+                text = f"Waiting for `{call}` for {told - began:.0f} s. {self._who_is_missing(missing)}"
+                print(text, file=sys.stderr, flush=True)
+        return [values[rank] for rank in range(self.size)]
+
+    def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int]) -> None:
+        until = time.monotonic() + _GRACE_S
+        while all(isinstance(failure, Raised) and not failure.classes for failure in failures.values()):
+            others = [rank for rank in missing if rank not in failures]
+            more = self._wait(others, max(0.0, until - time.monotonic())) if others else {}
+            if not more:
+                break
+            missing = [rank for rank in missing if rank not in more]
+            failures |= _failures(more)
+        if self._ended is not None:
+            raise RunFailedError(f"`{call}` has no answer: {self._ended}")
+        who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
+        raise error_of(who, call, failure)
+
+    def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
+        who = self._identity(missing[0])
+        text = f"`{call}` was not done within its limit of {limit_s:g} s. {self._who_is_missing(missing)}"
+        stacks = [f"Stack of rank {rank}:\n{stack}" for rank, stack in self._stacks(missing).items()]
+        raise RankFailedError(
+            "\n".join([text, *stacks]), who.rank, who.node, who.pid, call, stacks[0] if stacks else ""
+        )
+
+    def _who_is_missing(self, missing: Sequence[int]) -> str:
+        doing = self._doing(missing)
+        lines = [f"  {self._identity(rank)}: {doing.get(rank, 'does not say what it does')}" for rank in missing]
+        return "\n".join([f"{len(missing)} of {self.size} ranks have not answered:", *lines])
+
+
+def _failures(outcomes: Mapping[int, Outcome]) -> dict[int, Raised | Died]:
+    return {rank: outcome for rank, outcome in outcomes.items() if not isinstance(outcome, Value)}

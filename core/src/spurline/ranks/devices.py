@@ -1,0 +1,35 @@
+"""Which GPU and how many threads each rank of this machine gets."""
+
+from __future__ import annotations
+
+from spurline.errors import ConfigError
+from spurline.ranks.group import RankRequest
+from spurline.ranks.machine import num_cores, visible_gpus
+
+
+def local_environments(request: RankRequest) -> list[dict[str, str]]:
+    """Environment variables of each rank of this machine: with `cuda` it sees one GPU, which is its own.
+
+    Raises ConfigError when there are too few GPUs.
+    """
+    if request.device != "cuda":
+        return [{} for _ in range(request.count)]
+    seen = visible_gpus()
+    if wrong := [gpu for gpu in request.gpus or () if gpu >= len(seen)]:
+        exists = f"this machine has {', '.join(map(str, range(len(seen))))}" if seen else "this machine has none"
+        raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. They are numbered as CUDA does.")
+    usable = seen if request.gpus is None else [seen[gpu] for gpu in request.gpus]
+    if request.count > len(usable):
+        raise ConfigError.at(
+            "backend.ranks",
+            f"asks for {request.count} ranks with a GPU each, and there are {len(usable)}. "
+            f"Set it to {len(usable)}, or device: cpu."
+            if usable
+            else f"asks for {request.count} ranks with a GPU each, and there is none. Set device: cpu.",
+        )
+    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in usable[: request.count]]
+
+
+def num_threads(request: RankRequest, local_ranks: int) -> int:
+    """CPU threads of a rank, of `local_ranks` on this machine."""
+    return request.num_threads or max(1, num_cores() // local_ranks)

@@ -1,0 +1,116 @@
+"""Workers for ranks of tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from spurline.errors import DataError, SpurlineError
+from spurline.ranks.group import Place
+
+
+class TwoPartError(SpurlineError):
+    """Its class wants other arguments than its text."""
+
+    def __init__(self, part: str, other: str) -> None:
+        super().__init__(f"{part} and {other}")
+        self.part = part
+        self.lock = threading.Lock()
+
+
+class Worker:
+    def __init__(self, place: Place, *arguments: Any) -> None:
+        self.place, self.arguments = place, arguments
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "rank": self.place.rank,
+            "world": self.place.world,
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "arguments": self.arguments,
+            "session": os.getsid(0),
+            "folder": os.getcwd(),
+            "environment": dict(os.environ),
+        }
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def echo(self, *values: Any) -> Any:
+        return values
+
+    def sum(self, array: np.ndarray) -> np.ndarray:
+        """Over all ranks."""
+        tensor = torch.from_numpy(array.copy())
+        dist.all_reduce(tensor)
+        return tensor.numpy()
+
+    def fails(self, rank: int, how: str) -> None:
+        """One rank fails, while the others are in an exchange with it."""
+        if self.place.rank == rank:
+            self._fail(how)
+        dist.all_reduce(torch.ones(1))
+
+    def _fail(self, how: str) -> None:
+        if how == "data":
+            raise DataError("rows.jsonl:3: prompt is empty. Remove the row.")
+        if how == "value":
+            raise ValueError("broken on purpose")
+        if how == "two_parts":
+            raise TwoPartError("this", "that")
+        if how == "local_class":
+
+            class NobodyFindsError(DataError):
+                pass
+
+            raise NobodyFindsError("of a class that only this rank has")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            print("these are its last words", file=sys.stderr)
+            sys.exit(3)
+        if how == "sleep":
+            self.place.doing("micro-batch 5 of 8, forward")
+            _stands_still_here()
+        if how == "answer":
+            return
+        raise AssertionError(how)
+
+    def answers_with_a_lock(self) -> Any:
+        return threading.Lock()
+
+    def waits(self, how: str) -> None:
+        """For ever: in an exchange that rank 0 alone takes part in, in torch, or in sleep."""
+        if how == "exchange" and self.place.rank == 0:
+            dist.all_reduce(torch.ones(1))
+        if how == "torch":
+            torch.matmul(torch.ones(6000, 6000), torch.ones(6000, 60000))
+        time.sleep(600)
+
+    def starts_a_process(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+    def after(self, seconds: float, value: Any) -> Any:
+        time.sleep(seconds)
+        return value
+
+
+class FailsToStart:
+    def __init__(self, place: Place) -> None:
+        if place.rank == 1:
+            raise DataError("this rank cannot be made")
+        dist.barrier()
+
+
+def _stands_still_here() -> None:
+    time.sleep(600)
