@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ from spurline.testing import (
     RolloutCollatorContract,
     TokenizationContract,
     TrackerContract,
+    write_tiny_model,
+    write_tiny_moe_model,
 )
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.console import ConsoleTracker
@@ -142,6 +145,29 @@ class TestLocalInMicroBatches(BackendContract):
 
 class TestLocalRecomputingActivations(BackendContract):
     backend_settings = {"name": "local", "device": "cpu", "activation_checkpointing": True, "rows_per_microbatch": 2}
+
+
+class TestLocalKeptOpen(BackendContract):
+    backend_settings = {"name": "local", "device": "cpu"}
+    keeps_open = True
+
+
+class TestLocalWithTiedWeights(BackendContract):
+    backend_settings = {"name": "local", "device": "cpu"}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_tiny_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+
+
+class TestLocalWithExperts(BackendContract):
+    backend_settings = {"name": "local", "device": "cpu", "max_tokens_per_microbatch": 40}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
 
 
 class TestJsonl(TrackerContract):

@@ -19,10 +19,11 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.configs import PackedCollatorConfig, SerialPrefetchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
+from spurline.errors import NonFiniteLossError
 from spurline.model.stream_model import StreamModel
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing import BackendContract, CollatorContract, PrefetchContract
-from spurline.testing.backend_contract import assert_gradients_close
+from spurline.testing.backend_cases import assert_gradients_close
 from spurline.testing.inputs import write_tiny_model
 
 
@@ -160,6 +161,55 @@ def test_the_backend_contract_catches_parameters_that_do_not_come_back_bit_for_b
     monkeypatch.setattr(TrainedModel, "swapped", rounding)
     with pytest.raises(AssertionError):
         Local().test_swapped_parameters_are_computed_with_and_the_old_ones_come_back(tiny_model, tmp_path)
+
+
+def test_the_backend_contract_catches_gradients_a_thousandth_too_large_under_a_loss_that_is_right(
+    tiny_model: Path,
+) -> None:
+    class Scaled(Local):
+        @contextmanager
+        def backend(self, model: Path, *, critic: bool = False) -> Iterator[Any]:
+            with super().backend(model, critic=critic) as (backend, layout):
+                assert isinstance(backend, LocalBackend)
+                for parameter in backend._policy.parameters.values():
+                    parameter.register_hook(lambda gradient: gradient * 1.001)
+                yield backend, layout
+
+    with pytest.raises(AssertionError, match="grad_norm"):
+        Scaled().test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(tiny_model)
+    with pytest.raises(AssertionError, match="gradient of"):
+        Scaled().test_gradients_equal_the_local_backend_per_parameter(tiny_model)
+
+
+def test_the_backend_contract_catches_a_refused_step_that_counts(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = LocalBackend.update
+
+    def counting(self: LocalBackend, *arguments: Any, **named: Any) -> Any:
+        try:
+            return update(self, *arguments, **named)
+        except NonFiniteLossError:
+            self._policy.updates += 1
+            raise
+
+    monkeypatch.setattr(LocalBackend, "update", counting)
+    with pytest.raises(AssertionError):
+        Local().test_a_step_that_is_not_finite_names_its_samples_and_changes_nothing(tiny_model)
+
+
+def test_the_backend_contract_catches_one_put_back_that_is_not_as_it_was(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = LocalBackend.load
+
+    def forgetful(self: LocalBackend, path: Path) -> None:
+        load(self, path)
+        self._policy.updates += 1
+
+    monkeypatch.setattr(LocalBackend, "load", forgetful)
+    with pytest.raises(AssertionError):
+        Local().test_two_backends_train_alike_bit_for_bit_and_so_does_one_put_back_to_its_start(tiny_model, tmp_path)
 
 
 def test_gradients_that_cancel_are_judged_by_their_rounding_and_all_others_by_themselves() -> None:

@@ -21,14 +21,15 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.data.dealing import RankShards
+from spurline.data.dealing import deal
 from spurline.data.preference import join_pairs, split_pairs
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.losses.configs import DpoConfig
 from spurline.losses.dpo import Dpo
+from spurline.model.stream_model import ENTROPY
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.backend_contract import assert_gradients_close
+from spurline.testing.backend_cases import assert_gradients_close
 from spurline.update.reduction import REDUCTIONS
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
@@ -99,8 +100,8 @@ def rank_gradients(
 ) -> dict[str, Tensor]:
     """The sum over ranks of what each computes from its share of the rows, as an all-reduce would give it."""
     total: dict[str, Tensor] = {}
-    for share in RankShards.scatter(batch, ranks).parts:
-        for name, gradient in backend(precision, **split).gradients(share, objective):
+    for share in deal(batch, ranks, columns=objective.loss.needs - {ENTROPY}).shares:
+        for name, gradient in backend(precision, **split).gradients(share.batch, objective):
             total[name] = total[name] + gradient if name in total else gradient.clone()
     return total
 

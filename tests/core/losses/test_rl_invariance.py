@@ -22,7 +22,7 @@ from spurline.config.run_config import CriticConfig
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
 from spurline.data.configs import RolloutsCollatorConfig
-from spurline.data.dealing import RankShards
+from spurline.data.dealing import deal
 from spurline.losses import configs as losses_configs
 from spurline.losses.cispo import Cispo
 from spurline.losses.configs import KlConfig
@@ -33,13 +33,14 @@ from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo
 from spurline.losses.sapo import Sapo
 from spurline.losses.value import ValueLoss
+from spurline.model.stream_model import ENTROPY
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss, Objective
 from spurline.rl.trajectory import Trajectory, Turn, merge_turns
-from spurline.testing.backend_contract import assert_gradients_close
+from spurline.testing.backend_cases import assert_gradients_close
 from spurline.update.configs import ByPromptConfig
 from spurline.update.reduction import REDUCTIONS, Reduce, fixed_norm, reduce_corrected
 
@@ -147,8 +148,8 @@ def rank_gradients(
 ) -> dict[str, Tensor]:
     """The sum over ranks of what each computes from its share of the rows, as an all-reduce would give it."""
     total: dict[str, Tensor] = {}
-    for share in RankShards.scatter(batch, ranks).parts:
-        for name, gradient in backend(precision, **split).gradients(share, objective, role=role):
+    for share in deal(batch, ranks, columns=objective.loss.needs - {ENTROPY}).shares:
+        for name, gradient in backend(precision, **split).gradients(share.batch, objective, role=role):
             total[name] = total[name] + gradient if name in total else gradient.clone()
     return total
 

@@ -17,7 +17,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.protocols.loss import Loss, Objective
-from spurline.testing.backend_contract import assert_gradients_close
+from spurline.testing.backend_cases import assert_gradients_close
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
 LOSSES: dict[str, Loss] = {

@@ -1,13 +1,11 @@
-"""Mini-batches counted in prompts, and rows dealt to ranks and back."""
+"""Mini-batches counted in prompts."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,6 @@ from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.padded import RolloutsCollator
 from spurline.data.configs import RolloutsCollatorConfig, SftSourceConfig
-from spurline.data.dealing import RankShards
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
 from spurline.protocols.advantage import AdvantageConfig
@@ -115,32 +112,3 @@ def test_a_size_that_does_not_divide_the_step_is_refused_with_the_fix():
     assert "does not divide source.prompts_per_step: 6" in problem.message
     [problem] = config.problems(cast("RunConfig", SimpleNamespace(source=SftSourceConfig())))
     assert "draws no prompts" in problem.message
-
-
-@given(turns=steps_strategy, ranks=st.integers(1, 8))
-@fuzzing(60)
-def test_values_computed_by_ranks_return_to_their_rows_without_padding(turns, ranks):
-    batch = rollouts(turns, ranks)
-    shards = RankShards.scatter(batch, ranks)
-    assert len(shards.parts) == ranks
-    assert len({part.num_rows for part in shards.parts}) == 1
-    for part, rows in zip(shards.parts, shards.rows, strict=True):
-        part.check()
-        real = part.without_padding_rows()
-        expected = batch.without_padding_rows().take(rows)
-        assert real.segments["uid"].values.tolist() == expected.segments["uid"].values.tolist()
-    # What a rank computes: a number that only this row has, and garbage for padding.
-    computed = [torch.where(part.is_padding_row, torch.nan, part.tokens["advantages"].sum(1)) for part in shards.parts]
-    assert torch.equal(shards.gather(computed), batch.without_padding_rows().tokens["advantages"].sum(1))
-
-
-@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8), ranks=st.integers(1, 5))
-@fuzzing(60)
-def test_rows_of_one_unit_are_never_dealt_to_two_ranks(sizes, ranks):
-    batch = rollouts([[1] * sum(sizes)])
-    units = np.repeat(np.arange(len(sizes)), sizes)
-    batch = TrainingBatch(**{**vars(batch), "unit_ids": torch.from_numpy(units)})
-    shards = RankShards.scatter(batch, ranks)
-    assert np.concatenate(shards.rows).tolist() == list(range(sum(sizes)))
-    owners = [set(units[rows].tolist()) for rows in shards.rows]
-    assert sum(len(owned) for owned in owners) == len(sizes)

@@ -1,52 +1,209 @@
-"""Deal the rows of a mini-batch to data-parallel ranks, and bring what they compute back to the rows.
+"""Deal the rows of a mini-batch to data-parallel ranks and their micro-batches, and bring what they compute back.
 
-Place on the way: mini-batch -> shards, one per rank, all with equally many rows -> values per rank -> values per row.
-Any backend with several ranks uses this, so that padding is added and taken away in one place.
+Place on the way: mini-batch -> `Dealing` in the process that directs the ranks -> one `RankShare` each, sent as plain
+arrays -> values per rank -> values per row. Every rank gets the same number of micro-batches, so that all make the same
+collectives; a rank with nothing to do in one runs an idle stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import TOKEN_COLUMNS, Ragged, TrainingBatch
+
+Rows = NDArray[np.int64]
+"""Row numbers of a batch."""
 
 
 @dataclass(frozen=True)
-class RankShards:
-    """The rows of one mini-batch, dealt to ranks.
+class RankShare:
+    """What one rank gets of a mini-batch.
 
-    parts: the batch of each rank, padded at its end so that all have equally many rows.
-    rows: int64 array per rank, which rows of the mini-batch (padding rows not counted) its real rows are.
+    batch: its rows, with the columns it reads and the segments' lengths alone. rows: which of the mini-batch they are.
+    microbatches: rows of `batch` for each micro-batch, none where the rank is idle; every share has equally many.
     """
 
-    parts: tuple[TrainingBatch, ...]
-    rows: tuple[NDArray[np.int64], ...]
+    batch: TrainingBatch
+    rows: Rows
+    microbatches: tuple[Rows, ...]
+
+    def to_wire(self) -> dict[str, Any]:
+        """The share as numpy arrays, for a pipe: pickling tensors takes twice as long."""
+        lengths = self.batch.segments["length"]
+        return {
+            "tokens": {name: column.numpy() for name, column in self.batch.tokens.items()},
+            "lengths": lengths.values,
+            "offsets": lengths.offsets,
+            "unit_ids": self.batch.unit_ids.numpy(),
+            "rows": self.rows,
+            "microbatches": self.microbatches,
+        }
 
     @classmethod
-    def scatter(cls, batch: TrainingBatch, num_ranks: int) -> RankShards:
-        """Deal consecutive rows to ranks as evenly as units allow; rows of one unit are neighbours and stay together.
+    def from_wire(cls, wire: Mapping[str, Any]) -> RankShare:
+        """The inverse of `to_wire`."""
+        batch = TrainingBatch(
+            tokens={name: torch.from_numpy(column) for name, column in wire["tokens"].items()},
+            segments={"length": Ragged(wire["lengths"], wire["offsets"])},
+            unit_ids=torch.from_numpy(wire["unit_ids"]),
+            is_padding_row=torch.zeros(len(wire["rows"]), dtype=torch.bool),
+        )
+        return cls(batch, wire["rows"], tuple(wire["microbatches"]))
 
-        Padding rows of `batch` are dropped first. A rank may get padding rows alone, when there are fewer units.
+
+@dataclass(frozen=True)
+class Dealing:
+    """A mini-batch dealt to ranks.
+
+    shares: one per rank. costs: float64 [ranks, micro-batches], what each is thought to cost, 0 where a rank is idle.
+    """
+
+    shares: tuple[RankShare, ...]
+    costs: NDArray[np.float64]
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.costs.shape[1]
+
+    @property
+    def idle_slots(self) -> int:
+        """Micro-batches in which a rank has no rows, over all ranks."""
+        return sum(len(rows) == 0 for share in self.shares for rows in share.microbatches)
+
+    @property
+    def time_over_ideal(self) -> float:
+        """How much longer the step takes than if all ranks were busy all the time, as ranks meet in every micro-batch.
+
+        1.0 is ideal, and what a mini-batch without rows has.
         """
-        real = batch.without_padding_rows()
-        units = np.flatnonzero(np.diff(real.unit_ids.numpy(), prepend=-1)) if real.num_rows else np.zeros(0, np.int64)
-        # The unit that a rank begins with is the first to start at or after its even share of the rows.
-        shares = np.arange(1, num_ranks) * real.num_rows / num_ranks
-        borders = [0, *np.append(units, real.num_rows)[np.searchsorted(units, shares)].tolist(), real.num_rows]
-        rows = tuple(np.arange(start, stop, dtype=np.int64) for start, stop in pairwise(borders))
-        height = max(1, *(len(part) for part in rows))
-        return cls(tuple(real.take(part).pad_rows(height) for part in rows), rows)
+        ideal = float(self.costs.sum()) / len(self.shares)
+        return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 
-    def gather(self, values: Sequence[Tensor]) -> Tensor:
-        """Per-row values [rows of the rank, ...] of every rank, as values of the mini-batch's real rows, in order."""
-        assert len(values) == len(self.parts), (len(values), len(self.parts))
-        kept = [part.drop_padding_rows(value) for part, value in zip(self.parts, values, strict=True)]
-        # Rows were dealt in order, so joining the ranks' rows in order is the inverse.
-        return torch.cat(kept)
+    def gather(self, values: Sequence[NDArray[Any] | Tensor]) -> Tensor:
+        """Values [rows of the share, ...] of every rank, as values of the mini-batch's real rows, in their order."""
+        assert len(values) == len(self.shares), (len(values), len(self.shares))
+        dealt = torch.cat([torch.as_tensor(value) for value in values])
+        order = np.argsort(np.concatenate([share.rows for share in self.shares]))
+        assert len(dealt) == len(order), (len(dealt), len(order))
+        return dealt[torch.from_numpy(order)]
+
+
+def deal(
+    batch: TrainingBatch,
+    num_ranks: int,
+    *,
+    columns: Collection[str] = (),
+    max_tokens: int | None = None,
+    hidden: int = 4096,
+) -> Dealing:
+    """Deal the real rows to ranks so that all take about equally long, rows of one unit together.
+
+    columns: token columns that ranks read besides those every batch has. max_tokens: of a micro-batch, padding not
+    counted; a larger unit goes alone. None makes one micro-batch of all rows. hidden: width of the model, which says
+    how much attention costs beside the matrices.
+    Units go from the costliest to the cheapest, each to the least loaded rank, and in the same way to that rank's
+    micro-batches. Equal batches are dealt equally.
+    """
+    units = _Units.of(batch, hidden)
+    costliest_first = sorted(range(len(units.costs)), key=lambda unit: -units.costs[unit])
+    dealt = _spread(costliest_first, units, num_ranks, math.inf)
+    assert dealt is not None
+    microbatches = _microbatches(dealt, units, math.inf if max_tokens is None else max_tokens)
+    costs = np.array([[units.cost(slot) for slot in slots] for slots in microbatches]).reshape(num_ranks, -1)
+    wanted = [*TOKEN_COLUMNS, *(name for name in columns if name not in TOKEN_COLUMNS)]
+    shares = tuple(_share(batch, wanted, [units.rows_of(slot) for slot in slots]) for slots in microbatches)
+    return Dealing(shares, costs)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The units of a batch's real rows. costs, tokens: of each unit. rows: its rows."""
+
+    costs: list[float]
+    tokens: list[int]
+    rows: list[Rows]
+
+    @classmethod
+    def of(cls, batch: TrainingBatch, hidden: int) -> _Units:
+        rows = torch.nonzero(~batch.is_padding_row).flatten().numpy()
+        lengths = batch.segments["length"].take(rows)
+        ids, unit_of_row, sizes = np.unique(batch.unit_ids.numpy()[rows], return_inverse=True, return_counts=True)
+        unit_of_segment = np.repeat(unit_of_row, lengths.counts())
+        length = lengths.values.astype(np.float64)
+        # Matrices take 12 h multiplications for a token of each layer, in units of h; attention takes its length.
+        costs = np.bincount(unit_of_segment, 12 * hidden * length + length**2, minlength=len(ids))
+        tokens = np.bincount(unit_of_segment, length, minlength=len(ids)).astype(np.int64)
+        by_unit = np.split(rows[np.argsort(unit_of_row, kind="stable")], np.cumsum(sizes)[:-1]) if len(ids) else []
+        return cls(costs.tolist(), tokens.tolist(), by_unit)
+
+    def cost(self, units: Sequence[int]) -> float:
+        return sum(self.costs[unit] for unit in units)
+
+    def rows_of(self, units: Sequence[int]) -> Rows:
+        """Rows of these units, rising."""
+        return np.sort(np.concatenate([self.rows[unit] for unit in units])) if units else np.zeros(0, np.int64)
+
+
+def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -> list[list[list[int]]]:
+    """Units of each micro-batch of each rank: as many for all as the rank needs that needs most."""
+    if not units.costs:
+        return [[] for _ in dealt]
+    count = max(1, *(_fewest(mine, units, limit) for mine in dealt))
+    while True:
+        found = [_spread(mine, units, count, limit) for mine in dealt]
+        complete = [slots for slots in found if slots is not None]
+        if len(complete) == len(found):
+            # Ranks wait for each other in every micro-batch, so those of like cost belong side by side.
+            return [sorted(slots, key=lambda slot: -units.cost(slot)) for slots in complete]
+        count += 1
+
+
+def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
+    """Micro-batches that these units need at least; a unit over the limit has one of its own."""
+    tokens = [units.tokens[unit] for unit in chosen]
+    fitting = [number for number in tokens if number <= limit]
+    return len(tokens) - len(fitting) + math.ceil(sum(fitting) / limit)
+
+
+def _spread(chosen: Sequence[int], units: _Units, count: int, limit: float) -> list[list[int]] | None:
+    """The chosen units, which come from the costliest on, in `count` bins of about equal cost.
+
+    None when some unit fits into no bin within the limit of tokens; in an empty bin every unit fits.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    loads = [(0.0, number) for number in range(count)]
+    for unit in chosen:
+        full: list[tuple[float, int]] = []
+        while loads and filled[loads[0][1]] and filled[loads[0][1]] + units.tokens[unit] > limit:
+            full.append(heapq.heappop(loads))
+        if not loads:
+            return None
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + units.costs[unit], number))
+        bins[number].append(unit)
+        filled[number] += units.tokens[unit]
+        for entry in full:
+            heapq.heappush(loads, entry)
+    return bins
+
+
+def _share(batch: TrainingBatch, columns: Sequence[str], slots: Sequence[Rows]) -> RankShare:
+    rows = np.sort(np.concatenate([*slots, np.zeros(0, np.int64)]))
+    selector = torch.from_numpy(rows)
+    part = TrainingBatch(
+        tokens={name: batch.tokens[name][selector] for name in columns},
+        segments={"length": batch.segments["length"].take(rows)},
+        unit_ids=batch.unit_ids[selector],
+        is_padding_row=torch.zeros(len(rows), dtype=torch.bool),
+    )
+    return RankShare(part, rows, tuple(np.searchsorted(rows, slot) for slot in slots))

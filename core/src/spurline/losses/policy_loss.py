@@ -47,7 +47,7 @@ class PolicyLoss:
     """Base of losses that raise the probability of tokens with positive advantage."""
 
     def __init__(self, config: PolicyLossConfig):
-        self._shared = config
+        self.config = config
         self.needs = self.surrogate_needs()
         if config.kl.coefficient > 0:
             self.needs |= {"reference_logprobs"}
@@ -72,10 +72,10 @@ class PolicyLoss:
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
         loss = self.surrogate(inputs)
-        if self._shared.kl.coefficient > 0:
-            loss = loss + self._shared.kl.coefficient * self._kl_to_reference(inputs)
-        if self._shared.entropy_coefficient > 0:
-            loss = loss - self._shared.entropy_coefficient * _entropy(inputs)
+        if self.config.kl.coefficient > 0:
+            loss = loss + self.config.kl.coefficient * self._kl_to_reference(inputs)
+        if self.config.entropy_coefficient > 0:
+            loss = loss - self.config.entropy_coefficient * _entropy(inputs)
         return loss
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
@@ -90,15 +90,15 @@ class PolicyLoss:
 
     def describe(self) -> str:
         parts = [self.describe_surrogate()]
-        if self._shared.kl.coefficient > 0:
-            kl = self._shared.kl
+        if self.config.kl.coefficient > 0:
+            kl = self.config.kl
             parts.append(f"plus {kl.coefficient:g} times the KL divergence from the reference model ({kl.estimator})")
-        if self._shared.entropy_coefficient > 0:
-            parts.append(f"minus {self._shared.entropy_coefficient:g} times the entropy")
+        if self.config.entropy_coefficient > 0:
+            parts.append(f"minus {self.config.entropy_coefficient:g} times the entropy")
         return "; ".join(parts) + "."
 
     def _kl_to_reference(self, inputs: TokenLossInputs) -> Tensor:
-        return kl_estimate(inputs.logprobs, inputs.columns["reference_logprobs"], self._shared.kl.estimator)
+        return kl_estimate(inputs.logprobs, inputs.columns["reference_logprobs"], self.config.kl.estimator)
 
 
 def ratio_to_old(inputs: TokenLossInputs) -> Tensor:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
+from spurline.data.dealing import Rows
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.stream_model import StreamModel, evaluation_mode
-from spurline.model.token_stream import Rows, TokenStream
+from spurline.model.token_stream import TokenStream
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
 
 Streams = Iterable[tuple[Rows, TokenStream]]
-"""Micro-batches: the rows of the batch, and those laid out."""
+"""Micro-batches: rows of the mini-batch, and those laid out. The model runs on idle streams too, since other ranks wait
+for it there; the loss is not called on them."""
 
 
 def accumulate_gradients(
@@ -33,24 +36,28 @@ def accumulate_gradients(
     for rows, stream in streams:
         with profile.computing():
             inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
-            token_loss = loss.token_loss(inputs)
-            with torch.no_grad():
-                metrics = loss.metrics(inputs)
-            total = sums.add(rows, stream, token_loss, metrics)
+            if stream.is_idle:
+                # Every parameter gets a gradient, of zeros, in the same order as on the other ranks.
+                total = (inputs.logprobs * 0).sum()
+            else:
+                token_loss = loss.token_loss(inputs)
+                with torch.no_grad():
+                    metrics = loss.metrics(inputs)
+                total = sums.add(rows, stream, token_loss, metrics)
         (total / objective.normalizer).backward()
     return sums
 
 
-def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> LossSums:
+def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
     """Sums in evaluation mode, without gradients; the normalizer is not applied."""
     sums = StepSums()
     loss = objective.loss
     with evaluation_mode(model.causal), profile.computing():
         for rows, stream in streams:
             inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
-            sums.add(rows, stream, loss.token_loss(inputs), loss.metrics(inputs))
-    sums.fetch()
-    return LossSums(sums.total("loss"), sums.total("weight"), sums.tokens, sums.metric_sums())
+            if not stream.is_idle:
+                sums.add(rows, stream, loss.token_loss(inputs), loss.metrics(inputs))
+    return sums.fetch()[0]
 
 
 def logprobs_of(
@@ -62,84 +69,118 @@ def logprobs_of(
     values: list[Tensor] = []
     with evaluation_mode(model.causal), profile.computing():
         for _, stream in streams:
-            positions.append(stream.batch_index)
-            values.append(model.loss_inputs(stream, (), temperature).logprobs)
+            logprobs = model.loss_inputs(stream, (), temperature).logprobs
+            if not stream.is_idle:
+                positions.append(stream.batch_index)
+                values.append(logprobs)
     if values:
         result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
     return result.view(batch.num_rows, batch.length)
 
 
-_METRIC, _EXTREME = "metric/", "extreme/"
-_EXTREMES = {"max": torch.maximum, "min": torch.minimum}
+_EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minimum)}
+"""Ends of names of metrics that are no means -> how two values join, as tensors and as numbers."""
+
+
+@dataclass(frozen=True)
+class SumsPart:
+    """What micro-batches sum to, as plain data: those of one rank, or of several joined.
+
+    loss: sum of weight * loss. weight: sum of weights. tokens: loss tokens. broken_rows: rows of the micro-batches
+    whose loss is not finite. sums: of weight * value of the loss's metrics. extremes: of those named `/max`, `/min`.
+    """
+
+    loss: float = 0.0
+    weight: float = 0.0
+    tokens: int = 0
+    broken_rows: tuple[int, ...] = ()
+    sums: Mapping[str, float] = field(default_factory=dict[str, float])
+    extremes: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
+        """The sums of all ranks, which must be given in the same order each time, as sums depend on it to rounding."""
+        loss, weight, tokens = 0.0, 0.0, 0
+        broken: list[int] = []
+        sums: dict[str, float] = {}
+        extremes: dict[str, float] = {}
+        for part in parts:
+            loss, weight, tokens = loss + part.loss, weight + part.weight, tokens + part.tokens
+            broken.extend(part.broken_rows)
+            for name, value in part.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            for name, value in part.extremes.items():
+                join = _EXTREMES[name.rpartition("/")[2]][1]
+                extremes[name] = float(join(extremes[name], value)) if name in extremes else value
+        return cls(loss, weight, tokens, tuple(broken), sums, extremes)
+
+    def metrics(self) -> dict[str, float]:
+        """The loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
+        means = {name: value / self.weight for name, value in self.sums.items() if self.weight != 0}
+        return {**means, **self.extremes}
+
+    def as_loss_sums(self) -> LossSums:
+        """What a backend's `evaluate` returns."""
+        return LossSums(self.loss, self.weight, self.tokens, self.sums)
 
 
 class StepSums:
     """Weighted sums over micro-batches, kept on the device until `fetch`; one transfer per step, not one per number."""
 
     def __init__(self) -> None:
-        self.tokens = 0
+        self._tokens = 0
         self._losses_by_rows: list[tuple[Rows, Tensor]] = []
+        self._totals: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
-        self._fetched: dict[str, float] = {}
+        self._extremes: dict[str, Tensor] = {}
 
     def add(self, rows: Rows, stream: TokenStream, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
         """Take in a micro-batch; returns its differentiable sum of weight * loss."""
         total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
-        self.tokens += stream.num_loss_tokens
+        self._tokens += stream.num_loss_tokens
         self._losses_by_rows.append((rows, total.detach()))
-        self._add("loss", total.detach())
-        self._add("weight", stream.weights.sum())
+        _add(self._totals, "loss", total.detach())
+        _add(self._totals, "weight", stream.weights.sum())
         for name, values in metrics.items():
             self._add_metric(name, values.detach(), stream.weights)
         return total
 
     def _add_metric(self, name: str, values: Tensor, weights: Tensor) -> None:
-        join = _EXTREMES.get(name.rpartition("/")[2])
-        if join is None:
-            self._add(f"{_METRIC}{name}", torch.dot(weights, values.to(weights.dtype)))
+        ending = name.rpartition("/")[2]
+        if ending not in _EXTREMES:
+            _add(self._sums, name, torch.dot(weights, values.to(weights.dtype)))
             return
-        extreme = (values.max() if join is torch.maximum else values.min()).double()
-        known = self._sums.get(f"{_EXTREME}{name}")
-        self._sums[f"{_EXTREME}{name}"] = extreme if known is None else join(known, extreme)
+        join = _EXTREMES[ending][0]
+        extreme = (values.max() if ending == "max" else values.min()).double()
+        self._extremes[name] = join(self._extremes[name], extreme) if name in self._extremes else extreme
 
-    def _add(self, name: str, value: Tensor) -> None:
-        # In double: the last digits of a long sum must not depend on how rows were cut.
-        self._sums[name] = self._sums[name] + value.double() if name in self._sums else value.double()
-
-    def fetch(self, *others: Tensor) -> list[float]:
-        """Bring all sums to the host, and other scalars with them; returns those."""
-        scalars = [*self._sums.values(), *(other.double() for other in others)]
-        values: list[float] = torch.stack(scalars).tolist() if scalars else []
-        self._fetched = dict(zip(self._sums, values, strict=False))
-        return values[len(self._sums) :]
-
-    def total(self, name: str) -> float:
-        """Sum of `loss` or `weight`; 0 for a step without loss tokens."""
-        return self._fetched.get(name, 0.0)
-
-    def metric_sums(self) -> dict[str, float]:
-        """Sums of weight * value of the loss's own metrics, extremes left out."""
-        return {name.removeprefix(_METRIC): value for name, value in self._fetched.items() if name.startswith(_METRIC)}
-
-    def metrics(self) -> dict[str, float]:
-        """The loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
-        weight = self.total("weight")
-        means = {name: value / weight for name, value in self.metric_sums().items() if weight != 0}
-        extremes = {
-            name.removeprefix(_EXTREME): value for name, value in self._fetched.items() if name.startswith(_EXTREME)
-        }
-        return means | extremes
-
-    def broken_rows(self) -> Rows | None:
-        """Rows of the micro-batches whose loss is not finite; None when all are."""
-        broken = [rows for rows, total in self._losses_by_rows if not math.isfinite(total.item())]
-        return np.concatenate(broken) if broken else None
+    def fetch(self, *others: Tensor) -> tuple[SumsPart, list[float]]:
+        """Bring all sums to the host, and other scalars with them."""
+        groups = (self._totals, self._sums, self._extremes)
+        scalars = [value for group in groups for value in group.values()]
+        scalars += [total.double() for _, total in self._losses_by_rows] + [other.double() for other in others]
+        values = iter(torch.stack(scalars).tolist() if scalars else [])
+        totals, sums, extremes = [{name: next(values) for name in group} for group in groups]
+        broken = [rows for rows, _ in self._losses_by_rows if not math.isfinite(next(values))]
+        part = SumsPart(
+            loss=totals.get("loss", 0.0),
+            weight=totals.get("weight", 0.0),
+            tokens=self._tokens,
+            broken_rows=tuple(row for rows in broken for row in rows.tolist()),
+            sums=sums,
+            extremes=extremes,
+        )
+        return part, list(values)
 
 
-def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: StepSums, loss: float, grad_norm: float) -> str:
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    # In double: the last digits of a long sum must not depend on how rows were cut.
+    sums[name] = sums[name] + value.double() if name in sums else value.double()
+
+
+def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: SumsPart, loss: float, grad_norm: float) -> str:
     """The message of a NonFiniteLossError: which step of which model, and the samples at fault if their losses show."""
-    broken = sums.broken_rows()
-    rows = np.arange(batch.num_rows) if broken is None else broken
+    rows = np.asarray(sums.broken_rows, np.int64) if sums.broken_rows else np.arange(batch.num_rows)
     uids = list(dict.fromkeys(batch.segments["uid"].take(rows).values.tolist()))
     shown = ", ".join(str(uid) for uid in uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
     whose, rate, warmup = ("", "optimizer.learning_rate", "schedule.warmup_steps")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrai
     """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone."""
     config = load_model_config(model)
     try:
-        with _quiet_loading(), finding("model.path", model.path):
+        with quiet_loading(), finding("model.path", model.path):
             # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
             common: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
             if model.init == "random":
@@ -64,7 +64,18 @@ def _with_weights(model: ModelConfig, config: PretrainedConfig, common: Mapping[
     options: dict[str, Any] = {"revision": model.revision, "output_loading_info": True, "ignore_mismatched_sizes": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, **common, **options)
     causal, report = loaded
-    mismatched, missing = report["mismatched_keys"], sorted(report["missing_keys"])
+    check_loaded(model, report["missing_keys"], report["mismatched_keys"], report["unexpected_keys"])
+    return causal
+
+
+def check_loaded(
+    model: ModelConfig, missing_keys: Collection[str], mismatched: Collection[Any], unexpected_keys: Collection[str]
+) -> None:
+    """Raise ModelError unless the files held every weight in its shape; weights without a place are a warning.
+
+    mismatched: (name, shape in the files, shape in the model) of weights of another shape.
+    """
+    missing, unexpected = sorted(missing_keys), sorted(unexpected_keys)
     if mismatched:
         name, found, expected = sorted(mismatched, key=str)[0]
         raise ModelError(
@@ -76,7 +87,6 @@ def _with_weights(model: ModelConfig, config: PretrainedConfig, common: Mapping[
             f"model.path: the files of {model.path} lack {len(missing)} weights that its config asks for, which would "
             f"stay random: {_some(missing)}. {_what_may_not_fit(model)}"
         )
-    unexpected = sorted(report["unexpected_keys"])
     # Whoever overrides the architecture, such as the number of layers, means to leave some out.
     if unexpected and not model.config_overrides:
         _logger.warning(
@@ -85,7 +95,6 @@ def _with_weights(model: ModelConfig, config: PretrainedConfig, common: Mapping[
             model.path,
             _some(unexpected),
         )
-    return causal
 
 
 def _some(names: Sequence[str]) -> str:
@@ -108,7 +117,7 @@ def _loading_failed(model: ModelConfig, error: Exception) -> str:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Without the progress bars and tables of transformers, which would write into the terminal tracker's output."""
     enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()

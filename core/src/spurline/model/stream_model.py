@@ -82,20 +82,37 @@ class ValueModel(StreamModel):
     """
 
     def __init__(self, causal: PreTrainedModel):
-        # Starts at value 0 everywhere, so that the first advantages are plain sums of rewards, and draws nothing.
-        head = nn.Linear(causal.config.get_text_config().hidden_size, 1, bias=False)
-        nn.init.zeros_(head.weight)
-        causal.set_output_embeddings(head.to(causal.device, causal.dtype))
+        if not isinstance(causal.get_output_embeddings(), ValueHead):
+            put_value_head(causal)
         super().__init__(causal)
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy."""
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
-        weight = self.head.weight
-        assert isinstance(weight, torch.Tensor)
-        # Not a matrix product, which autocast would round to half precision: values are subtracted from each other.
-        values = (hidden.to(weight.dtype) * weight).sum(-1)
+        values = self.head(hidden)
         return TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns)
+
+
+class ValueHead(nn.Linear):
+    """Hidden states [N, H] -> values [N]; 0 everywhere at first, so that the first advantages are sums of rewards."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws nothing."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # Not a matrix product, which autocast would round to half precision: values are subtracted from each other.
+        return (hidden.to(self.weight.dtype) * self.weight).sum(-1)
+
+
+def put_value_head(causal: PreTrainedModel) -> None:
+    """Replace the output layer by a value head, on the device of the model and in its dtype."""
+    with torch.device(causal.device):
+        head = ValueHead(causal.config.get_text_config().hidden_size)
+    causal.set_output_embeddings(head.to(causal.dtype))
 
 
 class TokenLogprobs:

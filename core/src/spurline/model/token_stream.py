@@ -8,7 +8,7 @@ once per micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
+from spurline.data.dealing import RankShare, Rows
 from spurline.errors import DataError, listing
 from spurline.model.device_profile import DeviceProfile
 
-Rows = NDArray[np.int64]
-"""Row numbers of a batch."""
 Send = Callable[[Tensor], Tensor]
 """Moves a host tensor to the device."""
 
@@ -68,6 +67,7 @@ class TokenStream:
     targets: [N] token ids. weights: [N]. segment_index: [N], from 0.
     columns: further token columns at the N positions.
     batch_index: [N] on CPU, where the token stands in the flattened [rows, length] of the batch.
+    is_idle: it stands for no rows: a rank runs the model on it because the others run theirs, and nothing counts.
     """
 
     input_ids: Tensor
@@ -79,6 +79,25 @@ class TokenStream:
     segment_index: Tensor
     columns: dict[str, Tensor]
     batch_index: Tensor
+    is_idle: bool = False
+
+    @classmethod
+    def idle(cls, columns: Collection[str], profile: DeviceProfile) -> TokenStream:
+        """The smallest stream with a logprob: two tokens, the second predicted with weight 0. Columns are 0."""
+        zero = profile.send(torch.zeros(1, dtype=torch.int64))
+        weights = profile.send(torch.zeros(1, dtype=profile.weight_dtype))
+        return cls(
+            input_ids=profile.send(torch.zeros(1, 2, dtype=torch.int64)),
+            position_ids=profile.send(torch.arange(2)).unsqueeze(0),
+            plan=plan_segments(np.array([2]), profile.slots_per_attention_call, profile.send),
+            source=zero,
+            targets=zero,
+            weights=weights,
+            segment_index=zero,
+            columns=dict.fromkeys(columns, weights),
+            batch_index=torch.zeros(1, dtype=torch.int64),
+            is_idle=True,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -134,6 +153,15 @@ def token_stream(
         columns={name: send(batch.tokens[name].flatten(0, 1)[batch_index]) for name in columns},
         batch_index=batch_index,
     )
+
+
+def share_streams(
+    share: RankShare, columns: Collection[str], profile: DeviceProfile
+) -> Iterator[tuple[Rows, TokenStream]]:
+    """The micro-batches of a rank, as rows of the mini-batch and a stream each; idle ones where nothing has loss."""
+    for rows in share.microbatches:
+        stream = token_stream(share.batch, rows, columns, profile) if len(rows) else None
+        yield share.rows[rows], TokenStream.idle(columns, profile) if stream is None else stream
 
 
 def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.int64]]:

@@ -43,6 +43,11 @@ class Loss(Protocol):
 
     needs: frozenset[str]
 
+    @property
+    def config(self) -> LossConfig:
+        """What it was made of. Backends of several processes make the loss again from this in each of them."""
+        ...
+
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
         """[N] losses; the backend sums weight * loss over the step and divides by the step's normaliser."""
         ...

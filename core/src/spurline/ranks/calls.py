@@ -76,7 +76,7 @@ class RankCalls(ABC):
 
     def close(self) -> None:
         # Not under the lock: whoever waits for an answer is woken by the end of the ranks.
-        self._ended = self._ended or "they were closed."
+        self._ended = self._ended or "the ranks were closed."
         self._end()
         with self._lock:
             self._release()

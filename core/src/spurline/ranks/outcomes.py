@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from types import TracebackType
 from typing import Any
 
 from spurline.errors import RankFailedError, SpurlineError
@@ -28,14 +29,16 @@ class Raised:
     """The rank's code raised an exception.
 
     name, text: of the exception. traceback: as Python prints it. classes: `module:name` of its class and that one's
-    bases, up to SpurlineError; none for other exceptions. values: its arguments and attributes, pickled.
+    bases, up to SpurlineError; none for other exceptions. arguments, attributes, notes: of the exception, plain data.
     """
 
     name: str
     text: str
     traceback: str
     classes: tuple[str, ...]
-    values: bytes
+    arguments: tuple[Any, ...]
+    attributes: Mapping[str, Any]
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
@@ -43,15 +46,12 @@ class Raised:
         return cls(
             type(error).__name__,
             str(error),
-            "".join(traceback.format_exception(error)).rstrip(),
+            # Without the frame that called the rank's code.
+            "".join(traceback.format_exception(type(error), error, _below(error.__traceback__))).rstrip(),
             tuple(f"{base.__module__}:{base.__qualname__}" for base in bases if issubclass(base, SpurlineError)),
-            pickle.dumps(
-                (
-                    [_plain(value) for value in error.args],
-                    {name: _plain(value) for name, value in vars(error).items() if name != "__notes__"},
-                    list(getattr(error, "__notes__", ())),
-                )
-            ),
+            tuple(map(_plain, error.args)),
+            {name: _plain(value) for name, value in vars(error).items() if name != "__notes__"},
+            tuple(getattr(error, "__notes__", ())),
         )
 
     def error(self) -> SpurlineError | None:
@@ -62,11 +62,10 @@ class Raised:
             except (ImportError, AttributeError, ValueError):
                 # Such as a class inside a function.
                 continue
-            arguments, attributes, notes = pickle.loads(self.values)
             # Not by calling the class, which may want other arguments than those that its base was given.
-            error = found.__new__(found, *arguments)
-            vars(error).update(attributes)
-            for note in notes:
+            error = found.__new__(found, *self.arguments)
+            vars(error).update(self.attributes)
+            for note in self.notes:
                 error.add_note(note)
             return error
         return None
@@ -133,10 +132,14 @@ def _begin(who: Identity) -> str:
     return text[0].upper() + text[1:]
 
 
+def _below(frames: TracebackType | None) -> TracebackType | None:
+    return frames.tb_next if frames is not None else None
+
+
 def _plain(value: object) -> object:
     """The value, or its text where it cannot be pickled and read again."""
     try:
-        pickle.loads(pickle.dumps(value))
+        pickle.loads(pickle.dumps(value))  # noqa: S301 - what was pickled here
     except Exception:  # noqa: BLE001 - any code of the value's class runs here; its text stands for it
         return str(value)
     return value

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from signal import Signals
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import RunFailedError
 from spurline.ranks import rank_server
@@ -55,8 +55,8 @@ class LocalRanks(RankCalls):
         node, threads = platform.node(), num_threads(request, request.count)
         self._server = _server_for(worker.partition(":")[0], limits.start_s)
         listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        self._store: dist.TCPStore | None = dist.TCPStore(
+        self.port = port = listener.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._ranks: list[_Process] = []
@@ -263,6 +263,8 @@ class _Server:
                 take=self._take,
                 on_end=self._note_end,
                 pass_fds=[theirs.fileno()],
+                # A library that looks for GPUs when it is imported must not make those useless to the forks.
+                environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
 
     def wait_until_ready(self, limit_s: float) -> None:

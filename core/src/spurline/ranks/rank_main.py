@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.model.device_profile import device_profile
 from spurline.ranks.group import Place, TimeLimits
@@ -96,7 +97,7 @@ class RankMain:
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
         # The group has a limit for each exchange; the store for each rank that is late at the start.
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
         dist.init_process_group(
             profile.process_group,
             store=store,

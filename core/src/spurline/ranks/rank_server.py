@@ -1,4 +1,4 @@
-"""The process that ranks of this machine are forked from: it has imported what is slow to import, and does nothing else.
+"""The process that ranks of this machine are forked from; it has imported what is slow to import, nothing else.
 
 The controller hands it a connection and a log for each rank over a socket, and gets told how each has ended. Every
 rank has a session of its own, so that Ctrl-C stays the controller's to handle, and is killed by Linux when this process

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from spurline.testing.inputs import make_store as make_store
     from spurline.testing.inputs import make_trajectories as make_trajectories
     from spurline.testing.inputs import write_tiny_model as write_tiny_model
+    from spurline.testing.inputs import write_tiny_moe_model as write_tiny_moe_model
     from spurline.testing.loss_contract import CorrectionContract as CorrectionContract
     from spurline.testing.loss_contract import LossContract as LossContract
     from spurline.testing.loss_contract import MiniBatchesContract as MiniBatchesContract
@@ -48,7 +49,7 @@ _NAMES = {
     "dataset_contract": ("DatasetContract",),
     "engine_update_contract": ("EngineUpdateContract",),
     "environment_contract": ("EnvironmentContract",),
-    "inputs": ("make_store", "make_trajectories", "write_tiny_model"),
+    "inputs": ("make_store", "make_trajectories", "write_tiny_model", "write_tiny_moe_model"),
     "loss_contract": ("CorrectionContract", "LossContract", "MiniBatchesContract"),
     "optimizer_contract": ("OptimizerContract", "ScheduleContract"),
     "order_contract": ("OrderContract",),

@@ -1,18 +1,17 @@
 """What every backend must satisfy: it computes what core's local backend computes.
 
-First the policy: updates, gradients, weights, checkpoints, evaluation. Then what reinforcement learning asks:
-temperatures, and models in other roles than the policy's.
+First the policy: updates, gradients, weights, checkpoints, evaluation. Then batches that leave parts of a backend with
+little or nothing to do. Last what reinforcement learning asks: temperatures, and models in other roles than the
+policy's.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,58 +19,96 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spurline.config.loading import LoadedConfig, load_config
-from spurline.config.run_config import CriticConfig
-from spurline.data.batch import TrainingBatch
-from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator
-from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.errors import ModelError, SpurlineError
-from spurline.losses.configs import CrossEntropyConfig, PpoConfig, ValueLossConfig
+from spurline.errors import ModelError, NonFiniteLossError, SpurlineError
+from spurline.losses.configs import CrossEntropyConfig, PpoConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.ppo import Ppo
-from spurline.losses.value import ValueLoss
-from spurline.optimizers.configs import AdamWConfig
-from spurline.protocols.backend import Backend, Generates, LendsModel, LendsParameters
+from spurline.protocols.backend import Backend, Generates, LendsModel, LendsParameters, LossSums
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.inputs import PAD, make_view
-from spurline.update.configs import ByPromptConfig
-from spurline.update.reduction import token_mean
+from spurline.testing.backend_cases import (
+    LENGTHS,
+    TEMPERATURE,
+    UNEVEN,
+    alternate_units,
+    assert_critics_close,
+    assert_gradients_close,
+    assert_weights_equal,
+    minibatch,
+    own_logprobs,
+    uneven_batch,
+    values_batch,
+    weights_of,
+    with_dropout,
+    with_noisy_columns,
+    without_times,
+)
+from spurline.testing.backend_runs import KeptBackend, backend_run, opened
 
-GRADIENT_ROUNDINGS = 8
-"""Roundings of the largest terms that a gradient whose terms cancel may keep."""
 
-LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
-TEMPERATURE = 0.7
+class CountingLoss(CrossEntropy):
+    """A loss with state: it counts its calls."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of calls."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self.calls = state["calls"]
 
 
 class BackendContract:
     """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable.
 
     gradient_tolerance, step_tolerance: largest relative difference from the local backend, of each parameter's gradient
-    and of the loss and the gradient norm of a step.
+    and of the loss and the gradient norm of a step. metric_tolerance: of the loss's own metrics.
     dropout: of the attention, where random numbers must be drawn; 0 for a backend that has no dropout.
     has_critic: whether it trains a critic; False for a backend that refuses one.
+    keeps_open: True for a backend that takes seconds to start; tests of the class then share one, which is put back to
+    its start between them.
     """
 
     backend_settings: Mapping[str, Any] = {"name": "local"}
     plugins: tuple[str, ...] = ()
     gradient_tolerance = 1e-5
     step_tolerance = 1e-6
+    metric_tolerance = 1e-5
     dropout = 0.2
     has_critic = True
+    keeps_open = False
+    _kept: ClassVar[KeptBackend | None] = None
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _keeping_one_open(cls) -> Iterator[None]:
+        """Whatever was kept open ends with the tests of the class."""
+        cls._kept = KeptBackend() if cls.keeps_open else None
+        yield
+        if cls._kept is not None:
+            cls._kept.close()
+            cls._kept = None
 
     @contextmanager
     def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """The backend under test on this model, closed afterwards. critic: whether the run has one."""
-        with _opened(_run(model, self.backend_settings, self.plugins, critic)) as opened:
-            yield opened
+        """The backend under test on this model, as if it had just started. critic: whether the run has one."""
+        run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
+        with opened(run) if self._kept is None else self._kept.lend(run) as lent:
+            yield lent
+
+    @contextmanager
+    def new_backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
+        """The same, started for this test alone, closed afterwards."""
+        with opened(backend_run(model, self.backend_settings, self.plugins, critic=critic)) as lent:
+            yield lent
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
         """Core's local backend on the same model."""
-        with _opened(_run(model, {"name": "core/local", "device": "cpu"}, self.plugins, critic)) as (backend, _):
+        run = backend_run(model, {"name": "core/local", "device": "cpu"}, self.plugins, critic=critic)
+        with opened(run) as (backend, _):
             yield backend
 
     @pytest.fixture
@@ -84,9 +121,17 @@ class BackendContract:
             for step in range(4):
                 got = backend.update(*minibatch("packed", layout, step))
                 wanted = local.update(*minibatch("packed", layout, step))
-                for name in ("loss", "grad_norm"):
-                    assert got[name] == pytest.approx(wanted[name], rel=self.step_tolerance), (step, name)
-                assert got["lr"] == wanted["lr"]
+                self.assert_same_step(got, wanted)
+
+    def test_every_metric_of_a_loss_is_that_of_the_local_backend(self, tiny_model: Path) -> None:
+        objective = Objective(Ppo(PpoConfig()), 40.0)
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch = with_noisy_columns(minibatch("packed", layout)[0])
+            got, wanted = backend.update(batch, objective), local.update(batch, objective)
+            assert got.keys() == wanted.keys()
+            assert len([name for name in got if name.startswith("policy/")]) > 3
+            for name, value in without_times(wanted).items():
+                assert got[name] == pytest.approx(value, rel=self.metric_tolerance, abs=self.metric_tolerance), name
 
     def test_gradients_equal_the_local_backend_per_parameter(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
@@ -126,22 +171,72 @@ class BackendContract:
             assert_weights_equal(weights_of(backend), before)
 
     def test_saving_and_loading_continues_bit_for_bit(self, tiny_model: Path, tmp_path: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
+        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
+        with self.new_backend(model) as (backend, layout):
             backend.update(*minibatch("packed", layout, 0))
             (tmp_path / "saved").mkdir()
             backend.save(tmp_path / "saved")
             expected = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             weights = weights_of(backend)
-        with self.backend(tiny_model) as (backend, layout):
+        with self.new_backend(model) as (backend, layout):
             backend.load(tmp_path / "saved")
             got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             assert got == expected
             assert_weights_equal(weights_of(backend), weights)
 
+    def test_two_backends_train_alike_bit_for_bit_and_so_does_one_put_back_to_its_start(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        def train(backend: Backend, layout: ParallelLayout) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+            seen = [without_times(backend.update(*minibatch("packed", layout, step))) for step in range(3)]
+            return seen, weights_of(backend)
+
+        with self.new_backend(tiny_model) as (backend, layout):
+            (tmp_path / "start").mkdir()
+            backend.save(tmp_path / "start")
+            expected = train(backend, layout)
+            backend.load(tmp_path / "start")
+            results = [train(backend, layout)]
+        with self.new_backend(tiny_model) as (backend, layout):
+            results.append(train(backend, layout))
+        for metrics, weights in results:
+            assert metrics == expected[0]
+            assert_weights_equal(weights, expected[1])
+
+    def test_a_step_that_is_not_finite_names_its_samples_and_changes_nothing(self, tiny_model: Path) -> None:
+        lengths = (5, 9, 3, 12)
+        objective = Objective(Ppo(PpoConfig()), 40.0)
+        after: list[tuple[list[dict[str, float]], dict[str, Tensor]]] = []
+        for broken in (False, True):
+            with self.backend(tiny_model) as (backend, layout):
+                backend.update(*minibatch("packed", layout, 0))
+                if broken:
+                    batch = with_noisy_columns(minibatch("padded", layout, 1, lengths)[0])
+                    row = int(torch.nonzero(batch.tokens["loss_weights"].sum(-1))[-1])
+                    batch.tokens["advantages"][row] = torch.nan
+                    with pytest.raises(NonFiniteLossError, match=str(batch.segments["uid"][row][0])):
+                        backend.update(batch, objective)
+                metrics = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+                after.append((metrics, weights_of(backend)))
+        assert after[1][0] == after[0][0]
+        assert_weights_equal(after[1][1], after[0][1])
+
+    def test_a_loss_with_state_is_refused_where_ranks_would_each_have_one_of_their_own(self, tiny_model: Path) -> None:
+        config = backend_run(tiny_model, self.backend_settings, self.plugins).config.backend
+        if config.rank_request() is None:
+            pytest.skip("computes in this process")
+        with self.backend(tiny_model) as (backend, layout):
+            batch, objective = minibatch("packed", layout)
+            with pytest.raises(SpurlineError, match="state"):
+                backend.update(batch, Objective(CountingLoss(CrossEntropyConfig()), objective.normalizer))
+            backend.update(batch, objective)
+
     def test_weights_have_their_hugging_face_names_and_values(self, tiny_model: Path) -> None:
         files = sorted(tiny_model.glob("*.safetensors"))
         expected = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
         with self.backend(tiny_model) as (backend, _):
+            names = Counter(name for name, _ in backend.named_weights())
+            assert names.most_common(1)[0][1] == 1, "a weight came twice"
             assert_weights_equal(weights_of(backend), expected)
 
     def test_logprobs_are_the_models_own_at_loss_positions(self, tiny_model: Path) -> None:
@@ -150,7 +245,7 @@ class BackendContract:
             batch, _ = minibatch("padded", layout)
             logprobs = backend.logprobs(batch)
             assert logprobs.shape == batch.without_padding_rows().tokens["input_ids"].shape
-            for row, (expected, weights) in zip(logprobs, _own_logprobs(model, batch), strict=True):
+            for row, (expected, weights) in zip(logprobs, own_logprobs(model, batch), strict=True):
                 got = row[1 : len(expected) + 1]
                 torch.testing.assert_close(got[weights != 0], expected[weights != 0], atol=2e-5, rtol=1e-5)
 
@@ -169,6 +264,24 @@ class BackendContract:
             assert first.tokens == batch.num_loss_tokens
             assert_weights_equal(weights_of(backend), before)
 
+    def test_evaluation_sums_are_those_of_the_local_backend(self, tiny_model: Path) -> None:
+        objective = Objective(Ppo(PpoConfig()), 40.0)
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch = with_noisy_columns(minibatch("packed", layout)[0])
+            self.assert_same_sums(backend.evaluate(batch, objective), local.evaluate(batch, objective))
+
+    @pytest.mark.parametrize("name", UNEVEN)
+    def test_uneven_work_gives_what_the_local_backend_gives(self, tiny_model: Path, name: str) -> None:
+        # Ranks that make other collectives than the rest would wait for each other until a limit ends the test.
+        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
+            batch, objective = uneven_batch(name, layout)
+            wanted = local.gradients(batch, objective)
+            assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
+            self.assert_same_sums(backend.evaluate(batch, objective), local.evaluate(batch, objective))
+            got, expected = backend.logprobs(batch), local.logprobs(batch)
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+            self.assert_same_step(backend.update(batch, objective), local.update(batch, objective))
+
     def test_an_update_is_bit_identical_after_an_evaluation(self, tiny_model: Path, tmp_path: Path) -> None:
         model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
         metrics: list[list[dict[str, float]]] = []
@@ -182,7 +295,7 @@ class BackendContract:
         assert metrics[1] == metrics[0], "evaluation drew random numbers, or left something behind"
 
     def test_it_generates_and_lends_its_model_where_its_config_says_so(self, tiny_model: Path) -> None:
-        config = _run(tiny_model, self.backend_settings, self.plugins).config.backend
+        config = backend_run(tiny_model, self.backend_settings, self.plugins).config.backend
         with self.backend(tiny_model) as (backend, _):
             assert isinstance(backend, LendsModel) or not config.lends_model
             assert isinstance(backend, LendsParameters) or not config.lends_parameters
@@ -237,7 +350,7 @@ class BackendContract:
             gradients = list(backend.gradients(batch, objective))
             updated = backend.update(batch, objective)
         total = torch.zeros(())
-        for row, (expected, weights) in enumerate(_own_logprobs(model, batch, TEMPERATURE)):
+        for row, (expected, weights) in enumerate(own_logprobs(model, batch, TEMPERATURE)):
             for got in (policy, reference):
                 found = got[row, 1 : len(expected) + 1][weights != 0]
                 torch.testing.assert_close(found, expected[weights != 0].detach(), atol=2e-5, rtol=1e-5)
@@ -250,7 +363,7 @@ class BackendContract:
     def test_entropy_is_that_of_the_sampled_distribution(self, tiny_model: Path) -> None:
         loss = Ppo(PpoConfig(entropy_coefficient=0.1))
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
-            batch = _with_noisy_columns(minibatch("packed", layout)[0])
+            batch = with_noisy_columns(minibatch("packed", layout)[0])
             objective = Objective(loss, 40.0, TEMPERATURE)
             wanted = local.gradients(batch, objective)
             assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
@@ -258,7 +371,7 @@ class BackendContract:
             assert tempered["policy/entropy"] < plain["policy/entropy"]
 
     def test_the_reference_is_the_model_before_training(self, tiny_model: Path) -> None:
-        with self.backend(tiny_model) as (backend, layout):
+        with self.new_backend(tiny_model) as (backend, layout):
             batch, objective = minibatch("packed", layout)
             before = backend.logprobs(batch)
             for step in range(2):
@@ -285,17 +398,17 @@ class BackendContract:
             pytest.skip("trains no critic")
         with self.backend(tiny_model, critic=True) as (backend, layout), self.local(tiny_model, critic=True) as local:
             policy = weights_of(backend)
-            assert bool((backend.logprobs(_values_batch(layout)[0], "critic") == 0).all()), "values start at 0"
+            assert bool((backend.logprobs(values_batch(layout)[0], "critic") == 0).all()), "values start at 0"
             for step in range(4):
-                batch, objective = _values_batch(layout, step)
+                batch, objective = values_batch(layout, step)
                 # The head starts at 0, so in the first step the decoder's gradients are 0 in both.
                 wanted = dict(local.gradients(batch, objective, role="critic"))
                 got = dict(backend.gradients(batch, objective, role="critic"))
                 assert_gradients_close(got, wanted, max(self.gradient_tolerance, 1e-4 if step else 0))
-                _assert_close_metrics(
+                assert_critics_close(
                     backend.update(batch, objective, role="critic"), local.update(batch, objective, role="critic")
                 )
-            batch, _ = _values_batch(layout)
+            batch, _ = values_batch(layout)
             values = backend.logprobs(batch, "critic")
             torch.testing.assert_close(values, local.logprobs(batch, "critic"), atol=1e-4, rtol=1e-3)
             assert bool((values[batch.without_padding_rows().tokens["loss_weights"] != 0] != 0).any())
@@ -307,152 +420,31 @@ class BackendContract:
 
         def train(backend: Backend, layout: ParallelLayout, step: int) -> list[dict[str, float]]:
             return [
-                without_times(backend.update(*_values_batch(layout, step), role="critic")),
+                without_times(backend.update(*values_batch(layout, step), role="critic")),
                 without_times(backend.update(*minibatch("packed", layout, step))),
             ]
 
-        with self.backend(tiny_model, critic=True) as (backend, layout):
+        with self.new_backend(tiny_model, critic=True) as (backend, layout):
             train(backend, layout, 0)
             (tmp_path / "saved").mkdir()
             backend.save(tmp_path / "saved")
             expected = [train(backend, layout, step) for step in (1, 2)]
-            values = backend.logprobs(_values_batch(layout)[0], "critic")
-        with self.backend(tiny_model, critic=True) as (backend, layout):
+            values = backend.logprobs(values_batch(layout)[0], "critic")
+        with self.new_backend(tiny_model, critic=True) as (backend, layout):
             backend.load(tmp_path / "saved")
             assert [train(backend, layout, step) for step in (1, 2)] == expected
-            assert torch.equal(backend.logprobs(_values_batch(layout)[0], "critic"), values)
+            assert torch.equal(backend.logprobs(values_batch(layout)[0], "critic"), values)
 
+    def assert_same_step(self, got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
+        """Loss, gradient norm and learning rate of one update."""
+        for name in ("loss", "grad_norm"):
+            assert got[name] == pytest.approx(wanted[name], rel=self.step_tolerance), name
+        assert got["lr"] == wanted["lr"]
 
-def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_below: float = 0.0) -> None:
-    """Judge each parameter by the norm of the difference over the norm of the expected gradient.
-
-    Takes (name, tensor) pairs. A gradient is a sum of terms up to the size of the model's largest gradient. Where they
-    cancel (queries and keys of a token that attends to one token have no gradient), only their rounding errors are
-    left, and these bound the difference instead. cancels_below: share of the largest gradient below which this is taken
-    to be so, for random batches in which terms may nearly cancel.
-    """
-    left, right = dict(got), dict(wanted)
-    assert left.keys() == right.keys()
-    norms = {name: float(expected.double().norm()) for name, expected in right.items()}
-    largest = max(norms.values())
-    for name, expected in right.items():
-        rounding = GRADIENT_ROUNDINGS * torch.finfo(expected.dtype).eps * largest
-        cancels = norms[name] <= max(rounding, cancels_below * largest)
-        bound = max(tolerance * norms[name], rounding if cancels else 0.0)
-        difference = float((left[name].double() - expected.double()).norm())
-        assert difference <= bound, f"gradient of {name}: differs by {difference:.3g}, its norm is {norms[name]:.3g}"
-
-
-def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Same names, same bits."""
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor), f"weight {name} differs"
-
-
-def weights_of(backend: Backend) -> dict[str, Tensor]:
-    """A copy of the policy's weights."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
-
-
-def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that two equal runs share."""
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
-
-
-@contextmanager
-def _opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-    config, registry = loaded.config, loaded.host.registry
-    backend: Backend = registry.create("backend", config.backend, run=config, registry=registry, total_updates=8)
-    try:
-        yield backend, loaded.config.backend.layout()
-    finally:
-        backend.close()
-
-
-def _run(model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...], critic: bool = False) -> LoadedConfig:
-    """A run with this backend and no data."""
-    loaded = load_config(
-        {
-            "plugins": list(plugins),
-            "model": {"path": str(model)},
-            "data": {"train": "unused.jsonl"},
-            "steps": 8,
-            "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1},
-            "schedule": {"name": "linear", "warmup_steps": 2},
-            "backend": dict(backend),
-        }
-    )
-    if not critic:
-        return loaded
-    # Past the check that a source reads its values: no source is needed here.
-    optimizer = AdamWConfig(learning_rate=1e-2)
-    section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
-    return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
-
-
-def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
-    """A copy of the model that drops attention weights in training."""
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
-    return folder
-
-
-def alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
-    """Two units per rank, each with every other row of the rank; padding rows keep units of their own."""
-    rows = torch.arange(batch.num_rows)
-    units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
-    return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
-
-
-def minibatch(
-    layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
-) -> tuple[TrainingBatch, Objective]:
-    """Random samples of these lengths, `packed` or `padded`, and the mean of their cross-entropy."""
-    samples = make_view(lengths, seed)
-    collator = (
-        PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
-        if layout_name == "packed"
-        else PaddedCollator(PaddedCollatorConfig(), PAD, layout)
-    )
-    batch = collator.collate(samples, training=True)
-    batch, normalizer = token_mean(batch)
-    return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
-
-
-def _own_logprobs(model: Any, batch: TrainingBatch, temperature: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per real row of a padded batch: the model's logprobs of all tokens but the first, and their loss weights."""
-    real = batch.without_padding_rows()
-    for row in range(real.num_rows):
-        count = int(real.segments["length"][row][0])
-        tokens = real.tokens["input_ids"][row : row + 1, :count]
-        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
-        # log softmax by its definition.
-        logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
-        yield logprobs.gather(-1, tokens[0, 1:, None])[:, 0], real.tokens["loss_weights"][row, 1:count]
-
-
-def _with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:
-    generator = torch.Generator().manual_seed(5)
-    shape = (batch.num_rows, batch.length)
-    return batch.with_tokens(
-        advantages=torch.randn(shape, generator=generator), old_logprobs=-5 * torch.rand(shape, generator=generator)
-    )
-
-
-def _values_batch(layout: ParallelLayout, seed: int = 0) -> tuple[TrainingBatch, Objective]:
-    """Random returns, and what a critic does with them."""
-    batch, objective = minibatch("packed", layout, seed)
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch.num_rows, batch.length)
-    columns = {"values": torch.zeros(shape), "returns": torch.randn(shape, generator=generator)}
-    loss = ValueLoss(ValueLossConfig(clip=None))
-    return batch.with_tokens(**columns), Objective(loss, objective.normalizer)
-
-
-def _assert_close_metrics(got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
-    assert got.keys() == wanted.keys()
-    assert got["lr"] == wanted["lr"]
-    for name in ("loss", "grad_norm", "value/predicted"):
-        assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+    def assert_same_sums(self, got: LossSums, wanted: LossSums) -> None:
+        """What two evaluations of one batch found."""
+        assert (got.tokens, got.metrics.keys()) == (wanted.tokens, wanted.metrics.keys())
+        assert got.weight == pytest.approx(wanted.weight, rel=1e-6)
+        assert got.loss == pytest.approx(wanted.loss, rel=self.step_tolerance)
+        for name, value in wanted.metrics.items():
+            assert got.metrics[name] == pytest.approx(value, rel=self.metric_tolerance, abs=self.metric_tolerance), name

@@ -96,8 +96,28 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
     overrides: fields of Qwen3Config to change. Returns the folder, which `from_pretrained` loads.
     """
+    from transformers import Qwen3Config
+
+    return _write_model(folder, Qwen3Config, seed, overrides)
+
+
+def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """The same of Qwen3-MoE: 8 experts in each layer, of which a token has 2. overrides: fields of Qwen3MoeConfig."""
+    from transformers import Qwen3MoeConfig
+
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
+    return _write_model(folder, Qwen3MoeConfig, seed, experts | overrides)
+
+
+def _write_model(folder: Path, config: type[Any], seed: int, overrides: dict[str, Any]) -> Path:
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM
 
     tokenizer = tiny_tokenizer()
     fields: dict[str, Any] = {
@@ -116,7 +136,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**fields), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config(**fields), dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Freshly initialised norms are all ones, which hides mistakes in their handling.

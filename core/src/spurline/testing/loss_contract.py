@@ -84,15 +84,23 @@ class LossContract:
             assert values.shape == inputs.logprobs.shape, name
             assert bool(torch.isfinite(values).all()), name
 
+    def test_a_loss_made_again_from_its_config_gives_equal_values(self) -> None:
+        loss = self.make_loss()
+        config = type(loss.config).model_validate(loss.config.model_dump(mode="json"))
+        again: Any = type(loss)
+        inputs = self.inputs()
+        _assert_equal(self._values(inputs, again(config)), self._values(inputs), torch.arange(len(inputs.logprobs)))
+
     def test_loss_describes_itself_in_a_sentence(self) -> None:
         assert len(self.make_loss().describe().split()) >= 3
 
-    def _values(self, inputs: TokenLossInputs) -> dict[str, Tensor]:
+    def _values(self, inputs: TokenLossInputs, made: Loss | None = None) -> dict[str, Tensor]:
         """Loss, its gradient, and all metrics, each [N]."""
-        loss = self.make_loss().token_loss(inputs)
+        made = self.make_loss() if made is None else made
+        loss = made.token_loss(inputs)
         (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)
         with torch.no_grad():
-            return {"loss": loss, "gradient": gradient, **self.make_loss().metrics(inputs)}
+            return {"loss": loss, "gradient": gradient, **made.metrics(inputs)}
 
 
 def _chosen(inputs: TokenLossInputs, where: Tensor, first: int = 0) -> TokenLossInputs:

@@ -23,6 +23,7 @@ from spurline.backends.local.configs import LocalBackendConfig
 from spurline.backends.local.trained_model import TrainedModel, load_reference
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
+from spurline.data.dealing import Rows
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ModelError, NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
@@ -31,7 +32,7 @@ from spurline.model.generation import generate_greedily, generation_model, model
 from spurline.model.loading import check_config, load_model
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
-from spurline.model.token_stream import Rows, TokenStream, check_columns, token_stream, tokens_per_row
+from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
 from spurline.model.weights import named_weights
 from spurline.optimizers.optimization import MakeOptimization, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
@@ -75,10 +76,10 @@ class LocalBackend:
             sums = accumulate_gradients(trained.model, streams, objective, self._profile)
             norm = trained.gradient_norm()
             # The only wait for the device in a step: loss, norm and all metrics come over together.
-            (grad_norm,) = sums.fetch(norm)
-            loss = sums.total("loss") / objective.normalizer
+            part, (grad_norm,) = sums.fetch(norm)
+            loss = part.loss / objective.normalizer
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise NonFiniteLossError(describe_failure(role, trained.updates + 1, batch, sums, loss, grad_norm))
+                raise NonFiniteLossError(describe_failure(role, trained.updates + 1, batch, part, loss, grad_norm))
             differentiated = time.perf_counter()
             rates = trained.step(norm, grad_norm)
             self._profile.synchronize()
@@ -89,8 +90,8 @@ class LocalBackend:
             "grad_norm": grad_norm,
             **rates,
             "tokens": float(batch.num_tokens),
-            "loss_tokens": float(sums.tokens),
-            **sums.metrics(),
+            "loss_tokens": float(part.tokens),
+            **part.metrics(),
             "time/forward_backward": differentiated - started,
             "time/optimizer": time.perf_counter() - differentiated,
         }
@@ -110,7 +111,8 @@ class LocalBackend:
         return iter(result)
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
-        return evaluation_sums(self._model, self._streams(batch, objective.loss.needs), objective, self._profile)
+        streams = self._streams(batch, objective.loss.needs)
+        return evaluation_sums(self._model, streams, objective, self._profile).as_loss_sums()
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         with self._playing(role) as model:

@@ -1,0 +1,341 @@
+"""Ranks of this machine: they answer together, a failure ends all and says which, and nothing of them is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from rank_workers import TwoPartError
+from run_helpers import wait_for
+
+from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
+from spurline.ranks import calls, machine
+from spurline.ranks.group import RankRequest, TimeLimits
+from spurline.ranks.launch import open_ranks
+from spurline.ranks.processes import LocalRanks
+
+pytestmark = pytest.mark.processes
+
+Start = Callable[..., LocalRanks]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts ranks of a worker of rank_workers.py; afterwards none of them is left."""
+    groups: list[LocalRanks] = []
+
+    def start(
+        count: int = 2, *arguments: Any, worker: str = "Worker", call_s: float = 60.0, **request: Any
+    ) -> LocalRanks:
+        limits = TimeLimits(start_s=120.0, call_s=call_s, collective_s=60.0)
+        group = open_ranks(RankRequest(count, **request), f"rank_workers:{worker}", arguments, limits)
+        assert isinstance(group, LocalRanks)
+        groups.append(group)
+        return group
+
+    yield start
+    for group in groups:
+        group.close()
+
+
+def test_ranks_answer_in_the_order_of_their_numbers_and_know_their_place(start: Start) -> None:
+    ranks = start(4, "x", {"a": 1})
+    answers = ranks.call("describe")
+    assert [answer["rank"] for answer in answers] == [0, 1, 2, 3]
+    assert {answer["world"] for answer in answers} == {ranks.size} == {4}
+    assert len({answer["pid"] for answer in answers}) == 4
+    assert all(answer["arguments"] == ("x", {"a": 1}) for answer in answers)
+
+
+def test_ranks_compute_together_and_arrays_come_back_whole(start: Start) -> None:
+    ranks = start(2)
+    shares = [np.arange(3_000_000, dtype=np.float64), np.ones(3_000_000)]
+    for total in ranks.call("sum", per_rank=shares):
+        assert np.array_equal(total, shares[0] + shares[1])
+
+
+def test_each_rank_gets_its_own_argument_first_and_then_the_common_ones(start: Start) -> None:
+    assert start(2).call("echo", "all", 7, per_rank=["zero", "one"]) == [("zero", "all", 7), ("one", "all", 7)]
+
+
+def test_calls_of_several_threads_take_turns(start: Start) -> None:
+    ranks = start(2)
+    answers: dict[int, list[Any]] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = [ranks.call("echo", (number, time)) for time in range(30)]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for number in range(3):
+        assert answers[number] == [[((number, time),)] * 2 for time in range(30)]
+
+
+def test_ranks_see_the_environment_and_folder_of_the_time_of_their_start(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(1).close()
+    monkeypatch.setenv("SAID_LATER", "yes")
+    monkeypatch.chdir(tmp_path)
+    (answer,) = start(1).call("describe")
+    assert answer["environment"]["SAID_LATER"] == "yes"
+    assert Path(answer["folder"]) == tmp_path
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(None, max(1, machine.num_cores() // 2)), (3, 3)])
+def test_the_cores_are_divided_among_the_ranks_unless_threads_are_asked_for(
+    start: Start, threads: int | None, expected: int
+) -> None:
+    answers = start(2, num_threads=threads).call("describe")
+    assert [answer["threads"] for answer in answers] == [expected, expected]
+
+
+def test_ranks_go_on_after_the_signals_that_end_a_terminal_s_processes(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    assert all(os.getsid(pid) == pid for pid in pids), "Ctrl-C reaches them"
+    for pid in pids:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+    assert ranks.call("sum", np.ones(2))[0].tolist() == [2.0, 2.0]
+
+
+def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    with pytest.raises(DataError) as raised:
+        ranks.call("fails", 1, "data")
+    assert str(raised.value) == "rows.jsonl:3: prompt is empty. Remove the row."
+    (note,) = raised.value.__notes__
+    for part in ("rank 1 of 2", f"process {pids[1]}", os.uname().nodename, "`fails`", "in _fail", "rank_workers.py"):
+        assert part in note
+    _assert_all_gone(pids)
+
+
+def test_an_error_of_a_class_that_wants_other_arguments_comes_back_with_its_attributes(start: Start) -> None:
+    with pytest.raises(TwoPartError, match="this and that") as raised:
+        start(2).call("fails", 0, "two_parts")
+    assert raised.value.part == "this"
+    assert "lock" in raised.value.lock, "what cannot be pickled is its text"
+
+
+def test_an_error_of_a_class_that_is_not_found_here_comes_back_as_its_nearest_base(start: Start) -> None:
+    with pytest.raises(DataError, match="of a class that only this rank has"):
+        start(2).call("fails", 0, "local_class")
+
+
+def test_another_error_names_rank_process_call_and_traceback(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* failed during `fails`: ValueError: broken") as raised:
+        ranks.call("fails", 1, "value")
+    # Measured: 0.3 s, most of which waits for a cause.
+    assert time.monotonic() - began < 2
+    error = raised.value
+    assert (error.rank, error.node, error.pid, error.call) == (1, os.uname().nodename, pids[1], "fails")
+    assert "in _fail" in error.traceback
+    assert error.traceback in str(error)
+    _assert_all_gone(pids)
+
+
+def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(start: Start) -> None:
+    ranks = start(3)
+    pids = ranks.call("pid")
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"Rank 2 of 3 .* was killed by SIGKILL.* during `fails`") as raised:
+        ranks.call("fails", 2, "kill")
+    assert time.monotonic() - began < 2
+    assert (raised.value.rank, raised.value.pid) == (2, pids[2])
+    _assert_all_gone(pids)
+
+
+def test_the_last_words_of_a_rank_that_ends_in_c_code_join_the_error(start: Start) -> None:
+    with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* was killed by SIGABRT (.|\n)*these are its last words"):
+        start(2).call("fails", 0, "abort")
+
+
+def test_a_rank_that_dies_between_calls_is_named_by_the_next(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* was killed by SIGKILL"):
+        ranks.call("pid")
+    with pytest.raises(RunFailedError, match=r"No rank is left to do `pid`: RankFailedError: Rank 0"):
+        ranks.call("pid")
+    _assert_all_gone(pids)
+
+
+def test_an_answer_that_is_no_plain_data_is_an_error_and_not_silence(start: Start) -> None:
+    with pytest.raises(RankFailedError, match="cannot pickle"):
+        start(2).call("answers_with_a_lock")
+
+
+def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start: Start) -> None:
+    ranks = start(2, call_s=3.0)
+    pids = ranks.call("pid")
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="was not done within its limit of 3 s") as raised:
+        ranks.call("fails", 1, "sleep")
+    assert time.monotonic() - began < 10
+    text = str(raised.value)
+    assert f"rank 1 of 2 (process {pids[1]} on {os.uname().nodename}): micro-batch 5 of 8, forward" in text
+    first, _, second = text.partition("Stack of rank 1:")
+    assert "in all_reduce" in first.partition("Stack of rank 0:")[2]
+    assert "in _stands_still_here" in second
+    _assert_all_gone(pids)
+
+
+def test_a_rank_that_cannot_run_python_is_named_as_well(start: Start) -> None:
+    ranks = start(2, call_s=2.0)
+    pids = ranks.call("pid")
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(RankFailedError, match=r"rank 0 of 2 .*: does not say what it does"):
+        ranks.call("pid")
+    _assert_all_gone(pids)
+
+
+def test_a_long_wait_says_who_is_missing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.5)
+    assert start(2).call("after", "done", per_rank=[0.0, 1.2]) == ["done", "done"]
+    said = capsys.readouterr().err
+    assert "Waiting for `after`" in said
+    assert "1 of 2 ranks have not answered:\n  rank 1 of 2" in said
+    assert "in `after`, for" in said
+    assert "rank 0 of 2" not in said
+
+
+def test_a_rank_that_cannot_be_made_fails_the_start_as_what_it_is() -> None:
+    with pytest.raises(DataError, match="this rank cannot be made") as raised:
+        open_ranks(RankRequest(2), "rank_workers:FailsToStart", (), TimeLimits(60, 60, 60))
+    assert "rank 1 of 2" in raised.value.__notes__[0]
+    assert "`start`" in raised.value.__notes__[0]
+
+
+def test_a_worker_whose_module_cannot_be_imported_says_so() -> None:
+    with pytest.raises(RunFailedError, match=r"imports no_such_module for the ranks ended(.|\n)*No module named"):
+        open_ranks(RankRequest(2), "no_such_module:Worker", (), TimeLimits(60, 60, 60))
+
+
+def test_closing_ends_a_call_that_another_thread_waits_for(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            ranks.call("waits", "exchange")
+        except RunFailedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.3)
+    ranks.close()
+    thread.join(10)
+    assert [str(error) for error in errors] == ["`waits` has no answer: the ranks were closed."]
+    _assert_all_gone(pids)
+    ranks.close()
+    with pytest.raises(RunFailedError, match="No rank is left to do `pid`: the ranks were closed"):
+        ranks.call("pid")
+
+
+def test_what_a_rank_has_started_ends_with_it(start: Start) -> None:
+    ranks = start(2)
+    started = ranks.call("starts_a_process")
+    ranks.close()
+    _assert_all_gone(started)
+
+
+def test_an_interrupted_call_ends_the_ranks_as_its_answers_would_be_taken_for_others(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+
+    def interrupt() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.call("after", 5.0, "late")
+    _assert_all_gone(pids)
+
+
+def test_ranks_start_anew_when_the_process_they_are_forked_from_was_killed(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+    with pytest.raises(RankFailedError, match="killed by SIGKILL"):
+        ranks.call("pid")
+    _assert_all_gone(pids)
+    assert len(start(2).call("pid")) == 2
+
+
+def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None:
+    """Its ranks are idle, in an exchange with others, and in a long computation."""
+    script = Path(__file__).parents[2] / "support" / "rank_controller.py"
+    out = tmp_path / "said.json"
+    with (tmp_path / "log").open("w") as log:
+        controller = subprocess.Popen([sys.executable, script, out], stderr=log, stdout=log)
+    try:
+        wait_for(lambda: out.exists() or controller.poll() is not None, "the controller")
+        assert out.exists(), (tmp_path / "log").read_text()
+        said = json.loads(out.read_text())
+        family = psutil.Process(controller.pid).children(recursive=True)
+        assert {process.pid for process in family} >= set(said["pids"])
+        in_memory = set(os.listdir("/dev/shm"))
+        time.sleep(0.5)
+    finally:
+        controller.kill()
+        controller.wait(10)
+    _assert_all_gone([process.pid for process in family], within_s=5)
+    assert set(os.listdir("/dev/shm")) <= in_memory
+    for port in said["ports"]:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "visible", "expected"),
+    [
+        ({"count": 2}, ("0", "1", "2"), ["0", "1"]),
+        ({"count": 2, "gpus": (2, 0)}, ("4", "5", "6"), ["6", "4"]),
+        ({"count": 3}, ("0", "1"), "backend.ranks asks for 3 ranks with a GPU each, and there are 2. Set it to 2"),
+        ({"count": 1, "gpus": (2,)}, ("0", "1"), "backend.gpus names GPU 2, but this machine has 0, 1"),
+        ({"count": 1}, (), "and there is none. Set device: cpu"),
+    ],
+)
+def test_each_rank_sees_one_gpu_and_too_few_are_refused(
+    request_: dict[str, Any], visible: Sequence[str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.ranks import devices
+
+    monkeypatch.setattr(devices, "visible_gpus", lambda: tuple(visible))
+    request = RankRequest(device="cuda", **request_)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            devices.local_environments(request)
+    else:
+        environments = devices.local_environments(request)
+        assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
+
+
+def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)
