@@ -7,6 +7,8 @@ imported here and in `ray_actors`, both of which are imported only where somethi
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -73,6 +75,11 @@ class RayCluster:
                 self._is_open = False
                 _CONNECTION.leave()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it was started here, so that no machine will be added to it."""
+        return _CONNECTION.is_own
+
     def nodes(self) -> list[Node]:
         """Those that are alive, in an order that stays."""
         alive = [node for node in ray.nodes() if node["Alive"]]
@@ -128,6 +135,7 @@ class _Connection:
     """Of this process to a cluster. There is one."""
 
     def __init__(self) -> None:
+        self.is_own = False
         self._lock = threading.Lock()
         self._users = 0
         self._runtime_env = RuntimeEnv()
@@ -171,7 +179,7 @@ class _Connection:
 
     def _keep(self, started: Future[None]) -> None:
         try:
-            _connect(self._runtime_env)
+            self.is_own = _connect(self._runtime_env)
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             started.set_exception(error)
             return
@@ -183,21 +191,29 @@ class _Connection:
 _CONNECTION = _Connection()
 
 
-def _connect(runtime_env: RuntimeEnv) -> None:
-    """Join the cluster there is, or start one."""
+def _connect(runtime_env: RuntimeEnv) -> bool:
+    """Join the cluster there is, or start one; returns whether it was started."""
     options: dict[str, Any] = {
         "runtime_env": _plain(runtime_env),
         "logging_level": logging.ERROR,
         # It would write over the terminal's tracker; errors carry the end of what their process said.
         "log_to_driver": False,
     }
+    # On this very machine modules are found where this process finds them.
+    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    plain = options["runtime_env"]
+    own = {**plain, "env_vars": {"PYTHONPATH": path, **plain["env_vars"]}}
     try:
         # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
-        ray.init(num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, **options)
+        ray.init(
+            num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, **options | {"runtime_env": own}
+        )
+        return True
     except ValueError:
         # A cluster is there to join, which has its own settings; whatever else is wrong, is so again.
         try:
             ray.init(**options)
+            return False
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"The Ray cluster cannot be joined: {error}. {_RESTART}") from error
 
