@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once, reasons_of_given_up
 from run_helpers import train_and_kill
-from torch import Tensor
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
+from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline_async_rl.scheduling.scheduler import State
 from spurline_async_rl.weights.buckets import InProcessSync
@@ -77,8 +77,8 @@ class _FailsOnce(InProcessSync):
     version = 4
     hangs = False
 
-    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
-        buckets = super().make_buckets(version, weights)
+    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
+        buckets = super().make_buckets(version, backend)
         if version != self.version:
             yield from buckets
             return

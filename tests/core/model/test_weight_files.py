@@ -1,19 +1,25 @@
-"""Weight files that are missing, broken or of another model are named, with what to do."""
+"""Weight files that are missing, broken or of another model are named, with what to do; new ones load as any do."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backend_batches import local_backend
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline.model.weight_files import check_weight_files
+from spurline.model.weight_files import WeightFile, WeightStream, check_weight_files, write_weight_files
 from spurline.testing.inputs import write_tiny_model
 
 Break = Callable[[Path], object]
@@ -120,3 +126,79 @@ def test_weights_without_a_place_are_told_and_left_out(folder: Path, caplog: pyt
     load(folder)
     assert "11 weights of" in caplog.text
     assert "model.layers.1.input_layernorm.weight" in caplog.text
+
+
+def stream_of(weights: dict[str, Tensor], order: int = 1) -> WeightStream:
+    layout = {name: tensor.to("meta") for name, tensor in weights.items()}
+    return WeightStream(layout, iter(list(weights.items())[::order]))
+
+
+def random_weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"embed": (40, 8), "norm": (8,), "big": (100, 8), "scale": (), "strided": (8, 16), "head": (40, 8)}
+    weights = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    weights["strided"] = weights["strided"].t()
+    return weights | {"count": torch.tensor([1 << 40])}
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 1500, 1])
+@pytest.mark.parametrize("order", [1, -1])
+def test_files_have_the_names_and_the_contents_that_transformers_would_write(
+    tmp_path: Path, max_file_bytes: int, order: int
+) -> None:
+    weights = random_weights()
+    (tmp_path / "ours").mkdir()
+    write_weight_files(tmp_path / "ours", stream_of(weights, order), torch.bfloat16, max_file_bytes)
+    cast = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    plain = {name: tensor.contiguous() for name, tensor in cast.items()}
+    (tmp_path / "theirs").mkdir()
+    save_torch_state_dict(plain, tmp_path / "theirs", max_shard_size=max_file_bytes)
+    ours, theirs = ({path.name for path in (tmp_path / whose).iterdir()} for whose in ("ours", "theirs"))
+    assert ours == theirs
+    for name in ours:
+        if name.endswith(".json"):
+            assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads(
+                (tmp_path / "theirs" / name).read_text()
+            )
+            continue
+        one, other = (load_file(tmp_path / whose / name) for whose in ("ours", "theirs"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) and one[key].dtype == other[key].dtype for key in one)
+        with safe_open(tmp_path / "ours" / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_a_backends_files_load_as_its_weights(folder: Path, tmp_path: Path) -> None:
+    backend = local_backend(folder, run={"model": ModelConfig(path=str(folder))})
+    out = tmp_path / "out"
+    out.mkdir()
+    backend.write_weights(out, torch.float32, 30_000)
+    (out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    weights = dict(backend.named_weights())
+    assert weights.keys() <= loaded.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_no_tensor_is_asked_for_before_the_last_one_is_written(tmp_path: Path) -> None:
+    weights = {f"weight_{number}": torch.full((50_000,), float(number)) for number in range(5)}
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for number, (name, tensor) in enumerate(weights.items()):
+            written = sum(path.stat().st_size for path in tmp_path.iterdir())
+            # But for the few bytes that a file object keeps.
+            assert written >= number * 200_000 - io.DEFAULT_BUFFER_SIZE
+            yield name, tensor
+
+    stream = WeightStream(stream_of(weights).layout, watched())
+    write_weight_files(tmp_path, stream, torch.float32, 400_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_a_file_that_lacks_a_tensor_or_gets_another_shape_is_never_taken_for_whole(tmp_path: Path) -> None:
+    layout = {"a": torch.empty(2, 3, device="meta"), "b": torch.empty(4, device="meta")}
+    with pytest.raises(AssertionError, match=r"lacks.*'b'"), WeightFile(tmp_path / "one", layout) as file:
+        file.put("a", torch.zeros(2, 3))
+    with pytest.raises(AssertionError, match="planned"), WeightFile(tmp_path / "two", layout) as file:
+        file.put("a", torch.zeros(3, 2))

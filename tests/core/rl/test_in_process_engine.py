@@ -349,7 +349,7 @@ def test_weights_of_another_model_are_refused_by_name(spurline_tiny_model: Path,
     renamed = {name.replace("lm_head", "lm_haed"): tensor for name, tensor in weights.items()}
     partial = {name: tensor for name, tensor in weights.items() if "lm_head" not in name}
     for wrong, message in (
-        (make_backend(wide).named_weights(), r"mlp.*\(32, 80\).*\(32, 64\)"),
+        (make_backend(wide).named_weights(), r"mlp.*\(80, 32\).*\(64, 32\)"),
         (renamed.items(), r"'lm_haed\.weight'.*Did you mean 'lm_head\.weight'"),
         (partial.items(), r"without lm_head\.weight"),
     ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,16 +20,25 @@ from torch import Tensor
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
+from spurline.plugins.registry import resolve
 from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
-from spurline.protocols.weight_sync import SyncReport
+from spurline.protocols.weight_sync import MakerChoice, SyncReport
+from spurline.ranks.group import RankRequest
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.publishing import Publisher, choose_sync
 from spurline_async_rl.timeline.recorder import Timeline
-from spurline_async_rl.weights.buckets import BucketSync, InProcessSync, cut
-from spurline_async_rl.weights.configs import InProcessSyncConfig, SharedMemorySyncConfig
-from spurline_async_rl.weights.shared_memory import SegmentReader, SharedMemorySync
-
-SHM = Path("/dev/shm")
+from spurline_async_rl.weights.buckets import BucketSync, InProcessSync, cut, weights_on_gpu
+from spurline_async_rl.weights.configs import (
+    CudaIpcSyncConfig,
+    DiskSyncConfig,
+    InProcessSyncConfig,
+    NcclSyncConfig,
+    SharedMemorySyncConfig,
+)
+from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
+from spurline_async_rl.weights.disk import DiskSync, read_file
+from spurline_async_rl.weights.nccl import NcclSync
+from spurline_async_rl.weights.shared_memory import MemoryMaker, MemoryReader, SharedMemorySync
 
 
 class Weights:
@@ -52,7 +63,7 @@ class Taker(TakesWeights):
         self.taken: dict[str, Tensor] = {}
         self.buckets: list[WeightBucket] = []
         self.version = -1
-        self._reader = SegmentReader()
+        self._reader = MemoryReader()
         self._hang_in = hang_in
         self._damage = damage
 
@@ -64,11 +75,12 @@ class Taker(TakesWeights):
         await self._maybe_hang("load_bucket")
         self.buckets.append(bucket)
         if self._damage is not None:
-            with (SHM / bucket.where["segment"]).open("r+b") as segment:
-                segment.seek(self._damage)
-                segment.write(b"\x55")
+            with Path(bucket.where["path"]).open("r+b") as memory:
+                memory.seek(self._damage)
+                memory.write(b"\x55")
         names = [place.name for place in bucket.places]
-        weights = zip(names, bucket.tensors, strict=True) if bucket.tensors else self._reader.read(bucket)
+        readers = {"shared_memory": self._reader.read, "disk": read_file}
+        weights = readers[bucket.transport](bucket) if bucket.where else zip(names, bucket.tensors, strict=True)
         self.taken |= {name: tensor.clone() for name, tensor in weights}
 
     async def finish_update(self, version: int) -> None:
@@ -138,21 +150,33 @@ def test_buckets_hold_as_much_as_fits_in_order() -> None:
     assert [[name for name, _ in held] for held in cut(tensors, 10)] == [["3", "4"], ["5"], ["100"], ["1", "9"]]
 
 
-def test_one_segment_serves_all_buckets_and_publishes_until_one_is_larger() -> None:
+def test_one_memory_serves_all_buckets_and_publishes_and_grows_with_the_largest() -> None:
     sync = SharedMemorySync(SharedMemorySyncConfig())
     sync.max_bucket_bytes = 1024
     taker = Taker()
     try:
         for _ in range(2):
             publish(sync, Weights({str(number): torch.zeros(100) for number in range(9)}), [taker])
-        assert len({bucket.where["segment"] for bucket in taker.buckets}) == 1
-        publish(sync, Weights({"large": torch.zeros(10_000)}), [taker])
-        names = dict.fromkeys(bucket.where["segment"] for bucket in taker.buckets)
-        assert [(SHM / name).exists() for name in names] == [False, True]
+        publish(sync, Weights({"large": torch.arange(500_000.0)}), [taker])
+        assert torch.equal(taker.taken["large"], torch.arange(500_000.0))
+        publish(sync, Weights({"small": torch.ones(1)}), [taker])
+        assert len({(bucket.where["path"], bucket.where["file"]) for bucket in taker.buckets}) == 1
     finally:
         sync.close()
         sync.close()
-    assert not any((SHM / name).exists() for name in names)
+    with pytest.raises(RunFailedError, match=r"cannot be opened by this engine: .*one machine.*weight_sync: disk"):
+        MemoryReader().read(taker.buckets[-1])
+
+
+def test_a_tensor_that_outgrows_the_memory_leaves_those_before_it_in_the_bucket_as_they_were() -> None:
+    maker = MemoryMaker(size=64, checksum=True)
+    try:
+        given = [("first", torch.arange(10.0)), ("large", torch.arange(400_000.0)), ("last", torch.ones(3))]
+        read = MemoryReader().read(maker.make(1, 1, given))
+        assert [name for name, _ in read] == ["first", "large", "last"]
+        assert all(torch.equal(tensor, expected) for (_, tensor), (_, expected) in zip(read, given, strict=True))
+    finally:
+        maker.close()
 
 
 def test_a_changed_byte_is_noticed_by_its_checksum() -> None:
@@ -207,77 +231,155 @@ def test_what_the_backend_raises_reaches_whoever_publishes() -> None:
 
 CREATE = """
 import sys, torch
-from spurline_async_rl.weights.configs import SharedMemorySyncConfig
-from spurline_async_rl.weights.shared_memory import SharedMemorySync
-sync = SharedMemorySync(SharedMemorySyncConfig())
-(bucket,) = sync.make_buckets(1, iter([("w", torch.zeros(1000))]))
-print(bucket.where["segment"], flush=True)
+from spurline_async_rl.weights.shared_memory import MemoryMaker
+bucket = MemoryMaker(size=1 << 20, checksum=True).make(1, 1, [("w", torch.full((1000,), 2.0))])
+import json
+print(json.dumps(bucket.to_plain()), flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.processes
-def test_a_killed_trainer_leaves_no_segment() -> None:
+def test_memory_of_another_process_is_read_until_that_is_killed_and_has_no_name_that_could_stay() -> None:
+    before = set(Path("/dev/shm").iterdir())
     owner = subprocess.Popen(
-        [sys.executable, "-c", CREATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", CREATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
     )
-    assert owner.stdout is not None
-    assert owner.stderr is not None
-    segment = SHM / owner.stdout.readline().strip()
-    assert segment.exists()
-    owner.send_signal(signal.SIGKILL)
-    # The tracker, which unlinks it, holds the other end of stderr until it has done so.
-    owner.stderr.read()
-    owner.wait(30)
-    for stream in (owner.stdin, owner.stdout, owner.stderr):
-        stream.close()  # pyright: ignore[reportOptionalMemberAccess]
-    assert not segment.exists()
+    try:
+        assert owner.stdout is not None
+        bucket = WeightBucket.from_plain(json.loads(owner.stdout.readline()))
+        ((_, tensor),) = MemoryReader().read(bucket)
+        assert tensor.sum() == 2000
+        assert set(Path("/dev/shm").iterdir()) == before
+    finally:
+        # All that it has started too: nobody is left who could tidy up.
+        os.killpg(owner.pid, signal.SIGKILL)
+        owner.communicate(timeout=30)
+    assert set(Path("/dev/shm").iterdir()) == before
+    with pytest.raises(RunFailedError, match="cannot be opened"):
+        MemoryReader().read(bucket)
+
+
+def test_the_memory_of_another_process_with_the_number_of_one_that_ended_is_not_taken_for_its_own() -> None:
+    maker, other = (MemoryMaker(size=4096, checksum=False) for _ in range(2))
+    try:
+        bucket, wrong = (each.make(1, 1, [("w", torch.ones(3))]) for each in (maker, other))
+        mixed = WeightBucket("shared_memory", bucket.places, {**bucket.where, "file": wrong.where["file"]})
+        with pytest.raises(RunFailedError, match="another file"):
+            MemoryReader().read(mixed)
+    finally:
+        maker.close()
+        other.close()
 
 
 READ = """
-import sys
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
-from spurline_async_rl.weights.shared_memory import SegmentReader
-reader = SegmentReader()
-place = TensorPlace("w", "float32", (1000,))
-print(float(reader.read(WeightBucket("shared_memory", (place,), {"segment": sys.argv[1]}))[0][1].sum()), flush=True)
+import json, sys
+from spurline.protocols.rollout_engine import WeightBucket
+from spurline_async_rl.weights.shared_memory import MemoryReader
+bucket = WeightBucket.from_plain(json.loads(sys.argv[1]))
+print(float(MemoryReader().read(bucket)[0][1].sum()), flush=True)
 """
 
 
 @pytest.mark.processes
-def test_a_reader_that_ends_leaves_the_segment_to_its_owner() -> None:
-    sync = SharedMemorySync(SharedMemorySyncConfig())
+def test_a_reader_that_ends_leaves_the_memory_to_its_owner() -> None:
+    maker = MemoryMaker(size=1 << 20, checksum=False)
     try:
-        (bucket,) = sync.make_buckets(1, iter([("w", torch.full((1000,), 2.0))]))
+        plain = json.dumps(maker.make(1, 1, [("w", torch.full((1000,), 2.0))]).to_plain())
         for _ in range(2):
-            read = subprocess.run(
-                [sys.executable, "-c", READ, bucket.where["segment"]], capture_output=True, text=True, timeout=120
-            )
+            read = subprocess.run([sys.executable, "-c", READ, plain], capture_output=True, text=True, timeout=120)
             assert (read.stdout.strip(), read.stderr) == ("2000.0", "")
-        assert (SHM / bucket.where["segment"]).exists()
     finally:
-        sync.close()
+        maker.close()
+
+
+class Ranks:
+    """A backend whose weights are elsewhere, as far as a publish goes. made: how its buckets were to be made."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self.made: list[tuple[int, MakerChoice]] = []
+        self.makers: list[Any] = []
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        raise AssertionError("the weights came to the controller")
+
+    def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
+        self.made.append((version, choice))
+        plain = json.loads(json.dumps(choice.settings))
+        maker = resolve(choice.maker, "a maker")(**plain)
+        self.makers.append(maker)
+        for number, held in enumerate(cut(self._weights.items(), choice.max_bytes), 1):
+            # What a pipe carries.
+            yield WeightBucket.from_plain(json.loads(json.dumps(maker.make(version, number, iter(held)).to_plain())))
+            maker.taken()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "disk"])
+def test_buckets_are_made_where_the_weights_are(kind: str, tmp_path: Path) -> None:
+    sync = (
+        SharedMemorySync(SharedMemorySyncConfig(checksum=True))
+        if kind == "shared_memory"
+        else DiskSync(DiskSyncConfig(folder=str(tmp_path / "weights"), checksum=True))
+    )
+    sync.max_bucket_bytes = 600
+    backend, taker = Ranks(weights()), Taker()
+    publish(sync, backend, [taker], version=7)
+    assert [version for version, _ in backend.made] == [7]
+    assert len(taker.buckets) > 1
+    assert all(torch.equal(taker.taken[name], tensor) for name, tensor in weights().items())
+    assert list(taker.taken) == list(weights())
+    if kind == "disk":
+        (tmp_path / "weights" / "spurline-weights-7-9.safetensors").write_text("left by a killed rank")
+    sync.close()
+    assert kind != "disk" or list((tmp_path / "weights").iterdir()) == []
+    for maker in backend.makers:
+        maker.close()
+
+
+class BackendAt:
+    """Settings of a backend with ranks."""
+
+    name = "many"
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def rank_request(self) -> RankRequest:
+        return RankRequest(2, cast("Any", self._device))
+
+
+def test_where_the_weights_are_is_what_the_backend_says_and_not_what_this_machine_has() -> None:
+    on_gpu, on_cpu = (cast("Any", SimpleNamespace(backend=BackendAt(device))) for device in ("cuda", "cpu"))
+    assert [weights_on_gpu(on_gpu), weights_on_gpu(on_cpu)] == [True, False]
+    with pytest.raises(ConfigError, match=r"is cuda_ipc.*backend 'many' has its weights on CPUs.*shared_memory"):
+        CudaIpcSync(CudaIpcSyncConfig(), on_cpu)
+    with pytest.raises(ConfigError, match=r"is nccl, which sends from this process.*'many'.*in its ranks"):
+        NcclSync(NcclSyncConfig(), on_gpu)
 
 
 def test_the_transport_is_the_engines_best_or_the_configs_if_the_engine_knows_it() -> None:
     registry = PluginHost.load(["async_rl"]).registry
     engine = Taker()
-    assert choose_sync(None, engine, registry).name == "shared_memory"
+    assert choose_sync(None, engine, registry, False).name == "shared_memory"
     given = InProcessSyncConfig(timeout_s=5)
-    assert choose_sync(given, engine, registry) is given
+    assert choose_sync(given, engine, registry, False) is given
     engine.transports = ("disk",)
     with pytest.raises(ConfigError, match=r"source\.weight_sync\.name is in_process.*takes weights by disk"):
-        choose_sync(given, engine, registry)
+        choose_sync(given, engine, registry, False)
     engine.transports = ("carrier_pigeon",)
     with pytest.raises(ConfigError, match=r"source.engine.name.*carrier_pigeon.*shared_memory"):
-        choose_sync(None, engine, registry)
+        choose_sync(None, engine, registry, False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_no_transport_that_needs_one_is_chosen() -> None:
-    engine = Taker()
+def test_no_transport_that_needs_a_gpu_is_chosen_for_weights_that_are_on_none() -> None:
+    engine, registry = Taker(), PluginHost.load(["async_rl"]).registry
     engine.transports = ("cuda_ipc", "nccl", "shared_memory")
-    assert choose_sync(None, engine, PluginHost.load(["async_rl"]).registry).name == "shared_memory"
+    assert choose_sync(None, engine, registry, False).name == "shared_memory"
+    assert choose_sync(None, engine, registry, True).name == "cuda_ipc"
+    engine.transports = ("cuda_ipc",)
+    with pytest.raises(ConfigError, match=r"of which cuda_ipc would need the weights on a GPU"):
+        choose_sync(None, engine, registry, False)
 
 
 class Fleet(Taker):

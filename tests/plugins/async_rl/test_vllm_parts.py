@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,6 @@ from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
 from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
-from spurline_async_rl.engines.commands import from_wire, to_wire
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import Progress
 from spurline_async_rl.engines.vllm import launch
@@ -32,6 +32,7 @@ from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.nccl import NcclSync
 
 WEIGHTS = [(f"layer.{number}", torch.arange(1000.0) + number) for number in range(30)]
+BACKEND: Any = SimpleNamespace(named_weights=lambda: iter(WEIGHTS))
 
 
 def spec(**settings: Any) -> EngineSpec:
@@ -128,7 +129,7 @@ def test_transports_between_gpus_are_refused_without_one() -> None:
     reason="nccl names no tensors of a bucket under `update`, which workers read", raises=KeyError, strict=True
 )
 def test_a_worker_receives_every_bucket_that_nccl_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_require_gpu", lambda transport: None)
+    monkeypatch.setattr(buckets, "_require_gpu", lambda transport, run: None)
     monkeypatch.setattr(NcclSync, "_meeting_point", lambda self: {})
     monkeypatch.setattr(NcclSync, "_send", lambda self, meeting_point, tensors: None)
     received: list[Any] = []
@@ -136,7 +137,7 @@ def test_a_worker_receives_every_bucket_that_nccl_sends(monkeypatch: pytest.Monk
     transfer.receive_weights = received.append
     worker = WorkerExtension()
     worker.weight_transfer_engine = transfer
-    for bucket in NcclSync(NcclSyncConfig()).make_buckets(1, iter(WEIGHTS)):
+    for bucket in NcclSync(NcclSyncConfig()).make_buckets(1, BACKEND):
         worker._spurline_receive(bucket)
     assert received
 
@@ -207,8 +208,8 @@ def test_a_prompt_that_the_model_cannot_read_is_an_error_that_names_it(prompt: l
 
 
 def test_a_bucket_survives_the_way_to_another_process() -> None:
-    bucket = WeightBucket("disk", (TensorPlace("a", "float32", (2, 3), 64),), {"path": "/x"})
-    assert from_wire(to_wire(bucket)) == bucket
+    bucket = WeightBucket("disk", (TensorPlace("a", "float32", (2, 3), 64),), {"path": "/x"}, machine="here")
+    assert WeightBucket.from_plain(json.loads(json.dumps(bucket.to_plain()))) == bucket
 
 
 def test_files_hold_the_weights_until_the_next_bucket_is_asked_for(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_files_hold_the_weights_until_the_next_bucket_is_asked_for(tmp_path: Pat
     (tmp_path / "spurline-weights-1-0.safetensors").write_text("left by a killed run")
     read: list[tuple[str, torch.Tensor]] = []
     names = []
-    for bucket in sync.make_buckets(2, iter(WEIGHTS)):
+    for bucket in sync.make_buckets(2, BACKEND):
         files = [path.name for path in tmp_path.iterdir()]
         assert files == [Path(bucket.where["path"]).name]
         names += files
@@ -229,7 +230,7 @@ def test_files_hold_the_weights_until_the_next_bucket_is_asked_for(tmp_path: Pat
 
 
 def test_a_damaged_or_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
-    buckets = disk(tmp_path, checksum=True).make_buckets(2, iter(WEIGHTS))
+    buckets = disk(tmp_path, checksum=True).make_buckets(2, BACKEND)
     bucket = next(buckets)
     path = Path(bucket.where["path"])
     content = bytearray(path.read_bytes())

@@ -6,11 +6,15 @@ by runs that ask for adapters, since peft is an optional dependency.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from spurline.errors import ModelError, listing
@@ -24,8 +28,10 @@ except ImportError as error:
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze the weights and add trainable adapters, whose initial values depend on `seed` alone."""
-    torch.manual_seed(seed)
+    """Freeze the weights and add trainable adapters, in fp32 or the weights' precision where that is higher.
+
+    Their initial values are `initial_adapters`; on a model without memory (device `meta`) they are still to be written.
+    """
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -34,15 +40,51 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    dtype = causal.dtype
+    dtype = torch.promote_types(causal.dtype, torch.float32)
     try:
         peft.get_peft_model(causal, settings)
     except ValueError as error:
         linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
         raise ModelError(f"backend.lora.target_modules: {error}\nLinear modules: {listing(linear)}.") from error
-    # peft makes adapters in fp32 also for a float64 model.
-    nn.Module.to(causal, dtype=dtype)
     _refuse_adapted_tied_weights(causal)
+    for parameter in causal.parameters():
+        if parameter.requires_grad:
+            # peft makes adapters in fp32 also for a float64 model.
+            parameter.data = parameter.data.to(dtype)
+    if causal.device.type != "meta":
+        with torch.no_grad():
+            for name, value in initial_adapters(causal, seed):
+                causal.get_parameter(name).copy_(value)
+
+
+def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(parameter name, whole initial value in fp32 on CPU) of every adapter, one at a time.
+
+    Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds
+    a part of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
+    """
+    for layer_name, _ in adapted_layers(causal):
+        for part, parameter in causal.get_submodule(layer_name).named_parameters():
+            if not part.startswith("base_layer."):
+                name = f"{layer_name}.{part}"
+                yield name, _initial_value(part, parameter.shape, _generator(seed, name))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def _initial_value(part: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """part: the parameter's name in its layer."""
+    value = torch.zeros(shape, dtype=torch.float32)
+    if part.startswith("lora_A."):
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif part.startswith("lora_embedding_B."):
+        nn.init.normal_(value, generator=generator)
+    else:
+        assert part.startswith(("lora_B.", "lora_embedding_A.")), part
+    return value
 
 
 def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
@@ -52,13 +94,27 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
             yield name, module
 
 
-def merged_weight(layer: BaseTunerLayer) -> Tensor:
-    """Base weight plus adapter, as a new tensor; the layer stays as it is."""
-    weight = layer.get_base_layer().weight
-    assert isinstance(weight, Tensor)
-    for adapter in layer.active_adapters:
-        weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)  # type: ignore[operator]
+def merged_weight(layer: BaseTunerLayer, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Base weight plus adapter, as a new tensor; the layer stays as it is.
+
+    tensors: `base_layer.weight` and the adapter's, whole, by their names in the layer.
+    """
+    adapter = {f"layer.{name}": tensor for name, tensor in tensors.items() if name != "base_layer.weight"}
+    weight = tensors["base_layer.weight"]
+    for name in layer.active_adapters:
+        weight = weight + functional_call(_Delta(layer), adapter, (name,))
     return weight
+
+
+class _Delta(nn.Module):
+    """peft's product of an adapter's matrices, as a module, so that it can be computed with other tensors."""
+
+    def __init__(self, layer: BaseTunerLayer):
+        super().__init__()
+        self.layer: Any = layer
+
+    def forward(self, adapter: str) -> Tensor:
+        return self.layer.get_delta_weight(adapter)
 
 
 @contextmanager

@@ -1,16 +1,24 @@
-"""Look at the weight files of a model folder before they are loaded: are they there, and are they whole?
+"""The weight files of a Hugging Face folder: are those that shall be loaded there and whole, and writing new ones.
 
-Reads headers and file lists alone, so that `spurline plan` can afford it for any size.
+The check reads headers and file lists alone, so that `spurline plan` can afford it for any size. Writing takes one
+tensor at a time, in any order: sizes are planned beforehand from names and shapes, so no more than that tensor is held.
 """
 
 from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
@@ -40,13 +48,13 @@ def check_weight_files(model: ModelConfig) -> None:
             f"model.path: no weights can be loaded from folder {folder}: it has none of {', '.join(_CANDIDATES)}.\n"
             f"Files there: {files}.\nTo train this architecture from scratch set model.init: random."
         )
-    for path in _shards(found) if found.suffix == ".json" else [found]:
+    for path in shards_of(found) if found.suffix == ".json" else [found]:
         problem = _problem_of(path)
         if problem:
             raise ModelError(f"model.path: {path} {problem} {_FETCH}")
 
 
-def _shards(index: Path) -> list[Path]:
+def shards_of(index: Path) -> list[Path]:
     """The files that an index names."""
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
@@ -83,3 +91,110 @@ def _problem_of(path: Path) -> str:
     if zipfile.is_zipfile(path) or (begin[:1] == _PICKLE and not begin.startswith(b"PK")):
         return ""
     return f"is truncated or was not written by torch.save ({size:,} bytes)."
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """Weights under Hugging Face names, one at a time.
+
+    layout: name -> tensor on device `meta` with its shape and dtype. tensors: (name, tensor) for every name of the
+    layout once, in any order.
+    """
+
+    layout: Mapping[str, Tensor]
+    tensors: Iterator[tuple[str, Tensor]]
+
+
+def write_weight_files(folder: Path, stream: WeightStream, dtype: torch.dtype, max_file_bytes: int) -> None:
+    """Write safetensors files, and the index where there are several, into this folder; holds one tensor at a time.
+
+    dtype: of all floating point weights. max_file_bytes: of tensors in one file; a larger tensor has a file of its own.
+    """
+    plan = FilePlan.of(stream.layout, dtype, max_file_bytes)
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(WeightFile(folder / name, plan.files[name])) for name in plan.files}
+        for name, tensor in stream.tensors:
+            files[plan.file_of[name]].put(name, tensor)
+    plan.write_index(folder)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Which weight goes to which file, named as transformers names them.
+
+    files: file name -> its layout, in the dtype of the files. file_of: weight -> file name.
+    """
+
+    files: Mapping[str, Mapping[str, Tensor]]
+    file_of: Mapping[str, str]
+    total_bytes: int
+
+    @classmethod
+    def of(cls, layout: Mapping[str, Tensor], dtype: torch.dtype, max_file_bytes: int) -> FilePlan:
+        """dtype: of floating point weights; whole numbers stay what they are."""
+        cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in layout.items()}
+        split = split_torch_state_dict_into_shards(cast, max_shard_size=max_file_bytes)
+        files = {file: {name: cast[name] for name in names} for file, names in split.filename_to_tensors.items()}
+        return cls(files, split.tensor_to_filename, split.metadata["total_size"])
+
+    def write_index(self, folder: Path) -> None:
+        """Beside several files; a single one needs none."""
+        if len(self.files) == 1:
+            return
+        content = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(self.file_of.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class WeightFile:
+    """A safetensors file that is written tensor by tensor, in any order; a context that closes it.
+
+    layout: name -> tensor on device `meta` with the shape and dtype that the file has.
+    """
+
+    def __init__(self, path: Path, layout: Mapping[str, Tensor]):
+        self._layout = layout
+        self._places: dict[str, int] = {}
+        self._path = path
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        # In the order of safetensors itself, the widest dtypes first: every tensor begins at a multiple of its width.
+        for name, tensor in sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])):
+            self._places[name], end = end, end + tensor.nbytes
+            offsets = [self._places[name], end]
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data_begin = 8 + len(text)
+        self._missing = set(layout)
+        self._file = path.open("xb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, from any device, in the dtype of the layout."""
+        planned = self._layout[name]
+        assert tensor.shape == planned.shape, f"{name} has shape {tensor.shape}, planned was {planned.shape}"
+        values = tensor.detach().to("cpu", planned.dtype).contiguous().view(-1)
+        self._missing.remove(name)
+        self._file.seek(self._data_begin + self._places[name])
+        values.view(torch.uint8).numpy().tofile(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        assert error is not None or not self._missing, f"{self._path} lacks {sorted(self._missing)[:3]}"

@@ -1,45 +1,149 @@
 """A model's weights under their Hugging Face names, for export and publishing, and digests that recognise weights.
 
-`named_weights` only reads; adapters are merged into copies. A digest stands in a checkpoint for weights that it does
-not hold: those under adapters, and those a run started from. Names, shapes and dtypes count in full, values by blocks
-from all over each tensor: quick for large models, and every fine-tuned or re-seeded model differs in them.
+`NamedWeights` knows which tensors of a model become which weights; it only reads, and adapters are merged into copies.
+The tensors may be the model's own or, where a model is divided among ranks, gathered ones. A digest stands in a
+checkpoint for weights that it does not hold: those under adapters, and those a run started from. Names, shapes and
+dtypes count in full, values by blocks from all over each tensor: quick for large models, and every fine-tuned or
+re-seeded model differs in them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-def named_weights(causal: PreTrainedModel, adapted: bool) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, adapters merged. adapted: whether the model carries LoRA adapters."""
-    layers = {}
-    if adapted:
-        from spurline.model.lora import adapted_layers, merged_weight
 
-        layers = dict(adapted_layers(causal))
-    whole: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in causal.state_dict(keep_vars=True).items():
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
-        if layer is not None:
-            part = name.removeprefix(f"{layer}.")
-            if not part.startswith("base_layer.") or part == "base_layer.weight":
-                continue  # an adapter, or the weight it is merged into below
-            name = f"{layer}.{part.removeprefix('base_layer.')}"
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            whole[name] = tensor.detach()
-    # Since version 5 transformers renames and fuses some weights when it loads them; what leaves here has file names.
-    yield from revert_weight_conversion(causal, whole).items()
-    for name, layer in layers.items():
-        merged = merged_weight(layer).detach()
-        yield from revert_weight_conversion(causal, {f"{name}.weight": merged}).items()
+@dataclass(frozen=True)
+class WeightPart:
+    """One weight of the model without adapters.
+
+    name: its name there. sources: the tensors it is made of, by their names in the model's state dict: itself, or the
+    weight under an adapter and the adapter's. layer: name of the layer that carries the adapter, if there is one.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    layer: str | None = None
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Parts that leave the model together: one, or those of a layer that have other names or shapes in files.
+
+    weights: what they become, Hugging Face name -> tensor on device `meta` with the shape and the dtype.
+    """
+
+    parts: tuple[WeightPart, ...]
+    weights: Mapping[str, Tensor]
+
+    @property
+    def sources(self) -> list[str]:
+        return [source for part in self.parts for source in part.sources]
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether adapters are merged, which wants the precision of the model, not that of the files."""
+        return any(part.layer is not None for part in self.parts)
+
+
+class NamedWeights:
+    """How the tensors of this model become weights under Hugging Face names: every one once, tied ones too.
+
+    adapted: whether the model carries LoRA adapters.
+    """
+
+    def __init__(self, causal: PreTrainedModel, *, adapted: bool):
+        self._causal = causal
+        self.tensors: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
+        """The model's own, by their names in it."""
+        self._layers: Mapping[str, BaseTunerLayer] = {}
+        if adapted:
+            from spurline.model.lora import adapted_layers
+
+            self._layers = dict(adapted_layers(causal))
+        self.groups = self._grouped(list(self._parts()))
+
+    @property
+    def layout(self) -> dict[str, Tensor]:
+        """Every weight, as a tensor on device `meta`."""
+        return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor), made of the model's own tensors, which must all be here."""
+        for group in self.groups:
+            yield from self.weights_of(group, self.tensors).items()
+
+    def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a group. tensors: its sources, whole, on one device; the weights may share their memory."""
+        return revert_weight_conversion(self._causal, {part.name: self._whole(part, tensors) for part in group.parts})
+
+    def _whole(self, part: WeightPart, tensors: Mapping[str, Tensor]) -> Tensor:
+        if part.layer is None:
+            (source,) = part.sources
+            return tensors[source].detach()
+        from spurline.model.lora import merged_weight
+
+        own = {source.removeprefix(f"{part.layer}."): tensors[source].detach() for source in part.sources}
+        return merged_weight(self._layers[part.layer], own)
+
+    def _parts(self) -> Iterator[WeightPart]:
+        seen: set[int] = set()
+        adapters: dict[str, list[str]] = {layer: [] for layer in self._layers}
+        names: dict[str, str] = {}
+        for source, tensor in self.tensors.items():
+            layer = next((layer for layer in self._layers if source.startswith(f"{layer}.")), None)
+            part = source.removeprefix(f"{layer}.")
+            if layer is not None and not part.startswith("base_layer."):
+                adapters[layer].append(source)
+            elif id(tensor) not in seen:
+                seen.add(id(tensor))
+                names[source] = source if layer is None else f"{layer}.{part.removeprefix('base_layer.')}"
+        for source, name in names.items():
+            layer = source.removesuffix(".base_layer.weight")
+            if layer in adapters:
+                yield WeightPart(name, (source, *adapters[layer]), layer)
+            else:
+                yield WeightPart(name, (source,))
+
+    def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
+        # Since version 5 transformers renames and fuses some weights when it loads them; what leaves has file names.
+        shapes = {part.name: self._shape(part) for part in parts}
+        weights = revert_weight_conversion(self._causal, dict(shapes))
+        groups: dict[str, list[WeightPart]] = {}
+        for part in parts:
+            is_kept = part.name in weights and weights[part.name].shape == shapes[part.name].shape
+            groups.setdefault(part.name if is_kept else _place(part.name), []).append(part)
+        return [
+            WeightGroup(
+                tuple(own), revert_weight_conversion(self._causal, {part.name: shapes[part.name] for part in own})
+            )
+            for own in groups.values()
+        ]
+
+    def _shape(self, part: WeightPart) -> Tensor:
+        """The part on device `meta`; a merged weight has the higher precision of what it is made of."""
+        sources = [self.tensors[source] for source in part.sources]
+        dtype = sources[0].dtype
+        for source in sources[1:]:
+            dtype = torch.promote_types(dtype, source.dtype)
+        return torch.empty(sources[0].shape, dtype=dtype, device="meta")
+
+
+def _place(name: str) -> str:
+    """The layer that a name is of, as far as its number: `model.layers.3.`; empty for what is outside of layers."""
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1]) + "."
 
 
 _BLOCKS = 16

@@ -13,12 +13,15 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import RankRequest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from spurline.config.run_config import RunConfig
     from spurline.data.batch import TrainingBatch
     from spurline.protocols.loss import Objective
+    from spurline.protocols.rollout_engine import WeightBucket
+    from spurline.protocols.weight_sync import MakerChoice
 
 
 Role = Literal["policy", "reference", "critic"]
@@ -87,6 +90,15 @@ class Backend(Protocol):
         """(hf_name, tensor) for publishing and export; adapters merged, tied weights once. Consume one at a time."""
         ...
 
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        """Write what `named_weights` gives as safetensors files, with their index, into this empty folder.
+
+        As transformers names and divides them. dtype: of floating point weights. max_file_bytes: of one file; a larger
+        tensor has a file of its own. The model is never held as a whole by one process: `write_weight_files` of
+        `spurline.model.weight_files` writes tensors one at a time. Raises OSError for a disk that is full.
+        """
+        ...
+
     def facts(self) -> Mapping[str, int | str]:
         """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`."""
         ...
@@ -110,6 +122,19 @@ class Generates(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         """Greedy continuations, one per prompt, end-of-sequence token included when it was produced."""
+        ...
+
+
+@runtime_checkable
+class MakesBuckets(Protocol):
+    """A backend whose weights are in other processes, and are made into buckets there, so that they never come here."""
+
+    def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
+        """All weights, as `named_weights` has them, in buckets that a maker of this choice makes where they are.
+
+        The next bucket is asked for when every engine has taken the last one over. The maker is kept, with what it
+        holds, until another choice is made or the backend is closed; its memory and files go with its process.
+        """
         ...
 
 
@@ -182,6 +207,11 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
     lends_parameters: ClassVar[bool] = False
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
+    checkpoint_reader: ClassVar[str | None] = None
+    """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
+    exported where it cannot be trained: `function(run: RunConfig, folder: Path) -> WeightStream` of
+    `spurline.model.weight_files`; `folder` is what `save` filled. Raises CheckpointError. None: the backend is built
+    and loads the checkpoint."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""

@@ -161,22 +161,39 @@ class TensorPlace:
     shape: tuple[int, ...]
     offset: int = 0
 
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, offset: int = 0) -> TensorPlace:
+        """The place of this tensor."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
+
 
 @dataclass(frozen=True)
 class WeightBucket:
     """Some of a model's weights on their way to an engine; a tensor is never divided between buckets.
 
     transport: the way they take, such as `shared_memory`; says how to read `where`.
-    places: what is in it. where: JSON-able, such as `{"segment": "psm_1f"}` or `{"path": "..."}`.
+    places: what is in it. where: JSON-able, such as `{"path": "..."}`.
     tensors: the tensors themselves, in the order of `places`, for transports within this process; else empty.
-    within_machine: whether only processes of the sender's machine can read it.
+    machine: the one whose processes alone can read it, as `spurline.ranks.machine.this_machine` names it; empty when
+    others can too.
     """
 
     transport: str
     places: tuple[TensorPlace, ...]
     where: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tensors: tuple[Tensor, ...] = ()
-    within_machine: bool = False
+    machine: str = ""
+
+    def to_plain(self) -> dict[str, Any]:
+        """The bucket as JSON can hold it; tensors of a transport within one process do not travel."""
+        places = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
+        return {"transport": self.transport, "places": places, "where": dict(self.where), "machine": self.machine}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> WeightBucket:
+        """The bucket that `to_plain` wrote."""
+        places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain["places"])
+        return cls(plain["transport"], places, plain["where"], machine=plain["machine"])
 
 
 class TakesWeights(ABC):

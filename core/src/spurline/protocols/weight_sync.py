@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from spurline.protocols.backend import Backend
-    from spurline.protocols.rollout_engine import TakesWeights
+    from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
 
 
 class WeightSyncConfig(ComponentConfig):
@@ -34,6 +36,41 @@ class SyncReport:
     bytes_sent: int
     transfer_s: float
     pause_s: float
+
+
+@dataclass(frozen=True)
+class MakerChoice:
+    """Which `BucketMaker` is to make the buckets, in whatever process the weights are: plain data.
+
+    maker: "module:Class". settings: its arguments by name, as JSON can hold them.
+    max_bytes: of the weights in a bucket; a larger tensor travels alone.
+    """
+
+    maker: str
+    settings: Mapping[str, Any]
+    max_bytes: int
+
+
+class BucketMaker(Protocol):
+    """Makes the buckets of a transport in the process where the weights are; what engines are told is elsewhere.
+
+    Factory: `Class(**settings)`, of a `MakerChoice`. One bucket is out at a time.
+    """
+
+    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
+        """The bucket of this number, from 1, with these weights: (hf_name, tensor), each asked for once, in order.
+
+        Ends what the last bucket held. All weights are asked for, whatever comes; the bucket has no `tensors`.
+        """
+        ...
+
+    def taken(self) -> None:
+        """Every engine has taken the last bucket over, so that what it held may go. May be called again."""
+        ...
+
+    def close(self) -> None:
+        """Free memory and files."""
+        ...
 
 
 class WeightSync(Protocol):

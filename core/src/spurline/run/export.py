@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, GenerationConfig
 
 from spurline.config.loading import LoadedConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions
+from spurline.model.weight_files import write_weight_files
+from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_backend
 from spurline.run.checkpoint import CheckpointStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_MAX_FILE_BYTES = 5 * 10**9
+"""Of one weight file, as in the folders that transformers writes."""
+
+_WriteWeights = Callable[[Path, torch.dtype, int], None]
 
 
 def export_hf(
@@ -32,20 +39,25 @@ def export_hf(
     replace: overwrite what is there; otherwise `out` must be new or empty.
     Weights keep the dtype that the model's config names (fp32 when it names none).
     """
+    if not replace:
+        check_free(out)
+    return _write_folder(backend.write_weights, loaded, tokenizer, out)
+
+
+def _write_folder(
+    write_weights: _WriteWeights, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path
+) -> Path:
     model = loaded.config.model
     config = AutoConfig.from_pretrained(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, **model.config_overrides
     )
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in backend.named_weights()}
     out = out.resolve()
-    if not replace:
-        check_free(out)
     # Written beside and renamed: a folder that `from_pretrained` finds is whole.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        save_torch_state_dict(weights, temporary)
+        write_weights(temporary, dtype, _MAX_FILE_BYTES)
         config.save_pretrained(temporary)
         _save_generation_config(loaded, tokenizer, temporary)
         tokenizer.save_pretrained(temporary)
@@ -93,10 +105,19 @@ def _generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase)
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None) -> Path:
     """Export a checkpoint of a run: the given folder, or `best` or `latest` (the default) of the config's run_dir.
 
-    Raises CheckpointError when there is none or it is damaged.
+    The backend is not built where its config names a `checkpoint_reader`. Raises CheckpointError when there is no
+    checkpoint or it is damaged.
     """
     check_free(out)
-    found = CheckpointStore(loaded.config.run_dir / "checkpoints").chosen(checkpoint)
+    config = loaded.config
+    found = CheckpointStore(config.run_dir / "checkpoints").chosen(checkpoint)
+    if config.backend.checkpoint_reader is not None:
+        read = resolve(config.backend.checkpoint_reader, f"checkpoint reader of backend '{config.backend.name}'")
+
+        def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+            write_weight_files(folder, read(config, found.path / "backend"), dtype, max_file_bytes)
+
+        return _write_folder(write_weights, loaded, load_tokenizer(config.model), out)
     with ExitStack() as stack:
         backend = build_backend(loaded, stack, total_updates=1)
         backend.load(found.path / "backend")

@@ -33,7 +33,8 @@ from spurline.model.loading import check_config, load_model
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
-from spurline.model.weights import named_weights
+from spurline.model.weight_files import WeightStream, write_weight_files
+from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import MakeOptimization, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import GenerationModel, LossSums, Role
@@ -148,7 +149,11 @@ class LocalBackend:
                 self._open_swaps -= 1
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self._model.causal, adapted=self._config.lora is not None)
+        return iter(NamedWeights(self._model.causal, adapted=self._config.lora is not None))
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        named = NamedWeights(self._model.causal, adapted=self._config.lora is not None)
+        write_weight_files(folder, WeightStream(named.layout, iter(named)), dtype, max_file_bytes)
 
     def facts(self) -> Mapping[str, int | str]:
         return {

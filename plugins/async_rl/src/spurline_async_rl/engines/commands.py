@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
 
 UPDATE = "update"
 """The hold in which an engine gets new weights; afterwards it may generate, whatever it was before."""
@@ -43,7 +43,7 @@ class Command:
     def to_plain(self) -> dict[str, Any]:
         """The command as JSON can hold it."""
         values = {
-            key: to_wire(value) if isinstance(value, WeightBucket) else value for key, value in vars(self).items()
+            key: value.to_plain() if isinstance(value, WeightBucket) else value for key, value in vars(self).items()
         }
         return {"name": self.name, **values}
 
@@ -95,21 +95,12 @@ _KINDS: dict[str, type[Command]] = {kind.name: kind for kind in (Pause, Resume, 
 
 def from_plain(plain: Mapping[str, Any]) -> Command:
     """The command that `to_plain` wrote."""
-    values = {key: from_wire(value) if key == "bucket" else value for key, value in plain.items() if key != "name"}
+    values = {
+        key: WeightBucket.from_plain(value) if key == "bucket" else value
+        for key, value in plain.items()
+        if key != "name"
+    }
     return _KINDS[plain["name"]](**values)
-
-
-def to_wire(bucket: WeightBucket) -> dict[str, Any]:
-    """JSON-able; tensors of a transport within one process do not travel."""
-    places = [[place.name, place.dtype, list(place.shape), place.offset] for place in bucket.places]
-    facts = {"transport": bucket.transport, "within_machine": bucket.within_machine}
-    return {**facts, "where": dict(bucket.where), "places": places}
-
-
-def from_wire(wire: Mapping[str, Any]) -> WeightBucket:
-    """The bucket that `to_wire` wrote."""
-    places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in wire["places"])
-    return WeightBucket(wire["transport"], places, wire["where"], within_machine=wire["within_machine"])
 
 
 class ControlledEngine(TakesWeights):

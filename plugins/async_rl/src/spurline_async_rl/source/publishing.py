@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import torch
-
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, RunFailedError, SpurlineError, listing
 from spurline.plugins.registry import Registry
@@ -20,6 +18,7 @@ from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.watchdog import tell
 from spurline_async_rl.timeline.recorder import Timeline
+from spurline_async_rl.weights.buckets import weights_on_gpu
 
 _GRACE_S = 60.0
 """Longer than anything may take by its own limit: it knows better what it waited for."""
@@ -52,7 +51,7 @@ class Publisher:
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
-        chosen = choose_sync(cast("WeightSyncConfig | None", config.weight_sync), engine, registry)
+        chosen = choose_sync(cast("WeightSyncConfig | None", config.weight_sync), engine, registry, weights_on_gpu(run))
         self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
         engine.on_awaiting_weights = notify
 
@@ -103,11 +102,13 @@ class Publisher:
         self._sync.close()
 
 
-def choose_sync(given: WeightSyncConfig | None, engine: TakesWeights, registry: Registry) -> WeightSyncConfig:
+def choose_sync(
+    given: WeightSyncConfig | None, engine: TakesWeights, registry: Registry, on_gpu: bool
+) -> WeightSyncConfig:
     """The config of the transport to create: the config's own `weight_sync`, or the first of the engine's transports
     that can be used here.
 
-    Raises ConfigError naming both sides when they do not fit.
+    on_gpu: whether the weights are on GPUs. Raises ConfigError naming both sides when they do not fit.
     """
     reads = listing(engine.transports)
     if given is not None:
@@ -119,13 +120,16 @@ def choose_sync(given: WeightSyncConfig | None, engine: TakesWeights, registry: 
             )
         return given
     registered = registry.names("weight_sync")
+    wanting: list[str] = []
     for name in engine.transports:
         if name in registered:
             config = cast("WeightSyncConfig", registry.get("weight_sync", name).config(name=name))
-            if not config.needs_gpu or torch.cuda.is_available():
+            if on_gpu or not config.needs_gpu:
                 return config
+            wanting.append(name)
+    without = f", of which {listing(wanting)} would need the weights on a GPU" if wanting else ""
     raise ConfigError.at(
         "source.engine.name",
-        f"chooses an engine, which reads {reads}; this run has {listing(registered)} (without a GPU no nccl or "
-        "cuda_ipc). Choose another engine, or enable the plugin that brings the transport.",
+        f"chooses an engine, which reads {reads}{without}; this run has {listing(registered)}. Choose another engine, "
+        "or enable the plugin that brings the transport.",
     )

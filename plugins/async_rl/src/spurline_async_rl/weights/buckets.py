@@ -1,7 +1,8 @@
 """Publish weights bucket by bucket: what all transports share, and the one that has nothing else to do.
 
-Place on the way: `backend.named_weights()`, on a thread -> buckets, one at a time -> every engine at once. How a bucket
-travels is the transports' business; what an engine does with it is the engine's.
+Place on the way: the backend, on a thread -> buckets, one at a time -> every engine at once. A transport has two sides:
+the sync, here, tells the engines; its maker makes the buckets where the weights are, in this process or in a rank of
+the backend. What an engine does with a bucket is the engine's business.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from spurline.errors import ConfigError, RunFailedError
+from spurline.plugins.registry import resolve
+from spurline.protocols.backend import MakesBuckets
 from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
-from spurline.protocols.weight_sync import SyncReport
+from spurline.protocols.weight_sync import BucketMaker, MakerChoice, SyncReport
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.engines.vllm.launch import require_vllm
@@ -34,24 +37,24 @@ _ALIGNMENT = 64
 
 
 class BucketSync(ABC):
-    """A `WeightSync` that makes buckets. Subclass with `transport` and `make_buckets`."""
+    """A `WeightSync` that sends buckets. Subclass with `transport` and `make_buckets`, or derive from `MakerSync`."""
 
     transport: str
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
-        """run: the whole config, for transports that write into the run directory.
+        """run: the whole config, which says where the weights are, and the run directory; without it they are here.
 
-        Raises ConfigError on a machine where this transport cannot work.
+        Raises ConfigError where this transport cannot work.
         """
         if config.needs_gpu:
-            _require_gpu(self.transport)
+            _require_gpu(self.transport, run)
         self._config = config
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
 
     @abstractmethod
-    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
+    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
         """Runs on a thread; asked for the next bucket when every engine has taken the last one."""
 
     def close(self) -> None:  # noqa: B027
@@ -75,7 +78,7 @@ class BucketSync(ABC):
         await self._tell(engines, "to begin an update", BeginUpdate(version))
         sending = time.perf_counter()
         sent = number = 0
-        buckets = self.make_buckets(version, _weights_of(backend))
+        buckets = self.make_buckets(version, backend)
         self.waits_for = "the backend's first weights"
         while (bucket := await in_thread(_next, buckets)) is not None:
             number += 1
@@ -97,6 +100,39 @@ class BucketSync(ABC):
                 raise answer
 
 
+class MakerSync(BucketSync):
+    """A `BucketSync` whose buckets any process can make that has the weights. Subclass with `transport` and `maker`.
+
+    maker: "module:Class" of its `BucketMaker`.
+    """
+
+    maker: str
+    _own: BucketMaker | None = None
+
+    def maker_settings(self) -> dict[str, Any]:
+        """Arguments of the maker, as JSON can hold them."""
+        return {}
+
+    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
+        choice = MakerChoice(self.maker, self.maker_settings(), self.max_bucket_bytes)
+        if isinstance(backend, MakesBuckets):
+            yield from backend.weight_buckets(version, choice)
+            return
+        if self._own is None:
+            made: BucketMaker = resolve(choice.maker, f"maker of weight_sync '{self.transport}'")(**choice.settings)
+            self._own = made
+        for number, held in enumerate(cut(backend.named_weights(), self.max_bucket_bytes), 1):
+            yield self._own.make(version, number, held)
+            # The next one may need the memory.
+            held.clear()
+            self._own.taken()
+
+    def close(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
+
+
 class InProcessSync(BucketSync):
     """A `WeightSync` that hands the tensors themselves to an engine in this process, which copies them.
 
@@ -105,19 +141,24 @@ class InProcessSync(BucketSync):
 
     transport = "in_process"
 
-    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
-        for held in cut(weights, self.max_bucket_bytes):
-            places = tuple(place_of(name, tensor) for name, tensor in held)
+    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
+        for held in cut(backend.named_weights(), self.max_bucket_bytes):
+            places = tuple(TensorPlace.of(name, tensor) for name, tensor in held)
             yield WeightBucket(self.transport, places, tensors=tuple(tensor for _, tensor in held))
 
 
-def _require_gpu(transport: str) -> None:
-    if not torch.cuda.is_available():
-        raise ConfigError.at(
-            "source.weight_sync.name",
-            f"is {transport}, which sends from GPU to GPU, but torch sees no GPU. Set weight_sync: "
-            "shared_memory, or check nvidia-smi.",
-        )
+def weights_on_gpu(run: RunConfig | None) -> bool:
+    """Whether the backend has its weights on GPUs, of this process or of its ranks."""
+    request = None if run is None else run.backend.rank_request()
+    return torch.cuda.is_available() if request is None else request.device == "cuda"
+
+
+def _require_gpu(transport: str, run: RunConfig | None) -> None:
+    if not weights_on_gpu(run):
+        lack = "torch sees no GPU. Set weight_sync: shared_memory, or check nvidia-smi."
+        if run is not None and run.backend.rank_request() is not None:
+            lack = f"backend '{run.backend.name}' has its weights on CPUs. Set weight_sync: shared_memory."
+        raise ConfigError.at("source.weight_sync.name", f"is {transport}, which sends from GPU to GPU, but {lack}")
     require_vllm()
 
 
@@ -133,10 +174,6 @@ def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[
         used += tensor.nbytes
     if held:
         yield held
-
-
-def place_of(name: str, tensor: Tensor, offset: int = 0) -> TensorPlace:
-    return TensorPlace(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset)
 
 
 def view(memory: memoryview, place: TensorPlace) -> Tensor:
@@ -165,11 +202,6 @@ def _nbytes(place: TensorPlace) -> int:
 def aligned(size: int) -> int:
     """The next offset at which any tensor may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _weights_of(backend: Backend) -> Iterator[tuple[str, Tensor]]:
-    """The backend is called where the first weight is asked for: on the thread."""
-    yield from backend.named_weights()
 
 
 def _next(buckets: Iterator[WeightBucket]) -> WeightBucket | None:

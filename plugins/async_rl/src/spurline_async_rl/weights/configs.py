@@ -29,7 +29,7 @@ class InProcessSyncConfig(BucketSyncConfig):
 
 
 class SharedMemorySyncConfig(BucketSyncConfig):
-    """Through POSIX shared memory, to engines on this machine."""
+    """Through shared memory, to engines on the machine where the weights are."""
 
     name: str = "shared_memory"
 

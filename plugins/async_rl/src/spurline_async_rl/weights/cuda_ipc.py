@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import WeightBucket
-from spurline_async_rl.weights.buckets import BucketSync, cut, place_of
+from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.ranks.machine import this_machine
+from spurline_async_rl.weights.buckets import MakerSync
 
 _GPU, _HANDLES = "gpu", "handles"
 """Keys of a bucket's `where`."""
@@ -25,24 +26,40 @@ _DEVICE_ARGUMENT = 6
 """Place among the arguments of torch's rebuild_cuda_tensor of the GPU's number, which differs between processes."""
 
 
-class CudaIpcSync(BucketSync):
+class CudaIpcSync(MakerSync):
     """A `WeightSync` for engine `vllm` in mode `engine` on this machine."""
 
     transport = "cuda_ipc"
+    maker = f"{__name__}:HandleMaker"
 
-    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
+
+class HandleMaker:
+    """A `BucketMaker`."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+
+    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
+        self.taken()
         device = torch.cuda.current_device()
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-        for held in cut(weights, self.max_bucket_bytes):
-            places = tuple(place_of(name, tensor) for name, tensor in held)
+        places: list[TensorPlace] = []
+        for name, tensor in weights:
+            places.append(TensorPlace.of(name, tensor))
             # They must live until every engine has copied them: a handle does not keep its memory.
-            tensors = [tensor.detach().to(device).contiguous() for _, tensor in held]
-            torch.cuda.synchronize(device)
-            handles = pickle.dumps([reduce_tensor(tensor)[1] for tensor in tensors])
-            where = {_GPU: gpu, _HANDLES: base64.b64encode(handles).decode()}
-            yield WeightBucket(self.transport, places, where, within_machine=True)
-            del tensors
+            self._held.append(tensor.detach().to(device).contiguous())
+        torch.cuda.synchronize(device)
+        handles = pickle.dumps([reduce_tensor(tensor)[1] for tensor in self._held])
+        where = {_GPU: gpu, _HANDLES: base64.b64encode(handles).decode()}
+        return WeightBucket(CudaIpcSync.transport, tuple(places), where, machine=this_machine())
+
+    def taken(self) -> None:
+        if self._held:
+            self._held.clear()
             torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        self.taken()
 
 
 def read_handles(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:

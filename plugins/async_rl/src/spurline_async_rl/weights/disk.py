@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import WeightBucket
-from spurline_async_rl.weights.buckets import BucketSync, cut, place_of
+from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline_async_rl.weights.buckets import MakerSync
 from spurline_async_rl.weights.configs import DiskSyncConfig
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ _PATH, _CHECKSUM = "path", "xxh3"
 _PREFIX = "spurline-weights-"
 
 
-class DiskSync(BucketSync):
+class DiskSync(MakerSync):
     """A `WeightSync`."""
 
     transport = "disk"
+    maker = f"{__name__}:FileMaker"
 
     def __init__(self, config: DiskSyncConfig, run: RunConfig | None = None) -> None:
         super().__init__(config, run)
@@ -43,28 +44,47 @@ class DiskSync(BucketSync):
         assert folder is not None, "neither a folder nor a run directory"
         self._folder = Path(folder).absolute()
 
-    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _remove_files(self._folder)
-        for number, held in enumerate(cut(weights, self.max_bucket_bytes)):
-            path = self._folder / f"{_PREFIX}{version}-{number}.safetensors"
-            places = tuple(place_of(name, tensor) for name, tensor in held)
-            try:
-                _write(path, held)
-            except OSError as error:
-                raise RunFailedError(f"{path}: the weights cannot be written: {error}.") from error
-            where = {_PATH: str(path)}
-            if self._config.checksum:
-                where[_CHECKSUM] = _checksum(path)
-            held.clear()
-            try:
-                yield WeightBucket(self.transport, places, where)
-            finally:
-                path.unlink(missing_ok=True)
+    def maker_settings(self) -> dict[str, Any]:
+        return {"folder": str(self._folder), "checksum": self._config.checksum}
 
     def close(self) -> None:
+        """Also of what a maker in another process has left, which may have been killed."""
+        super().close()
         if self._folder.is_dir():
             _remove_files(self._folder)
+
+
+class FileMaker:
+    """A `BucketMaker`. checksum: whether readers are told that of the file."""
+
+    def __init__(self, folder: str, checksum: bool) -> None:
+        self._folder = Path(folder)
+        self._checksum = checksum
+        self._path: Path | None = None
+
+    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
+        self.taken()
+        held = list(weights)
+        if number == 1:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _remove_files(self._folder)
+        self._path = path = self._folder / f"{_PREFIX}{version}-{number}.safetensors"
+        try:
+            _write(path, held)
+        except OSError as error:
+            raise RunFailedError(f"{path}: the weights cannot be written: {error}.") from error
+        where = {_PATH: str(path)}
+        if self._checksum:
+            where[_CHECKSUM] = _checksum(path)
+        return WeightBucket(DiskSync.transport, tuple(TensorPlace.of(name, tensor) for name, tensor in held), where)
+
+    def taken(self) -> None:
+        path, self._path = self._path, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.taken()
 
 
 def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:

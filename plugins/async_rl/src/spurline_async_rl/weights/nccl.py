@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.errors import ConfigError
+from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
-from spurline_async_rl.weights.buckets import BucketSync, cut, place_of
+from spurline_async_rl.weights.buckets import BucketSync, cut
 from spurline_async_rl.weights.configs import NcclSyncConfig
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ class NcclSync(BucketSync):
     transport = "nccl"
 
     def __init__(self, config: NcclSyncConfig, run: RunConfig | None = None) -> None:
+        if run is not None and run.backend.rank_request() is not None:
+            raise ConfigError.at(
+                "source.weight_sync.name",
+                f"is nccl, which sends from this process, but the weights of backend '{run.backend.name}' are in its "
+                "ranks. Set weight_sync: shared_memory, or disk across machines.",
+            )
         super().__init__(config, run)
         self._num_workers = 0
         self._engines_started = 0
@@ -43,12 +50,12 @@ class NcclSync(BucketSync):
         self._num_workers = sum(engine.num_workers for engine in engines)
         return await super().publish(version, backend, engines)
 
-    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
-        for held in cut(weights, self.max_bucket_bytes):
+    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
+        for held in cut(backend.named_weights(), self.max_bucket_bytes):
             where: dict[str, Any] = {}
             if self._group is None:
                 where["init"] = self._meeting_point()
-            places = tuple(place_of(name, tensor) for name, tensor in held)
+            places = tuple(TensorPlace.of(name, tensor) for name, tensor in held)
             # The workers wait for the broadcast, and the broadcast for them.
             sent = _in_daemon(self._send, where.get("init"), [tensor for _, tensor in held])
             yield WeightBucket(self.transport, places, where)

@@ -1,101 +1,116 @@
-"""Weight sync `shared_memory`: through one POSIX segment, to engines on this machine.
+"""Weight sync `shared_memory`: through memory without a name, to engines on the machine where the weights are.
 
-Place on the way: weights -> copied into the segment as they come -> `SegmentReader` in each engine's process -> its
-model. The segment is reused for every bucket and publish, and made anew where a tensor is larger. Who creates it
-unlinks it; the standard library's resource tracker does so when the process is killed. Readers only attach.
+Place on the way: weights -> copied into the memory as they come -> `MemoryReader` in each engine's process -> its
+model. The memory is a file that is in no folder: readers open it through its owner's entry in /proc, and it is gone
+when the last process that has it ends, however it ends. It is reused for every bucket and publish, and grows with the
+largest.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
-from collections.abc import Iterator, Sequence
-from multiprocessing.shared_memory import SharedMemory
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import xxhash
 from torch import Tensor
 
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
-from spurline_async_rl.weights.buckets import BucketSync, aligned, end_of, place_of, view
+from spurline.ranks.machine import this_machine
+from spurline_async_rl.weights.buckets import MakerSync, aligned, end_of, view
 
-_SEGMENT, _CHECKSUM = "segment", "xxh3"
+_PATH, _FILE, _SIZE, _CHECKSUM = "path", "file", "bytes", "xxh3"
 """Keys of a bucket's `where`."""
-_FOLDER = "/dev/shm"
-"""Where segments can be opened by name."""
+_STEP = 1 << 20
+"""Bytes by which the memory grows."""
 
 
-class SharedMemorySync(BucketSync):
+class SharedMemorySync(MakerSync):
     """A `WeightSync`."""
 
     transport = "shared_memory"
-    _segment: SharedMemory | None = None
+    maker = f"{__name__}:MemoryMaker"
 
-    def make_buckets(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> Iterator[WeightBucket]:
+    def maker_settings(self) -> dict[str, Any]:
+        return {"size": self.max_bucket_bytes, "checksum": self._config.checksum}
+
+
+class MemoryMaker:
+    """A `BucketMaker`.
+
+    size: bytes to begin with, of which only those are taken that are used. checksum: whether readers are told that of
+    the weights.
+    """
+
+    def __init__(self, size: int, checksum: bool) -> None:
+        self._checksum = checksum
+        self._size = max(size, 1)
+        self._memory: mmap.mmap | None = None
+        self._file = -1
+
+    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
         places: list[TensorPlace] = []
+        end = 0
         for name, tensor in weights:
-            if places and aligned(end_of(places)) + tensor.nbytes > self.max_bucket_bytes:
-                yield self._bucket(places)
-                places = []
-            place = place_of(name, tensor, aligned(end_of(places)))
-            memory = self._room_for(place)
-            view(memory, place).copy_(tensor)
+            place = TensorPlace.of(name, tensor, aligned(end))
+            view(memoryview(self._room_for(place)), place).copy_(tensor)
             places.append(place)
-        if places:
-            yield self._bucket(places)
+            end = end_of([place])
+        where = {
+            _PATH: f"/proc/{os.getpid()}/fd/{self._file}",
+            _FILE: os.fstat(self._file).st_ino,
+            _SIZE: self._size,
+        }
+        if self._checksum:
+            assert self._memory is not None
+            where[_CHECKSUM] = checksum(memoryview(self._memory), places)
+        return WeightBucket(SharedMemorySync.transport, tuple(places), where, machine=this_machine())
+
+    def taken(self) -> None:
+        """The next bucket is written over this one."""
 
     def close(self) -> None:
-        """Free the memory. Engines that still hold the segment keep it until they end."""
-        segment, self._segment = self._segment, None
-        if segment is not None:
-            segment.unlink()
-            segment.close()
+        """Free the memory. Engines that have mapped it keep it until they end or map another."""
+        file, self._file, self._memory = self._file, -1, None
+        if file >= 0:
+            os.close(file)
 
-    def _bucket(self, places: Sequence[TensorPlace]) -> WeightBucket:
-        assert self._segment is not None
-        where = {_SEGMENT: self._segment.name}
-        if self._config.checksum:
-            where[_CHECKSUM] = checksum(_memory(self._segment), places)
-        return WeightBucket(self.transport, tuple(places), where, within_machine=True)
-
-    def _room_for(self, place: TensorPlace) -> memoryview:
+    def _room_for(self, place: TensorPlace) -> mmap.mmap:
         """Memory that reaches to the end of this place. Raises RunFailedError when the machine has no more."""
         end = end_of([place])
-        if self._segment is None or self._segment.size < end:
-            self.close()
-            # SharedMemory tells the resource tracker, a process of its own, which outlives a kill of this one.
-            name = f"spurline-{os.getpid()}-{secrets.token_hex(4)}"
-            self._segment = SharedMemory(name, create=True, size=max(self.max_bucket_bytes, end))
-        descriptor = _open(self._segment.name)
+        if self._file < 0:
+            self._file = os.memfd_create(f"spurline-weights-{os.getpid()}")
+        if self._memory is None or end > self._size:
+            self._size = max(self._size, -(-end // _STEP) * _STEP)
+            os.ftruncate(self._file, self._size)
+            # What was written stays; the old mapping goes with its last view.
+            self._memory = mmap.mmap(self._file, self._size)
         try:
-            # Pages come only now. Without asking for them, a full /dev/shm would kill this process with SIGBUS.
-            os.posix_fallocate(descriptor, place.offset, max(end - place.offset, 1))
+            # Pages come only now. Without asking for them, a limit would kill this process with SIGBUS.
+            os.posix_fallocate(self._file, place.offset, max(end - place.offset, 1))
         except OSError as error:
-            free = os.statvfs(_FOLDER)
             raise RunFailedError(
-                f"There is no shared memory for weight {place.name}: {error.strerror}; {_FOLDER} has "
-                f"{free.f_bavail * free.f_frsize >> 20} MiB left. Make it larger (docker run --shm-size), or lower "
-                "source.weight_sync.bucket_mb."
+                f"There is no shared memory for weight {place.name}, whose bucket takes {end >> 20} MiB: "
+                f"{error.strerror}. Lower source.weight_sync.bucket_mb, or set weight_sync: disk."
             ) from error
-        finally:
-            os.close(descriptor)
-        return _memory(self._segment)
+        return self._memory
 
 
-class SegmentReader:
+class MemoryReader:
     """Reads buckets in another process, which may end whenever it likes: it owns nothing."""
 
     def __init__(self) -> None:
-        self._name = ""
+        self._file = -1
         self._memory: mmap.mmap | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """The weights, as views of the segment: use them before the bucket is answered.
+        """The weights, as views of the memory: use them before the bucket is answered.
 
-        Raises RunFailedError when its checksum is another one.
+        Raises RunFailedError when it cannot be reached, or its checksum is another one.
         """
-        memory = memoryview(self._attach(bucket.where[_SEGMENT]))
+        memory = memoryview(self._attach(bucket))
         expected = bucket.where.get(_CHECKSUM)
         if expected is not None:
             got = checksum(memory, bucket.places)
@@ -106,16 +121,23 @@ class SegmentReader:
                 )
         return [(place.name, view(memory, place)) for place in bucket.places]
 
-    def _attach(self, name: str) -> mmap.mmap:
-        if self._memory is None or self._name != name:
-            # Not `SharedMemory(name)`: before Python 3.13 it tells this process's resource tracker, which would unlink
-            # the segment when this process ends. The old mapping goes with its last view.
-            descriptor = _open(name)
-            try:
-                self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-            finally:
-                os.close(descriptor)
-            self._name = name
+    def _attach(self, bucket: WeightBucket) -> mmap.mmap:
+        file, size = bucket.where[_FILE], bucket.where[_SIZE]
+        if self._memory is not None and self._file == file and len(self._memory) >= size:
+            return self._memory
+        path = bucket.where[_PATH]
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise _unreachable(path, error.strerror) from error
+        try:
+            # Another process may have got the number of one that has ended.
+            if os.fstat(descriptor).st_ino != file:
+                raise _unreachable(path, "it is another file now")
+            self._memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self._file = file
         return self._memory
 
 
@@ -127,10 +149,8 @@ def checksum(memory: memoryview, places: Sequence[TensorPlace]) -> str:
     return digest.hexdigest()
 
 
-def _memory(segment: SharedMemory) -> memoryview:
-    assert segment.buf is not None
-    return segment.buf
-
-
-def _open(name: str) -> int:
-    return os.open(f"{_FOLDER}/{name}", os.O_RDWR)
+def _unreachable(path: str, why: str | None) -> RunFailedError:
+    return RunFailedError(
+        f"The shared memory with the weights, {path}, cannot be opened by this engine: {why}. Trainer and engine must "
+        "run on one machine, in one container and as one user; elsewhere set source.weight_sync: disk."
+    )

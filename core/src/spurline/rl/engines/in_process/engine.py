@@ -26,7 +26,7 @@ from spurline.model.generation import generation_model
 from spurline.model.loading import check_config, load_model
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import StreamModel
-from spurline.model.weights import named_weights
+from spurline.model.weights import NamedWeights
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights, WeightBucket
 from spurline.rl.engines.configs import InProcessEngineConfig
@@ -79,7 +79,7 @@ class WeightWriter:
     """Replaces every weight of a model in place, as they come. Where it raises, some have been replaced."""
 
     def __init__(self, causal: PreTrainedModel):
-        self._targets = dict(named_weights(causal, adapted=False))
+        self._targets = dict(NamedWeights(causal, adapted=False))
         own = {tensor.untyped_storage().data_ptr() for tensor in causal.state_dict().values()}
         if any(target.untyped_storage().data_ptr() not in own for target in self._targets.values()):
             raise ModelError(

@@ -22,7 +22,7 @@ from spurline.rl.engines.in_process.response import Written
 from spurline_async_rl.engines.commands import Command, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.weights.disk import read_file
-from spurline_async_rl.weights.shared_memory import SegmentReader
+from spurline_async_rl.weights.shared_memory import MemoryReader
 
 _MAX_LINE_BYTES = 1 << 28
 """The longest message: millions of prompt tokens."""
@@ -36,7 +36,7 @@ class Child:
         self._unsent: list[dict[str, Any]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._engine: InProcessEngine | None = None
-        self._readers = {"shared_memory": SegmentReader().read, "disk": read_file}
+        self._readers = {"shared_memory": MemoryReader().read, "disk": read_file}
 
     async def run(self) -> None:
         """Serve until there are no more lines."""

@@ -17,6 +17,7 @@ from typing import Any
 from spurline.errors import ConfigError
 from spurline.protocols.rollout_engine import Sampling, WeightBucket
 from spurline.ranks.group import RuntimeEnv
+from spurline.ranks.machine import this_machine
 from spurline.ranks.ray_cluster import RayCluster
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import Command, LoadBucket
@@ -89,13 +90,14 @@ class EngineActor:
         self._events: list[tuple[str, News]] = []
         self._more = asyncio.Event()
 
-    async def start(self) -> tuple[int, int, str, str]:
-        """The longest context, the size of the vocabulary, the name for messages, and the id of the node."""
+    async def start(self) -> tuple[int, int, str, str, str]:
+        """The longest context, the size of the vocabulary, the name for messages, the id of the node, and which machine
+        it is on."""
         import ray
 
         await self._engine.start()
         node = ray.get_runtime_context().get_node_id()
-        return self._engine.max_model_len, self._engine.vocabulary, self._engine.where, node
+        return self._engine.max_model_len, self._engine.vocabulary, self._engine.where, node, this_machine()
 
     async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
         """The stream of news by id of request or command. It has one reader, and ends with the actor."""
@@ -153,7 +155,7 @@ class RayEngine:
         self._cluster = cluster
         self._group: Any = None
         self._actor: Any = None
-        self._node = ""
+        self._node = self._machine = ""
         self._inboxes: dict[str, asyncio.Queue[News]] = {}
         self._marks = (f"command {number}" for number in itertools.count())
         self._reader: asyncio.Task[None] | None = None
@@ -164,7 +166,7 @@ class RayEngine:
         self._group = await self._cluster.reserve()
         actor_class: Any = ray.remote(EngineActor)
         self._actor = actor_class.options(**self._cluster.actor_options(self._group)).remote(self._spec.to_plain())
-        self.max_model_len, self.vocabulary, where, self._node = await self._ask("start")
+        self.max_model_len, self.vocabulary, where, self._node, self._machine = await self._ask("start")
         self.where = f"{where} on Ray node {self._node[:8]}"
         self._reader = asyncio.create_task(self._read(), name="spurline-ray-events")
 
@@ -223,12 +225,10 @@ class RayEngine:
             self._end(actor)
 
     def _check_reach(self, bucket: WeightBucket) -> None:
-        import ray
-
-        if bucket.within_machine and self._node != ray.get_runtime_context().get_node_id():
+        if bucket.machine and self._machine != bucket.machine:
             raise ConfigError.at(
                 "source.weight_sync.name",
-                f"is {bucket.transport}, which ends at this machine, but Ray has put an engine on node "
+                f"is {bucket.transport}, which ends at the trainer's machine, but Ray has put an engine on node "
                 f"{self._node[:8]}. Set weight_sync: disk with a folder that all nodes see.",
             )
 

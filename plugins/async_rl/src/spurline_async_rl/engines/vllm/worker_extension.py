@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import WeightBucket
-from spurline_async_rl.engines.commands import from_wire
 from spurline_async_rl.engines.vllm.launch import OWNER
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.disk import read_file
-from spurline_async_rl.weights.shared_memory import SegmentReader
+from spurline_async_rl.weights.shared_memory import MemoryReader
 
 
 def _end_with(owner: int) -> None:
@@ -58,11 +57,11 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self._spurline_model())
 
-    def spurline_load_bucket(self, wire: dict[str, Any]) -> None:
-        """wire: as of `engines.commands.to_wire`."""
+    def spurline_load_bucket(self, plain: dict[str, Any]) -> None:
+        """plain: as of `WeightBucket.to_plain`."""
         from vllm.config import set_current_vllm_config
 
-        taken = from_wire(wire)
+        taken = WeightBucket.from_plain(plain)
         with set_current_vllm_config(self.vllm_config):
             if read := _READERS.get(taken.transport):
                 self._spurline_model().load_weights(_copies(read(taken)))
@@ -99,7 +98,7 @@ class WorkerExtension:
 
 
 _READERS: dict[str, Callable[[WeightBucket], Iterable[tuple[str, Tensor]]]] = {
-    "shared_memory": SegmentReader().read,
+    "shared_memory": MemoryReader().read,
     "disk": read_file,
     "cuda_ipc": read_handles,
 }

@@ -1,0 +1,116 @@
+"""The FSDP backend as the loop sees it: it deals rows to ranks, calls them, and joins what they answer.
+
+Place on the way: mini-batch -> a share for each rank -> all ranks at once -> one answer. It holds no weights and no
+torch process group; those are in the ranks (`rank.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spurline.config.run_config import RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.dealing import Dealing, deal
+from spurline.errors import ModelError, NonFiniteLossError
+from spurline.model.accumulate import SumsPart, describe_failure
+from spurline.model.stream_model import ENTROPY
+from spurline.model.token_stream import check_columns
+from spurline.plugins.registry import Registry
+from spurline.protocols.backend import LossSums, Role
+from spurline.protocols.loss import Objective
+from spurline.ranks.launch import open_ranks
+from spurline.ranks.messages import plain_objective, plain_run
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.weight_gathering import cut
+
+_WORKER = "spurline_fsdp_backend.rank:FsdpRank"
+
+
+class FsdpBackend:
+    """A `Backend`; see the protocol for what each method promises."""
+
+    def __init__(self, config: FsdpBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
+        self._config = config
+        self._run = run
+        request = config.rank_request()
+        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits)
+
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
+        self._check_trained(role)
+        dealing = self._deal(batch, objective.loss.needs)
+        answers = self._ranks.call("update", plain_objective(objective), role, per_rank=self._wires(dealing))
+        first = answers[0]
+        sums = SumsPart.join(answer["part"] for answer in self._counting(answers))
+        loss = first["loss"] / objective.normalizer
+        if not first["finite"]:
+            step = first["updates"] + 1
+            raise NonFiniteLossError(describe_failure(role, step, batch, sums, loss, first["grad_norm"]))
+        return {
+            "loss": loss,
+            "grad_norm": first["grad_norm"],
+            **first["rates"],
+            "tokens": float(batch.num_tokens),
+            "loss_tokens": float(sums.tokens),
+            **sums.metrics(),
+            **{name: max(answer[name] for answer in answers) for name in ("time/forward_backward", "time/optimizer")},
+        }
+
+    def gradients(
+        self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._check_trained(role)
+        wires = self._wires(self._deal(batch, objective.loss.needs))
+        found = self._ranks.call("gradients", plain_objective(objective), role, per_rank=wires)[0]
+        return ((name, torch.from_numpy(gradient)) for name, gradient in found)
+
+    def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
+        dealing = self._deal(batch, objective.loss.needs)
+        answers = self._ranks.call("evaluate", plain_objective(objective), per_rank=self._wires(dealing))
+        return SumsPart.join(self._counting(answers)).as_loss_sums()
+
+    def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
+        if role == "critic":
+            self._check_trained(role)
+        dealing = self._deal(batch, ())
+        answers = self._ranks.call("logprobs", role, temperature, per_rank=self._wires(dealing))
+        return dealing.gather(self._counting(answers))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for names in cut(self._ranks.call("weight_sizes")[0]):
+            for name, value in self._ranks.call("weights", names)[0]:
+                yield name, torch.from_numpy(value)
+
+    def facts(self) -> Mapping[str, int | str]:
+        return self._ranks.call("facts")[0]
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def _deal(self, batch: TrainingBatch, needs: Collection[str]) -> Dealing:
+        columns = [name for name in needs if name != ENTROPY]
+        check_columns(batch, columns)
+        return deal(
+            batch,
+            self._config.layout().data,
+            columns=columns,
+            max_tokens=self._config.max_tokens_per_microbatch,
+        )
+
+    def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
+        """By rank: ranks that share sequences get the same share."""
+        wires = [share.to_wire() for share in dealing.shares]
+        return [wire for wire in wires for _ in range(self._config.context)]
+
+    def _counting(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """Of the ranks that count: one of those that share sequences."""
+        return answers[:: self._config.context]
+
+    def _check_trained(self, role: Role) -> None:
+        if role == "reference":
+            raise ModelError("The reference model is the model before training: it is never trained itself.")
+        if role == "critic" and self._run.critic is None:
+            raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")

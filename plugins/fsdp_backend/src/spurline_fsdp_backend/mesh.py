@@ -1,0 +1,51 @@
+"""How the ranks are divided into groups: who shards with whom, who shares a sequence, who computes the same rows.
+
+Ranks are numbered node by node, so that ranks that share a sequence are neighbours, on one machine whenever they fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from spurline.ranks.group import Place
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+
+REPLICA, SHARD, DATA, CONTEXT = "replica", "shard", "data", "context"
+"""Names of mesh dimensions."""
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The groups that this rank is in.
+
+    sharding: what parameters are sharded over; two dimensions, replicas first, where there are several of them.
+    context: the ranks that share this rank's sequences; None where each has its own.
+    """
+
+    sharding: DeviceMesh
+    context: ProcessGroup | None
+    data_rank: int
+    context_rank: int
+
+    @property
+    def replica(self) -> int:
+        """Number of the copy of the model that this rank holds a part of."""
+        return self.sharding.get_local_rank(REPLICA) if self.sharding.ndim == 2 else 0
+
+
+def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
+    """A collective: every rank calls it."""
+    device, context = config.on, config.context
+    if config.replicas > 1:
+        shape, names = (config.replicas, place.world // config.replicas), (REPLICA, SHARD)
+    else:
+        shape, names = (place.world,), (SHARD,)
+    group = None
+    if context > 1:
+        sequences = init_device_mesh(device, (place.world // context, context), mesh_dim_names=(DATA, CONTEXT))
+        group = sequences[CONTEXT].get_group()
+    data_rank, context_rank = divmod(place.rank, context)
+    return Meshes(init_device_mesh(device, shape, mesh_dim_names=names), group, data_rank, context_rank)

@@ -1,0 +1,172 @@
+"""One rank of the FSDP backend: the models it holds a part of, and what the controller calls on them.
+
+Every method is a collective: all ranks run it with the same common arguments, and make the same exchanges in the same
+order, whatever rows they have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spurline.data.dealing import RankShare, Rows
+from spurline.errors import ModelError
+from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
+from spurline.model.device_profile import device_profile, seed_generators
+from spurline.model.loading import check_config
+from spurline.model.stream_model import ENTROPY, StreamModel
+from spurline.model.token_stream import TokenStream, share_streams
+from spurline.optimizers.optimization import critic_optimization, policy_optimization
+from spurline.protocols.backend import Role
+from spurline.ranks.group import Place
+from spurline.ranks.messages import read_objective, read_run
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.mesh import make_meshes
+from spurline_fsdp_backend.sharded_model import build_critic, build_policy
+from spurline_fsdp_backend.trained_model import ShardedTrainedModel
+from spurline_fsdp_backend.weight_gathering import as_arrays, gather_gradients, gather_weights, weight_sizes
+
+Wire = Mapping[str, Any]
+"""A `RankShare` as it travels."""
+
+
+class FsdpRank:
+    """A `Worker`."""
+
+    def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
+        self._place = place
+        self._run, self._registry = read_run(plain_run)
+        assert isinstance(self._run.backend, FsdpBackendConfig)
+        self._config = self._run.backend
+        self._profile = device_profile(self._config.on)
+        if self._config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self._meshes = make_meshes(self._config, place)
+        place.doing("loading the model")
+        model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
+        self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
+        self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, total_updates))
+        self._critic: ShardedTrainedModel | None = None
+        if self._run.critic is not None:
+            critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
+            self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.critic, self._registry))
+
+    def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
+        """One optimizer step, unless loss or gradient norm are not finite: `totals`, `part`, `rates` and times."""
+        trained, share = self._model_to_train(role), RankShare.from_wire(wire)
+        started = time.perf_counter()
+        try:
+            part = self._accumulate(trained, share, plain_objective, role)
+            self._place.doing("joining the gradient norm of all ranks")
+            totals = trained.totals(part.loss if self._counts else 0.0)
+            differentiated = time.perf_counter()
+            self._place.doing("the optimizer's step")
+            rates = trained.step(totals.grad_norm) if totals.is_finite else {}
+            self._profile.synchronize()
+        finally:
+            trained.drop_gradients()
+        return {
+            "grad_norm": totals.grad_norm,
+            "loss": totals.loss,
+            "finite": totals.is_finite,
+            "updates": trained.updates,
+            "rates": rates,
+            "part": part if self._counts else None,
+            "time/forward_backward": differentiated - started,
+            "time/optimizer": time.perf_counter() - differentiated,
+        }
+
+    def gradients(
+        self, wire: Wire, plain_objective: Mapping[str, Any], role: Role
+    ) -> list[tuple[str, NDArray[Any]]] | None:
+        """(name, whole gradient) of each parameter, from the first rank; nothing is changed."""
+        trained = self._model_to_train(role)
+        try:
+            self._accumulate(trained, RankShare.from_wire(wire), plain_objective, role)
+            whole = gather_gradients(trained.parameters)
+        finally:
+            trained.drop_gradients()
+        return as_arrays(whole) if self._place.rank == 0 else None
+
+    def weight_sizes(self) -> list[tuple[str, int]]:
+        """See `weight_gathering.weight_sizes`."""
+        return weight_sizes(self._policy.model.causal)
+
+    def weights(self, names: Sequence[str]) -> list[tuple[str, NDArray[Any]]] | None:
+        """(hf_name, whole tensor) of these weights of the policy, from the first rank."""
+        whole = gather_weights(self._policy.model.causal, names)
+        return as_arrays(whole) if self._place.rank == 0 else None
+
+    def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
+        """The part of the sums that this rank counts."""
+        objective = read_objective(plain_objective, self._registry)
+        model, share = self._policy.model, RankShare.from_wire(wire)
+        part = evaluation_sums(model, self._streams(model, share, objective.loss.needs), objective, self._profile)
+        return part if self._counts else None
+
+    def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
+        """Of the rows of the share; None of a rank whose rows another one answers for."""
+        model, share = self._model_of(role), RankShare.from_wire(wire)
+        result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
+        return result.numpy() if self._counts else None
+
+    def facts(self) -> dict[str, int | str]:
+        """See `Backend.facts`."""
+        return {
+            "parameters": sum(value.numel() for value in self._policy.model.causal.parameters()),
+            "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
+            "device": f"{self._place.world} x {self._profile.device.type}",
+        }
+
+    @property
+    def _counts(self) -> bool:
+        """Ranks that share sequences compute the same loss: the first of them counts it."""
+        return self._meshes.context_rank == 0
+
+    def _accumulate(
+        self, trained: ShardedTrainedModel, share: RankShare, plain_objective: Mapping[str, Any], role: Role
+    ) -> SumsPart:
+        """The gradient of this rank's rows, summed over all ranks by FSDP2; sums of its own rows, fetched."""
+        objective = read_objective(plain_objective, self._registry)
+        # Dropout is a function of the step, so that no generator's state belongs to a checkpoint.
+        seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
+        streams = self._streams(trained.model, share, objective.loss.needs)
+        sums = accumulate_gradients(trained.model, streams, objective, self._profile)
+        return sums.fetch()[0]
+
+    def _streams(
+        self, model: StreamModel, share: RankShare, needs: Collection[str]
+    ) -> Iterator[tuple[Rows, TokenStream]]:
+        """Equally many on all ranks: where there is nothing to do, an idle stream keeps the exchanges in step."""
+        columns = [name for name in needs if name != ENTROPY]
+        number = len(share.microbatches)
+        for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
+            if self._length_limit is not None:
+                self._length_limit.check(stream.plan.max_length)
+            self._place.doing(f"micro-batch {index} of {number}")
+            # FSDP2 tidies up after the last backward pass of a step only.
+            model.causal.set_is_last_backward(index == number)
+            yield rows, stream
+
+    def _model_of(self, role: Role) -> StreamModel:
+        return self._model_to_train(role).model
+
+    def _model_to_train(self, role: Role) -> ShardedTrainedModel:
+        if role == "reference":
+            raise ModelError("The reference model is the model before training: it is never trained itself.")
+        if role == "policy":
+            return self._policy
+        if self._critic is None:
+            raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
+        return self._critic
+
+
+def _seed(seed: int, role: Role, updates: int, rank: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{role}/{updates}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,158 @@
+"""Build a causal language model whose parameters are sharded over the ranks, without a whole copy of it anywhere.
+
+Place on the way: a model folder -> shapes without memory -> FSDP2 -> each rank reads its parts of the weights. From
+then on a `ShardedStreamModel` computes like any `StreamModel`. Who trains it is `trained_model.py`'s concern.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import PreTrainedModel
+
+from spurline.config.run_config import ModelConfig
+from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
+from spurline.model.token_stream import TokenStream
+from spurline.protocols.loss import TokenLossInputs
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.mesh import Meshes
+from spurline_fsdp_backend.weight_loading import load_weights
+
+_ENTRY = "spurline_score"
+"""Name of the forward method of the whole model through which streams are computed."""
+
+
+class _ThroughRoot(StreamModel):
+    """Computes streams within one forward pass of the whole model.
+
+    FSDP2 gathers what embedding, last norm and output layer hold in common when the root module's forward begins, and
+    `StreamModel` calls decoder and output layer apart.
+    """
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        if not hasattr(self.causal, _ENTRY):
+            setattr(self.causal, _ENTRY, types.MethodType(self._score, self.causal))
+            register_fsdp_forward_method(self.causal, _ENTRY)
+        logprobs, entropy = getattr(self.causal, _ENTRY)(stream, needs, temperature)
+        return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+
+    def _score(
+        self, causal: nn.Module, stream: TokenStream, needs: Collection[str], temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        # FSDP2 finds the tensors whose gradients it waits for in tuples, not in dataclasses.
+        inputs = super().loss_inputs(stream, needs, temperature)
+        return inputs.logprobs, inputs.entropy
+
+
+class ShardedStreamModel(_ThroughRoot, StreamModel):
+    """A `StreamModel` whose parameters are sharded."""
+
+
+class ShardedValueModel(_ThroughRoot, ValueModel):
+    """A `ValueModel` whose parameters are sharded."""
+
+
+def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
+    """The model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
+    return ShardedStreamModel(_build(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
+
+
+def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
+    """The same with a value head in the place of the output layer."""
+    return ShardedValueModel(_build(model, config, meshes, seed, put_value_head))
+
+
+Change = Callable[[PreTrainedModel], object]
+"""What is done to the model while it has no values yet."""
+
+
+def _no_change(causal: PreTrainedModel) -> None:
+    pass
+
+
+def _build(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change) -> PreTrainedModel:
+    causal = build_without_memory(load_model_config(model), model).to(torch.float32).train()
+    change(causal)
+    if config.activation_checkpointing:
+        StreamModel(causal).checkpoint_activations({"use_reentrant": False})
+    shard(causal, config, meshes)
+    load_weights(causal, model, seed, config.on)
+    return causal
+
+
+def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
+    """Divide every parameter over the ranks: a group for each decoder layer, and one for all that is outside of them.
+
+    The gradients of a step are sums over ranks and micro-batches, in fp32: what a loss is divided by is fixed before.
+    """
+    computing = torch.bfloat16 if config.computes_in == "bf16" else None
+    options: dict[str, Any] = {
+        "mesh": meshes.sharding,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32),
+        # Pinned memory is the GPU's; without one there is nothing to copy to.
+        "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
+    }
+    for layer in decoder_layers(causal):
+        if config.compile:
+            layer.compile(dynamic=True)
+        fully_shard(layer, reshard_after_forward=_reshards(layer, causal, config), **options)
+    head = causal.get_output_embeddings()
+    if isinstance(head, ValueHead):
+        # Values are subtracted from each other: their layer computes in fp32.
+        exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(head, reshard_after_forward=_reshards(head, causal, config), **{**options, "mp_policy": exact})
+    # Embedding, last norm and output layer in one group: a tied weight must not belong to two.
+    fully_shard(causal, reshard_after_forward=_reshards(causal, causal, config), **options)
+    for module in sharded_modules(causal):
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no scaled sum; and without it NCCL loses bf16 gradients for some factors (pytorch issue 190745).
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
+    """All groups of parameters, the outermost first."""
+    return [module for module in causal.modules() if isinstance(module, FSDPModule)]
+
+
+def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
+    """The modules that transformers itself never divides; those of a decoder are its layers."""
+    names = set(causal._no_split_modules or ())
+    found = [module for module in causal.get_decoder().modules() if type(module).__name__ in names]
+    return found or list(causal.get_decoder().layers)
+
+
+@contextmanager
+def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
+    """A context in which every rank holds all parameters, in the dtype that is computed in. A collective.
+
+    Takes the memory of a whole copy. Nothing is communicated inside, so that ranks may do different things.
+    """
+    modules = sharded_modules(causal)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(_reshards(module, causal, config), recurse=False)
+            module.reshard()
+
+
+def _reshards(module: nn.Module, causal: nn.Module, config: FsdpBackendConfig) -> bool:
+    """Whether the group is given back after its forward: what comes last in it comes first in the backward pass."""
+    return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

@@ -1,0 +1,94 @@
+"""A sharded model with its optimizer: the norm over all ranks, clipping, the step.
+
+Place on the way: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from spurline.model.stream_model import StreamModel
+from spurline.optimizers.optimization import MakeOptimization
+
+_CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Over all ranks: the gradient norm, and the sum of weight * loss."""
+
+    grad_norm: float
+    loss: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+
+
+class ShardedTrainedModel:
+    """`model`, of which the parameters that ask for gradients are trained.
+
+    make_optimization: for its trained parameters, DTensors by the names of the model.
+    """
+
+    def __init__(self, model: StreamModel, make_optimization: MakeOptimization) -> None:
+        self.model = model
+        self.parameters: Mapping[str, Parameter] = {
+            name: value for name, value in model.causal.named_parameters() if value.requires_grad
+        }
+        self.updates = 0
+        self.optimization = make_optimization(self.parameters)
+
+    def totals(self, loss: float) -> StepTotals:
+        """What all ranks come to, in the one exchange of a step that is not FSDP2's. A collective.
+
+        loss: sum of weight * loss of the tokens that this rank counts.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self.model.causal.device)
+        for value in self.parameters.values():
+            if value.grad is not None:
+                local = _local(value.grad)
+                squares += local.to(squares.device).double().pow(2).sum() / _copies(value)
+        sums = torch.stack([squares, squares.new_tensor(loss)])
+        dist.all_reduce(sums)
+        total, loss = sums.tolist()
+        return StepTotals(math.sqrt(total), loss)
+
+    def step(self, grad_norm: float) -> dict[str, float]:
+        """Clip, and update the weights; returns the learning rates that were used, as metrics."""
+        limit = self.optimization.max_grad_norm
+        if limit is not None and grad_norm > limit:
+            for value in self.parameters.values():
+                if value.grad is not None:
+                    # On the shards: a factor is the same for all, and expert groups have meshes of their own.
+                    _local(value.grad).mul_(limit / (grad_norm + _CLIP_EPSILON))
+        rates = self.optimization.step(self.updates + 1)
+        self.updates += 1
+        return rates
+
+    def drop_gradients(self) -> None:
+        for value in self.parameters.values():
+            value.grad = None
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _copies(value: Tensor) -> int:
+    """How many ranks hold each value of this parameter, so that it is counted once."""
+    world = dist.get_world_size()
+    if not isinstance(value, DTensor):
+        return world
+    mesh = value.device_mesh
+    parts = math.prod(mesh.size(place) for place, placement in enumerate(value.placements) if placement.is_shard())
+    return world // parts

@@ -1,0 +1,109 @@
+"""Fill a sharded model with weights: each rank reads from the files what it holds.
+
+This is the one module that uses internals of transformers' loading. Models without safetensors files, and those with
+`init: random`, are loaded by the first rank, as the local backend does, and handed out tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from spurline.config.run_config import ModelConfig
+from spurline.data.hub import finding
+from spurline.model.device_profile import device_profile
+from spurline.model.loading import check_loaded, load_model, quiet_loading
+from spurline.model.stream_model import ValueHead
+from spurline.model.weight_files import check_weight_files, shards_of
+
+_INDEXED, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
+    """Give every parameter and buffer its value. causal: sharded, on the meta device. A collective.
+
+    A value head keeps the values it begins with. Raises ModelError for files that do not fit, on every rank.
+    """
+    files = [] if model.init == "random" else _weight_files(model)
+    if files:
+        _read_parts(causal, model, files, device)
+    else:
+        _hand_out(causal, model, seed, device)
+    left = [name for name, value in (*causal.named_parameters(), *causal.named_buffers()) if value.is_meta]
+    assert not left, f"without values: {left}"
+
+
+def _weight_files(model: ModelConfig) -> list[Path]:
+    """The safetensors files of a model; none where it has others. One rank of each machine downloads them."""
+    check_weight_files(model)
+    folder = Path(model.path)
+    if not folder.is_dir():
+        with finding("model.path", model.path):
+            patterns = ["*.json", "*.safetensors"]
+            folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+    return shards_of(folder / _INDEXED) if (folder / _INDEXED).is_file() else [*folder.glob(_SINGLE)]
+
+
+def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], device: str) -> None:
+    own = _value_head(causal)
+    with ExitStack() as stack, quiet_loading():
+        opened = [stack.enter_context(safe_open(str(file), "pt")) for file in files]
+        slices: dict[str, Any] = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
+        head = own and f"{own[0]}.weight"
+        if head:
+            slices.pop(head, None)
+        loading = LoadStateDictConfig(
+            # Weights of other shapes are asked for too, so that they can be named.
+            ignore_mismatched_sizes=True,
+            dtype=torch.float32,
+            weight_mapping=get_model_conversion_mapping(causal),
+            device_map={"": device},
+        )
+        # What makes transformers leave parameters alone that are sharded already.
+        causal._is_distributed_loading_by_transformers = True
+        found, _ = convert_and_load_state_dict_in_model(causal, slices, loading)
+        if own:
+            own[1].to_empty(device=device)
+            nn.init.zeros_(own[1].weight)
+            found.missing_keys -= {head}
+            own[1].weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        tied = set(getattr(causal, "all_tied_weights_keys", None) or {})
+        check_loaded(model, found.missing_keys - tied, found.mismatched_keys, found.unexpected_keys)
+        type(causal)._finalize_model_loading(causal, loading, found)
+
+
+def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: str) -> None:
+    """The first rank holds the whole model in the memory of its host meanwhile."""
+    whole: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        loaded = load_model(model, device_profile("cpu"), seed)
+        whole = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    causal.to_empty(device=device)
+    own = _value_head(causal)
+    for name, value in (*causal.named_parameters(), *causal.named_buffers()):
+        if own and name == f"{own[0]}.weight":
+            nn.init.zeros_(value)
+            continue
+        full = whole[name].detach().to(device) if whole else torch.empty(value.shape, dtype=value.dtype, device=device)
+        with torch.no_grad():
+            if isinstance(value, DTensor):
+                value.copy_(distribute_tensor(full, value.device_mesh, value.placements))
+            else:
+                dist.broadcast(full, src=0)
+                value.copy_(full)
+
+
+def _value_head(causal: PreTrainedModel) -> tuple[str, ValueHead] | None:
+    return next(((name, module) for name, module in causal.named_modules() if isinstance(module, ValueHead)), None)
