@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import re
 import signal
 import sys
@@ -22,18 +21,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch.distributed as dist
 from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group_table
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline.ranks.calls import RankCalls
+from spurline.ranks.cluster_checks import AskNodes
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of
 from spurline.ranks.rank_main import RankMain, RankOrder
 from spurline.ranks.ray_cluster import Bundle, Node, RayCluster, amounts
-from spurline.ranks.ray_node import NodeActor
+from spurline.ranks.ray_node import NodeActor, packed, unpacked
 
 ROOM_TIMEOUT_S = 180.0
 """Seconds to wait for a cluster in which others hold what the ranks need, or whose machines are still coming."""
@@ -44,10 +44,6 @@ _ANSWER_TIMEOUT_S = 3.0
 _WATCH = "watch"
 """The thread of an actor that answers while another one computes."""
 
-AskNodes = Callable[..., Mapping[str, Any]]
-"""`ask("module:function", *arguments)` calls it in a process of each machine, on all at once, before any rank has
-joined another; returns the answers by the machine's name, or raises what one of them raises."""
-
 
 class RankActor:
     """One rank; every method is called through Ray."""
@@ -56,6 +52,8 @@ class RankActor:
         # What systems send to all processes when they stop a job is the controller's to handle.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # One log for both, which is asked for when the rank says nothing any more.
+        os.dup2(2, 1)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         self._main: RankMain | None = None
 
@@ -63,23 +61,23 @@ class RankActor:
         """Outcome: what the controller must know of this process, with the place of its store where it hosts one."""
         store = None
         if hosts_store:
-            self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             store = (get_node_ip_address(), self._store.port)
-        return pickle.dumps(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
+        return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
     def start(self, order: RankOrder) -> bytes:
         """Outcome of joining the others and making the worker."""
         self._main = RankMain(order)
-        return pickle.dumps(self._main.start())
+        return packed(self._main.start())
 
     def call(self, method: str, arguments: bytes) -> bytes:
-        """Outcome of a method of the worker. arguments: a pickled tuple."""
+        """Outcome of a method of the worker. arguments: a packed tuple."""
         assert self._main is not None
-        outcome = self._main.call(method, pickle.loads(arguments))
+        outcome = self._main.call(method, unpacked(arguments))
         try:
-            return pickle.dumps(outcome, protocol=pickle.HIGHEST_PROTOCOL)
+            return packed(outcome)
         except Exception as error:  # noqa: BLE001 - raised where the call was made
-            return pickle.dumps(Raised.of(error))
+            return packed(Raised.of(error))
 
     @ray.method(concurrency_group=_WATCH)
     def doing(self) -> str:
@@ -131,9 +129,7 @@ class RayRanks(RankCalls):
     def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
         for number, rank in enumerate(self._ranks):
             own = () if per_rank is None else (per_rank[number],)
-            # Pickled here, as Ray would hand arrays on as memory that cannot be written to.
-            arguments = pickle.dumps((*own, *common), protocol=pickle.HIGHEST_PROTOCOL)
-            self._answers[rank.actor.call.remote(method, arguments)] = number
+            self._answers[rank.actor.call.remote(method, packed((*own, *common)))] = number
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
         waiting = [answer for answer, rank in self._answers.items() if rank in missing]
@@ -143,7 +139,7 @@ class RayRanks(RankCalls):
 
     def _outcome(self, rank: int, answer: Any) -> Outcome:
         try:
-            return pickle.loads(ray.get(answer))
+            return unpacked(ray.get(answer))
         except RayActorError as error:
             return Died(_how_it_died(error), self._last_words(self._ranks[rank]))
         except RayError as error:
@@ -194,7 +190,7 @@ class RayRanks(RankCalls):
             options = self._cluster.actor_options(self._group, number, {})
             self._watchers[node.id] = ray.remote(NodeActor).options(**options).remote()
             options = self._cluster.actor_options(self._group, number, each)
-            kind = ray.remote(concurrency_groups={_WATCH: 1})(RankActor)
+            kind: Any = ray.remote(concurrency_groups={_WATCH: 1})(RankActor)  # pyright: ignore[reportCallIssue]
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
 
     def _wait_for_room(self, machines: int, bundle: Bundle) -> None:
@@ -251,7 +247,7 @@ class RayRanks(RankCalls):
     def _ask_nodes(self, function: str, *arguments: Any) -> Mapping[str, Any]:
         names = {rank.node.id: rank.node.name for rank in self._ranks}
         asked = {node: watcher.run.remote(function, arguments) for node, watcher in self._watchers.items()}
-        answers = {names[node]: pickle.loads(wire) for node, wire in _what_comes(asked, self._limits.start_s).items()}
+        answers = {names[node]: unpacked(wire) for node, wire in _what_comes(asked, self._limits.start_s).items()}
         if silent := [name for name in names.values() if name not in answers]:
             limit = f"within {self._limits.start_s:g} s (start_timeout_s)"
             raise RunFailedError(f"{', '.join(silent)}: no answer to `{function}` {limit}. Look at `ray status`.")
@@ -270,9 +266,13 @@ class RayRanks(RankCalls):
         asked: dict[str, Any] = {}
         for node, watcher in self._watchers.items():
             pids = [rank.pid for rank in self._ranks if rank.node.id == node and rank.pid]
-            asked[node] = watcher.left_of.remote(pids, _END_TIMEOUT_S)
+            asked[node] = watcher.end.remote(pids, _END_TIMEOUT_S)
         left = _what_comes(asked, _END_TIMEOUT_S + _ANSWER_TIMEOUT_S)
-        return [str(self._identity(number)) for number, rank in enumerate(self._ranks) if rank.pid in left.get(rank.node.id, ())]
+        return [
+            str(self._identity(number))
+            for number, rank in enumerate(self._ranks)
+            if rank.pid in left.get(rank.node.id, ())
+        ]
 
 
 def ranks_per_node(request: RankRequest, nodes: Sequence[Node]) -> int:

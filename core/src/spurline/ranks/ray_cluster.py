@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ray
@@ -52,14 +53,14 @@ class Node:
 class RayCluster:
     """One user's hold on the cluster, from `open` to `close`."""
 
-    def __init__(self, runtime_env: RuntimeEnv = RuntimeEnv()) -> None:
+    def __init__(self, runtime_env: RuntimeEnv) -> None:
         """runtime_env: that of all processes this one places on Ray, who are one job to it."""
         self._runtime_env = runtime_env
         self._lock = threading.Lock()
         self._is_open = False
 
     def open(self) -> None:
-        """Join the cluster of RAY_ADDRESS or of `ray start` on this machine; without one start one. May be called again.
+        """Join the cluster of RAY_ADDRESS or of `ray start` on this machine, or start one. May be called again.
 
         Raises UserError for a cluster that does not answer, and for one that was opened with another `runtime_env`.
         """
@@ -104,9 +105,7 @@ class RayCluster:
         each = "; ".join(f"{node.name}: {amounts({kind: node.has(kind) for kind in kinds})}" for node in nodes)
         return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {total}, of which {left} are free ({each})"
 
-    def reserve(
-        self, bundles: Sequence[Bundle], strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]
-    ) -> PlacementGroup:
+    def reserve(self, bundles: Sequence[Bundle], strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]) -> PlacementGroup:
         """A placement group, which may not be ready: wait for `group.ready()`. Each bundle is of one machine."""
         return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
 
@@ -193,29 +192,24 @@ _CONNECTION = _Connection()
 
 def _connect(runtime_env: RuntimeEnv) -> bool:
     """Join the cluster there is, or start one; returns whether it was started."""
-    options: dict[str, Any] = {
-        "runtime_env": _plain(runtime_env),
-        "logging_level": logging.ERROR,
-        # It would write over the terminal's tracker; errors carry the end of what their process said.
-        "log_to_driver": False,
-    }
+    environment = _plain(runtime_env)
     # On this very machine modules are found where this process finds them.
     path = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    plain = options["runtime_env"]
-    own = {**plain, "env_vars": {"PYTHONPATH": path, **plain["env_vars"]}}
+    here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
+    # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
+    # log_to_driver would write over the terminal's tracker; errors carry the end of what their process said.
+    init = partial(ray.init, logging_level=logging.ERROR, log_to_driver=False)
     try:
-        # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
-        ray.init(
-            num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, **options | {"runtime_env": own}
-        )
+        init(num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
         return True
     except ValueError:
         # A cluster is there to join, which has its own settings; whatever else is wrong, is so again.
-        try:
-            ray.init(**options)
-            return False
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(f"The Ray cluster cannot be joined: {error}. {_RESTART}") from error
+        pass
+    try:
+        init(runtime_env=environment)
+        return False
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"The Ray cluster cannot be joined: {error}. {_RESTART}") from error
 
 
 def _plain(runtime_env: RuntimeEnv) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pickle
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -22,8 +23,20 @@ _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 100_000
 _WRITING_S = 0.2
 """Seconds after which a file that does not grow any more counts as written."""
+_RAYS_TIME_S = 2.0
+"""Seconds that Ray has for killing a rank by itself; what is killed otherwise it reports on the terminal."""
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into a process's output for its own use begin so."""
+
+
+def packed(value: object) -> bytes:
+    """Pickled here and not by Ray, which would hand arrays on as memory that cannot be written to."""
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(wire: bytes) -> Any:
+    """What this run has packed in another of its processes."""
+    return pickle.loads(wire)  # noqa: S301
 
 
 class NodeActor:
@@ -34,12 +47,12 @@ class NodeActor:
         return num_cores()
 
     def run(self, function: str, arguments: tuple[Any, ...]) -> bytes:
-        """The pickled Outcome of `module:function`."""
+        """The packed Outcome of `module:function`."""
         try:
             outcome: Outcome = Value(resolve_name(function)(*arguments))
         except Exception as error:  # noqa: BLE001 - raised where it was asked for
             outcome = Raised.of(error)
-        return pickle.dumps(outcome)
+        return packed(outcome)
 
     def last_words(self, log: str) -> str:
         """The end of what a rank wrote."""
@@ -57,12 +70,24 @@ class NodeActor:
             time.sleep(_WRITING_S)
         return _end_of(path, min(_STACKS_BYTES, path.stat().st_size - begin))
 
-    def left_of(self, pids: Sequence[int], limit_s: float) -> list[int]:
-        """Those of these processes that are still there when all should be gone; returns as soon as all are."""
-        until = time.monotonic() + limit_s
-        while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < until:
-            time.sleep(0.02)
-        return left
+    def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
+        """See these ranks end, which Ray has killed; returns those that are still there when the time is over.
+
+        Ray gives each a group of its own, but does not kill what else is in it, nor a rank that is stopped.
+        """
+        left = _left(pids, _RAYS_TIME_S)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        return left and _left(left, limit_s)
+
+
+def _left(pids: Sequence[int], limit_s: float) -> list[int]:
+    """Those that are still there when the time is over; returns as soon as none is."""
+    until = time.monotonic() + limit_s
+    while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
 
 
 def _end_of(path: Path, size: int) -> str:

@@ -22,6 +22,7 @@ from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
+from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -37,7 +38,7 @@ class FsdpBackend:
         self._config = config
         self._run = run
         request = config.rank_request()
-        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits)
+        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)
