@@ -20,9 +20,9 @@ from spurline.ranks.group import RankGroup, RankRequest, RuntimeEnv, TimeLimits
 from spurline.ranks.launch import open_ranks
 
 pytest.importorskip("ray")
-from spurline.ranks import ray_actors  # noqa: E402
-from spurline.ranks.ray_actors import ranks_per_node  # noqa: E402
-from spurline.ranks.ray_cluster import Node, RayCluster  # noqa: E402
+from spurline.ranks import ray_actors
+from spurline.ranks.ray_actors import ranks_per_node
+from spurline.ranks.ray_cluster import Node, RayCluster
 
 Start = Callable[..., RankGroup]
 

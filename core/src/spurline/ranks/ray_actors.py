@@ -41,6 +41,7 @@ _END_TIMEOUT_S = 30.0
 """Seconds that a process may take to be gone after it was killed."""
 _ANSWER_TIMEOUT_S = 3.0
 """Seconds that a machine has to say what a rank does, wrote or where it stands."""
+_SLICE_S = 0.5
 _WATCH = "watch"
 """The thread of an actor that answers while another one computes."""
 
@@ -199,19 +200,19 @@ class RayRanks(RankCalls):
         nodes = self._cluster.nodes()
         fitting = sum(all(node.has(resource) >= count for resource, count in bundle.items()) for node in nodes)
         lacks = f"{self.size} ranks need {needed}; the Ray cluster has {self._cluster.describe()}"
-        # A slice at a time: an interruption is seen only in between.
         limit_s = 0.0 if fitting < machines and self._cluster.is_own else ROOM_TIMEOUT_S
         until, is_told = time.monotonic() + limit_s, False
-        while not self._group.wait(1):
+        # A slice at a time: an interruption is seen only in between.
+        while not self._group.wait(_SLICE_S):
+            if not is_told:
+                print(f"Waiting for room, {limit_s:g} s at most: {lacks}.", file=sys.stderr, flush=True)
+                is_told = True
             if time.monotonic() >= until:
                 raise ConfigError.at(
                     "backend",
                     f"finds no room: {lacks}, so that {fitting} of its machines can have that much. Lower ranks or "
                     "ranks_per_node, add machines with `ray start --address=...`, or wait for those who use them.",
                 )
-            if not is_told:
-                print(f"Waiting for room, {limit_s:g} s at most: {lacks}.", file=sys.stderr, flush=True)
-                is_told = True
 
     def _meet(self) -> list[Any]:
         """Wait until every actor is there; returns what each says of a store."""
