@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.digests import FileDigest, digest_file, verify_files
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.run.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
@@ -65,11 +66,75 @@ def test_a_truncated_file_is_named_with_both_sizes(store: CheckpointStore) -> No
 
 def test_a_flipped_bit_is_found(store: CheckpointStore) -> None:
     path = store.save(5, write_state, FACTS)
-    content = bytearray((path / "backend" / "model.bin").read_bytes())
-    content[350] ^= 1
-    (path / "backend" / "model.bin").write_bytes(content)
+    flip(path / "backend" / "model.bin", 350)
     with pytest.raises(CheckpointError, match=r"content of backend/model\.bin has changed"):
         open_checkpoint(path)
+
+
+def write_hashed(folder: Path) -> dict[str, FileDigest]:
+    """As a backend does that hashes what it writes."""
+    write_state(folder)
+    return {"backend/model.bin": digest_file(folder / "backend" / "model.bin", sync=True)}
+
+
+def test_a_file_that_its_writer_hashed_is_left_to_its_reader(store: CheckpointStore) -> None:
+    path = store.save(5, write_hashed, FACTS)
+    weights = path / "backend" / "model.bin"
+    flip(weights, 350)
+    opened = open_checkpoint(path)
+    unverified = opened.unverified("backend")
+    assert list(unverified) == ["model.bin"]
+    with pytest.raises(DamagedCheckpointError, match=r"model\.bin is damaged: its content has changed"):
+        verify_files(path / "backend", unverified)
+    flip(weights, 350)
+    verify_files(path / "backend", unverified)
+    flip(path / "run.json", 1)
+    with pytest.raises(CheckpointError, match=r"content of run\.json has changed"):
+        open_checkpoint(path)
+    weights.write_bytes(b"wei")
+    with pytest.raises(CheckpointError, match=r"model\.bin has 3 bytes instead of 700"):
+        open_checkpoint(path)
+
+
+def test_sizes_alone_are_compared_where_the_settings_say_so(store: CheckpointStore) -> None:
+    path = store.save(5, write_hashed, FACTS)
+    flip(path / "run.json", 1)
+    flip(path / "backend" / "model.bin", 350)
+    opened = CheckpointStore(store.root, "sizes").latest()
+    assert opened is not None
+    assert opened.unverified("backend") == {}
+    (path / "run.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"run\.json has 0 bytes instead of 2"):
+        CheckpointStore(store.root, "sizes").latest()
+
+
+def test_the_checkpoint_that_is_offered_is_whole_in_every_file(store: CheckpointStore) -> None:
+    paths = [store.save(step, write_hashed, FACTS) for step in (5, 10, 15)]
+    flip(paths[1] / "backend" / "model.bin", 350)
+    (paths[2] / "run.json").unlink()
+    with pytest.raises(CheckpointError, match=f"run.json is missing.*step 5.*--resume {paths[0]}"):
+        store.latest()
+
+
+def test_digests_of_files_that_are_not_there_are_no_checkpoint(store: CheckpointStore) -> None:
+    def elsewhere(folder: Path) -> dict[str, FileDigest]:
+        return {**write_hashed(folder), "backend/rank-00001.safetensors": FileDigest(700, "0" * 32)}
+
+    with pytest.raises(CheckpointWriteError, match=r"rank-00001\.safetensors.*storage that all machines share"):
+        store.save(5, elsewhere, FACTS)
+
+    def shorter(folder: Path) -> dict[str, FileDigest]:
+        return {name: FileDigest(digest.num_bytes + 1, digest.xxh3) for name, digest in write_hashed(folder).items()}
+
+    with pytest.raises(CheckpointWriteError, match=r"model\.bin has 700 bytes, and its writer says .* 701"):
+        store.save(5, shorter, FACTS)
+    assert store.paths() == []
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
 
 
 def test_every_truncation_of_the_manifest_is_refused(store: CheckpointStore) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from spurline import Run, load_config
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import RunConfig
+from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
 from spurline.model.weight_files import WeightStream
 from spurline.run import export
 from spurline.run.export import export_run
 
 
-def read_saved(run: RunConfig, folder: Path) -> WeightStream:
+def read_saved(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """What a backend's `checkpoint_reader` does."""
     if not (folder / "model.safetensors").exists():
         raise CheckpointError(f"{folder}: nothing of the backend '{run.backend.name}' is there.")
@@ -49,12 +50,12 @@ def test_a_reader_that_fails_leaves_no_folder(
     Run(loaded).train()
     before = set(tmp_path.iterdir())
 
-    def fail(run: RunConfig, folder: Path) -> WeightStream:
+    def fail(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
         def tensors() -> Any:
             yield from list(whole.tensors)[:3]
             raise CheckpointError("piece 4 is damaged")
 
-        whole = read_saved(run, folder)
+        whole = read_saved(run, folder, digests)
         return WeightStream(whole.layout, tensors())
 
     monkeypatch.setattr(LocalBackendConfig, "checkpoint_reader", "a:b")

@@ -12,7 +12,8 @@ import pytest
 from spurline.config.loading import load_config
 from spurline.errors import CheckpointError
 from spurline.run.checkpoint import CheckpointStore
-from spurline.run.plan import make_plan, peak_memory
+from spurline.run.fit import peak_memory
+from spurline.run.plan import make_plan
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]

@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from spurline.errors import ConfigError, SpurlineError, UserError, listing, sugg
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
+    from spurline.protocols.backend import Finding
     from spurline.run.run import RunResult
 
 ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
@@ -134,7 +136,13 @@ def train(
 
 
 @app.command()
-def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
+def plan(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    gpu_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, where the run trains elsewhere.")
+    ] = None,
+) -> None:
     """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
     loaded = _load(config, overrides)
     from spurline.trackers.start_lines import StartLines
@@ -143,7 +151,7 @@ def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
     start("loading PyTorch and transformers")
     from spurline.run.plan import make_plan
 
-    made = make_plan(loaded, progress=start)
+    made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
     for heading, lines in made.sections.items():
         typer.echo(f"{heading}:")
         for line in lines:
@@ -154,6 +162,32 @@ def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
         raise typer.Exit(2)
     sets = "".join(f" --set {shlex.quote(override)}" for override in overrides or ())
     typer.echo(f"No problems found. Train with: spurline train {shlex.quote(str(config))}{sets}")
+
+
+@app.command(name="doctor")
+def diagnose_run(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
+) -> None:
+    """Look at machine, folders, devices and ranks as a run would meet them. Exit code 2 on any problem."""
+    loaded = _load(config, overrides)
+    from spurline.trackers.start_lines import StartLines
+
+    StartLines.of(loaded)("loading PyTorch and transformers")
+    from spurline.run.doctor import find
+
+    findings: list[Finding] = []
+    for finding in find(loaded):
+        findings.append(finding)
+        if not as_json:
+            typer.echo(f"{'problem' if finding.fix else 'ok':8} {finding.what}: {finding.value}")
+            if finding.fix:
+                typer.echo(f"{'':8} fix: {finding.fix}")
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    if any(finding.fix for finding in findings):
+        raise typer.Exit(2)
 
 
 @plugins_app.callback()

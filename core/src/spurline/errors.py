@@ -48,6 +48,10 @@ class CheckpointError(UserError):
     """A checkpoint that is truncated, foreign, or made by an incompatible configuration."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint with a file that is missing, or has not the content that was written; an earlier one may be good."""
+
+
 class RunDirectoryError(UserError):
     """A run directory that is in use, belongs to another run, or cannot be written."""
 

@@ -193,6 +193,9 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint whose evaluation was the best so far by this metric; each better one is saved."""
     export_hf: bool = False
     """Also write a Hugging Face folder to RUN_DIR/model when training ends."""
+    verify: Literal["full", "sizes"] = "full"
+    """What is compared before a checkpoint is used. `full` reads all of it, and finds every change; `sizes` compares
+    the sizes of the files alone, for storage that verifies what it keeps."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.keep_best is None:

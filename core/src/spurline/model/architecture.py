@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
@@ -70,6 +71,14 @@ def build_without_memory(config: PretrainedConfig, model: ModelConfig) -> PreTra
             return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     except LOADING_ERRORS as error:
         raise ModelError(_cannot_build(config, model, error)) from error
+
+
+def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
+    """The modules that transformers itself never divides; those of a decoder are its layers."""
+    names = set(causal._no_split_modules or ())
+    decoder = causal.get_decoder()
+    found = [module for module in decoder.modules() if type(module).__name__ in names]
+    return found or list(getattr(decoder, "layers", ()))
 
 
 def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from spurline.errors import ConfigError, Problem
+from spurline.ranks.machine import memory_bytes
 
 # Padded slots that cost as much as one more attention call, measured: on a CPU core only segments of a few tokens are
 # worth padding; on a GPU (fp32, or half precision without the varlen kernel) a call is a dozen kernel launches.
@@ -97,6 +98,13 @@ def device_profile(
         weight_dtype=torch.float64 if precision == "fp64" else torch.float32,
         autocast_dtype=torch.bfloat16 if precision == "bf16" else None,
     )
+
+
+def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
+    """Memory of the smallest GPU that this process sees; of the machine, where it trains on the CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return memory_bytes()
+    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
 class KeepDouble(TorchFunctionMode):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
-from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.stream_model import vocabulary_size
 from spurline.optimizers.groups import check_groups
@@ -32,13 +32,17 @@ _COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 class Shapes:
     """What memory depends on in a model.
 
-    parameters: all of them, adapters included. trained: shapes of those that ask for gradients, by name.
-    linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits.
+    parameters: all of them, adapters included. trained, frozen: shapes of those that ask for gradients and of the
+    others, by name. blocks: names of the modules that are the decoder's layers.
+    linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits; of stored
+    experts, those that a token sees.
     cached: elements of keys and values that generation keeps for each token.
     """
 
     parameters: int
     trained: Mapping[str, tuple[int, ...]]
+    frozen: Mapping[str, tuple[int, ...]]
+    blocks: tuple[str, ...]
     layers: int
     hidden: int
     vocabulary: int
@@ -66,12 +70,25 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     return Shapes(
         parameters=num_values(base) + num_values(adapters),
         trained=adapters or base,
+        frozen=base if adapters else {},
+        blocks=_decoder_layers(causal),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=vocabulary_size(causal),
-        linear=sum(module.in_features + module.out_features for module in linear.values()),
+        linear=sum(module.in_features + module.out_features for module in linear.values()) + _seen_experts(base, text),
         cached=_cached_per_token(text),
     )
+
+
+def _decoder_layers(causal: PreTrainedModel) -> tuple[str, ...]:
+    layers = {id(layer) for layer in decoder_layers(causal)}
+    return tuple(name for name, module in causal.named_modules() if id(module) in layers)
+
+
+def _seen_experts(base: Mapping[str, tuple[int, ...]], config: PretrainedConfig) -> int:
+    """Inputs and outputs of the experts that one token sees, where a layer's experts are stored as one tensor."""
+    seen = int(getattr(config, "num_experts_per_tok", None) or 0)
+    return seen * sum(sum(shape[1:]) for shape in base.values() if len(shape) == 3 and seen)
 
 
 def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[str, tuple[int, ...]]:

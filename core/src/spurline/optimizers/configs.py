@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), as one fused kernel."""
 
+    needs_whole_parameters: ClassVar[str | None] = None
+
     name: str = "adamw"
     betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
     """Decay of the first and second moment estimates."""
@@ -35,6 +37,8 @@ class SgdConfig(OptimizerConfig):
 
     It wants a learning rate far above the default, which is AdamW's.
     """
+
+    needs_whole_parameters: ClassVar[str | None] = None
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
@@ -94,6 +98,8 @@ class AdamW8BitConfig(AdamWConfig):
     Needs `pip install spurline[optim-8bit]`, which brings bitsandbytes. Parameters of less than `smallest` values have
     moments of 32 bits.
     """
+
+    needs_whole_parameters: ClassVar[str | None] = "the kernels of bitsandbytes take no DTensors"
 
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from spurline.optimizers.configs import SgdConfig
@@ -14,6 +15,8 @@ from spurline.optimizers.groups import parameter_groups
 def make_sgd(config: SgdConfig, named_parameters: Mapping[str, Parameter]) -> torch.optim.SGD:
     """Optimizer `sgd`."""
     groups = parameter_groups(config, named_parameters)
+    # torch has no fused kernel of it for sharded parameters.
+    fused = not any(isinstance(parameter, DTensor) for parameter in named_parameters.values())
     return torch.optim.SGD(
-        groups, lr=config.learning_rate, momentum=config.momentum, nesterov=config.nesterov, fused=True
+        groups, lr=config.learning_rate, momentum=config.momentum, nesterov=config.nesterov, fused=fused
     )

@@ -2,7 +2,8 @@
 
 Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers, and what changed in the parameter groups
 since the optimizer was made, are JSON values beside them. `lr` is not kept: the schedule gives it anew in every step.
-For processes that hold whole parameters; a sharded tensor is no tensor here, and its backend saves it in its own way.
+Parameters may be sharded: then the tensors of their shape are DTensors as they are, in the same parts, and all others
+are single numbers, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from spurline.errors import CheckpointError, CheckpointWriteError
@@ -29,10 +31,10 @@ Groups = list[dict[str, Any]]
 class OptimizerState:
     """What a checkpoint holds of an optimizer.
 
-    tensors: by `PARAMETER/KEY`. optimizer: its name in the config. values: JSON values by `PARAMETER/KEY`.
-    groups: values of each parameter group that changed since the optimizer was made. shapes: of each tensor, as
-    `describe` says it, which a damaged file would not have. on_host: tensors that were not beside their parameter, but
-    in the memory of the host.
+    tensors: by `PARAMETER/KEY`; of sharded parameters, what this process holds. optimizer: its name in the config.
+    values: JSON values by `PARAMETER/KEY`. groups: values of each parameter group that changed since the optimizer was
+    made. shapes: of each tensor, as `describe` says it, which a damaged file would not have. on_host: tensors that were
+    not beside their parameter, but in the memory of the host.
     """
 
     tensors: Mapping[str, Tensor]
@@ -90,7 +92,7 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
             place = f"{owner}/{key}"
             if not isinstance(key, str) or "/" in key:
                 raise _unsaveable(name, f"something of {owner} under the key {key!r}, not a name without '/',", value)
-            if type(value) in (Tensor, Parameter):
+            if isinstance(value, Tensor) and _fits(value, parameter):
                 tensors[place] = value.detach()
                 if value.device.type == "cpu" and parameter.device.type != "cpu":
                     on_host.append(place)
@@ -132,16 +134,32 @@ def check_state(saved: OptimizerState, name: str, parameters: Mapping[str, Param
 def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> None:
     """Replace the state by what `take_state` gave, bit for bit. `check_state` has found that it fits."""
     optimizer.state.clear()
-    for key, value in {**saved.tensors, **saved.values}.items():
+
+    def put(key: str, value: object) -> None:
         name, _, part = key.rpartition("/")
-        parameter = parameters[name]
-        if isinstance(value, Tensor):
-            # A fused kernel wants also its step counters beside the weights.
-            value = value.to("cpu" if key in saved.on_host else parameter.device, copy=True)
-        optimizer.state.setdefault(parameter, {})[part] = value
+        optimizer.state.setdefault(parameters[name], {})[part] = value
+
+    on_host = set(saved.on_host)
+    # One at a time: the tensors may be read from a file only now.
+    for key, tensor in saved.tensors.items():
+        # A fused kernel wants also its step counters beside the weights.
+        device = "cpu" if key in on_host else parameters[key.rpartition("/")[0]].device
+        put(key, tensor.to(device, copy=True))
+    for key, value in saved.values.items():
+        put(key, value)
     changed = saved.groups or [{} for _ in made]
     for group, before, values in zip(optimizer.param_groups, made, changed, strict=True):
         group.update({**before, **values})
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a checkpoint can hold this tensor of a parameter's state."""
+    if not isinstance(parameter, DTensor):
+        return type(value) in (Tensor, Parameter)
+    if isinstance(value, DTensor):
+        return value.shape == parameter.shape and value.placements == parameter.placements
+    # The checkpoint takes one rank's, and what has several values may be something of that rank's part.
+    return value.numel() == 1
 
 
 def _changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
@@ -172,6 +190,7 @@ def _is_plain(value: object) -> bool:
 def _unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
     return CheckpointWriteError(
         f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
-        "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Choose another "
-        "optimizer, or have its author keep such state only."
+        "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Tensors of a sharded "
+        "parameter have its own shape and parts, or one value. Choose another optimizer, or have its author keep such "
+        "state only."
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
+from spurline.digests import FileDigest
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import RankRequest
 
@@ -103,12 +104,19 @@ class Backend(Protocol):
         """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle."""
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
+        """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle.
+
+        Returns digests of the files that the backend has hashed and forced to disk itself, by path in the folder. The
+        caller does so with all others, so an empty mapping will do.
+        """
         ...
 
-    def load(self, path: Path) -> None:
-        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit."""
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
+        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit.
+
+        digests: what `save` returned; those files are verified here, before anything is changed. None verifies none.
+        """
         ...
 
     def close(self) -> None:
@@ -197,6 +205,18 @@ class LendsParameters(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One line of `spurline doctor`.
+
+    what: what was looked at, in a few words. value: what was found there. fix: what to do; empty when all is well.
+    """
+
+    what: str
+    value: str
+    fix: str = ""
+
+
 class BackendConfig(ComponentConfig):
     """Settings of a backend, and what a run must know of it before anything is loaded."""
 
@@ -207,11 +227,13 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
     lends_parameters: ClassVar[bool] = False
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
+    beyond: ClassVar[str] = ""
+    """What to do with a model that its settings cannot make fit, as a sentence."""
     checkpoint_reader: ClassVar[str | None] = None
     """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
-    exported where it cannot be trained: `function(run: RunConfig, folder: Path) -> WeightStream` of
-    `spurline.model.weight_files`; `folder` is what `save` filled. Raises CheckpointError. None: the backend is built
-    and loads the checkpoint."""
+    exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
+    `spurline.model.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
+    None: the backend is built and loads the checkpoint."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""
@@ -244,6 +266,47 @@ class BackendConfig(ComponentConfig):
         """What this machine lacks for training with these settings, as a sentence; None when it lacks nothing."""
         return None
 
+    @property
+    def microbatch_bound(self) -> int | None:
+        """Tokens that a micro-batch is filled up to where rows are dealt to ranks; None takes a rank's rows at once."""
+        return None
+
+    def check_model(self, run: RunConfig) -> None:
+        """Raise ConfigError or ModelError for a model that these settings cannot train, as its own config tells.
+
+        Reads no weights. A plan asks, and the backend itself before it starts anything.
+        """
+
+    def describe_layout(self, run: RunConfig) -> Sequence[str]:
+        """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups; none for one process."""
+        return ()
+
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
         return {}
+
+    def estimate_generation(self, run: RunConfig) -> dict[str, int]:
+        """Bytes on the fullest device by part that `evaluation.generate` takes beside what stays between updates."""
+        return {}
+
+    def estimate_host_memory(self, run: RunConfig) -> int:
+        """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
+        return 0
+
+    def device_bytes(self) -> int | None:
+        """Memory of the smallest device that it would train on here; None where that is not known."""
+        return None
+
+    def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        """Changes of this section that need less memory, each tried on top of those before: the cheapest in time first.
+
+        row_length, tokens: as in `estimate_memory`. With each the section stays valid. A plan suggests what is needed.
+        """
+        return ()
+
+    def doctor(self, run: RunConfig) -> Iterator[Finding]:
+        """What `spurline doctor` finds by starting what a run would start, all but the model; nothing by default.
+
+        Yields as it finds. What fails is a Finding with its fix, and not an error.
+        """
+        return iter(())

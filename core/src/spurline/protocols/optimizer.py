@@ -52,6 +52,13 @@ class OptimizerConfig(ComponentConfig):
     """Settings of an optimizer, and what a run must know of it before any weight is loaded."""
 
     kind: ClassVar[str] = "optimizer"
+    needs_whole_parameters: ClassVar[str | None] = (
+        "its config does not set `needs_whole_parameters = None`, as that of an optimizer does that takes DTensors"
+    )
+    """Why its optimizer cannot be given parameters of which each rank holds a part, as a clause; None when it can.
+
+    Such parameters are DTensors. An optimizer takes them whose steps are torch operations that know them, and that
+    changes each value by that value's own gradient and state, or gathers what it needs."""
 
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate; `schedule` says how much of it each step gets."""

@@ -34,6 +34,14 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+def memory_bytes() -> int:
+    """Memory of this machine, or what its container leaves to this process."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return installed if text == "max" else min(installed, int(text))
+
+
 @cache
 def this_machine() -> str:
     """A name that two processes share when each can reach the other's memory: one machine, and no container between."""

@@ -3,7 +3,8 @@
 A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, the history of changed settings, the best
-                        evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file
+                        evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file,
+                        and whether its writer made that digest, and so is the one to verify it
     backend/            what the backend wrote: model, optimizer, scheduler, RNG states
     components/         state of the source, mini-batches, loss and trackers that keep some
     hooks/              state that plugins keep, by plugin and name
@@ -23,32 +24,44 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError, listing
 from spurline.files import give_default_permissions, sync_file, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+_BY_WRITER = "digest_by_writer"
+"""Key of a file's entry in the manifest, where its writer hashed it."""
 LATEST = "latest"
 """File that names the newest checkpoint."""
+BACKEND = "backend"
+"""Folder of what the backend wrote."""
 BEST = "best"
 """File that names the checkpoint with the best evaluation."""
+
+Verify = Literal["full", "sizes"]
+"""What is compared with the manifest: size and content of every file, or the size alone."""
+
+Write = Callable[[Path], Mapping[str, FileDigest] | None]
+"""Fills the folder it is given; returns digests of the files that it has hashed and forced to disk itself, by path in
+the folder. Whoever reads those files verifies them."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. manifest: contents of its manifest.json."""
+    """A complete checkpoint. manifest: contents of its manifest.json. verify: how it was verified, and is to be."""
 
     path: Path
     manifest: Mapping[str, Any]
+    verify: Verify = "full"
 
     @property
     def step(self) -> int:
@@ -59,17 +72,29 @@ class Checkpoint:
         """The resolved settings of the run that saved it."""
         return self.manifest["config"]
 
+    def unverified(self, folder: str) -> dict[str, FileDigest]:
+        """Digests that are still to be compared, by path in this folder: of files that their writer has hashed."""
+        if self.verify == "sizes":
+            return {}
+        prefix = f"{folder}/"
+        return {
+            name.removeprefix(prefix): FileDigest(entry["bytes"], entry["xxh3"])
+            for name, entry in self.manifest["files"].items()
+            if name.startswith(prefix) and entry.get(_BY_WRITER)
+        }
+
 
 class CheckpointStore:
     """The checkpoints of one run directory. The caller holds the directory's lock."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, verify: Verify = "full") -> None:
         self.root = root
+        self._verify: Verify = verify
 
-    def save(self, step: int, write: Callable[[Path], None], facts: Mapping[str, Any], best: int | None = None) -> Path:
+    def save(self, step: int, write: Write, facts: Mapping[str, Any], best: int | None = None) -> Path:
         """Write one checkpoint and make it the latest.
 
-        write: fills the folder it is given. facts: `config`, `versions` and more for the manifest.
+        facts: `config`, `versions` and more for the manifest.
         best: step of the checkpoint that `best` names from then on.
         Raises CheckpointWriteError when the disk refuses; earlier checkpoints are intact then.
         """
@@ -79,12 +104,9 @@ class CheckpointStore:
             self.root.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            write(temporary)
+            known = write(temporary) or {}
             entries = sorted(temporary.rglob("*"))
-            files: dict[str, Any] = {}
-            for file in (entry for entry in entries if entry.is_file()):
-                give_default_permissions(file)
-                files[str(file.relative_to(temporary))] = _digest(file, sync=True)
+            files = _file_entries(temporary, [entry for entry in entries if entry.is_file()], known)
             manifest = {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}
             write_json(temporary / MANIFEST, manifest)
             for folder in (entry for entry in entries if entry.is_dir()):
@@ -162,9 +184,9 @@ class CheckpointStore:
         if not candidates:
             return None
         try:
-            return open_checkpoint(candidates[-1])
+            return open_checkpoint(candidates[-1], self._verify)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {self._offer(candidates[:-1])}") from error
+            raise CheckpointError(f"{error} {self.offer_before(candidates[-1])}") from error
 
     def chosen(self, choice: str | Path | None) -> Checkpoint:
         """The checkpoint that `latest` (or None), `best` or the path of a folder means. Raises CheckpointError."""
@@ -179,13 +201,13 @@ class CheckpointStore:
                     f"{choice} is not a checkpoint folder. Give latest, best or the path of one. "
                     f"Checkpoints of {self.root.parent}: {listing(map(str, self.paths()))}."
                 )
-            return open_checkpoint(Path(choice))
+            return open_checkpoint(Path(choice), self._verify)
         if not (self.root / BEST).exists():
             raise CheckpointError(
                 f"{self.root.parent} has no best checkpoint: train with checkpoint.keep_best, or choose another one. "
                 f"Checkpoints: {listing(path.name for path in self.paths())}."
             )
-        return open_checkpoint(self._named(BEST))
+        return open_checkpoint(self._named(BEST), self._verify)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
@@ -193,10 +215,12 @@ class CheckpointStore:
     def _named(self, pointer: str) -> Path:
         return self.root / (self.root / pointer).read_text(encoding="utf-8").strip()
 
-    def _offer(self, paths: Sequence[Path]) -> str:
-        for path in reversed(paths):
+    def offer_before(self, damaged: Path) -> str:
+        """A sentence that names the newest good checkpoint before a damaged one."""
+        for path in reversed([path for path in self.paths() if path.name < damaged.name]):
             try:
-                good = open_checkpoint(path)
+                good = open_checkpoint(path, self._verify)
+                verify_files(path / BACKEND, good.unverified(BACKEND))
             except CheckpointError:  # the next older one may be good
                 continue
             return f"The newest good checkpoint is of step {good.step}: use `--resume {good.path}`."
@@ -213,9 +237,10 @@ class CheckpointStore:
         )
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint folder: every file has the size and digest of the manifest.
+def open_checkpoint(path: Path, verify: Verify = "full") -> Checkpoint:
+    """Read and verify a checkpoint folder: every file has the size of the manifest, and the digest if `verify` is full.
 
+    Files that their writer has hashed are left to whoever reads them; see `Checkpoint.unverified`.
     Raises CheckpointError saying what is wrong.
     """
     if not path.is_dir():
@@ -229,9 +254,35 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"Checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {expected['bytes']}."
             )
-        if _digest(file)["xxh3"] != expected["xxh3"]:
+        hashed_here = verify == "full" and not expected.get(_BY_WRITER)
+        if hashed_here and digest_file(file).xxh3 != expected["xxh3"]:
             raise CheckpointError(f"Checkpoint {path} is damaged: the content of {name} has changed.")
-    return Checkpoint(path, manifest)
+    return Checkpoint(path, manifest, verify)
+
+
+def _file_entries(folder: Path, files: Sequence[Path], known: Mapping[str, FileDigest]) -> dict[str, dict[str, Any]]:
+    """The manifest's entries of all files, which are safe on the disk then. known: digests that their writers made."""
+    entries: dict[str, dict[str, Any]] = {}
+    for file in files:
+        give_default_permissions(file)
+        name = str(file.relative_to(folder))
+        digest = known.get(name) or digest_file(file, sync=True)
+        if file.stat().st_size != digest.num_bytes:
+            raise CheckpointWriteError(
+                f"{name} has {file.stat().st_size} bytes, and its writer says that it wrote {digest.num_bytes}."
+            )
+        entries[name] = {
+            "bytes": digest.num_bytes,
+            "xxh3": digest.xxh3,
+            **({_BY_WRITER: True} if name in known else {}),
+        }
+    unseen = sorted(known.keys() - entries.keys())
+    if unseen:
+        raise CheckpointWriteError(
+            f"{len(unseen)} files that were written are not there, {unseen[0]} for one: processes on other machines "
+            "wrote them to a disk of their own. Put run_dir on storage that all machines share."
+        )
+    return entries
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -249,16 +300,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"It was saved by spurline {manifest.get('versions', {}).get('spurline', '?')}: use that version."
         )
     return manifest
-
-
-def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-        if sync:
-            os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
 _REFERENCE = "__array__"

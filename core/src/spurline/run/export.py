@@ -20,7 +20,7 @@ from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_backend
-from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoint import BACKEND, CheckpointStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,15 +110,17 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     """
     check_free(out)
     config = loaded.config
-    found = CheckpointStore(config.run_dir / "checkpoints").chosen(checkpoint)
+    found = CheckpointStore(config.run_dir / "checkpoints", config.checkpoint.verify).chosen(checkpoint)
     if config.backend.checkpoint_reader is not None:
         read = resolve(config.backend.checkpoint_reader, f"checkpoint reader of backend '{config.backend.name}'")
 
         def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-            write_weight_files(folder, read(config, found.path / "backend"), dtype, max_file_bytes)
+            write_weight_files(
+                folder, read(config, found.path / BACKEND, found.unverified(BACKEND)), dtype, max_file_bytes
+            )
 
         return _write_folder(write_weights, loaded, load_tokenizer(config.model), out)
     with ExitStack() as stack:
         backend = build_backend(loaded, stack, total_updates=1)
-        backend.load(found.path / "backend")
+        backend.load(found.path / BACKEND, found.unverified(BACKEND))
         return export_hf(backend, loaded, load_tokenizer(loaded.config.model), out)

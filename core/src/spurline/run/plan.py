@@ -6,14 +6,16 @@ prompt, and estimates memory from the model's architecture. Loads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
-from spurline.config.run_config import ReductionConfig
+from spurline.config.run_config import ReductionConfig, RunConfig
+from spurline.data.batch import TrainingBatch
+from spurline.data.dealing import deal
 from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
 from spurline.errors import ConfigError, Problem, UserError
@@ -23,8 +25,10 @@ from spurline.model.positions import position_limit
 from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
+from spurline.protocols.backend import BackendConfig
 from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, build_data, build_trackers
+from spurline.run.fit import Load, memory_lines
 from spurline.run.lengths import check_lengths
 from spurline.update.reduction import describe_reduction
 
@@ -33,8 +37,8 @@ ROW_LIMIT = 10_000
 
 BATCHES_SHOWN = 3
 
-UPDATE_ONLY = ("gradients", "activations", "logits", "rounded weights")
-"""Parts of a backend's memory estimate that are given back at the end of an update."""
+UNEVEN = 1.2
+"""Time over that of an even share from which on a plan says what to do about it."""
 
 T = TypeVar("T")
 
@@ -51,8 +55,16 @@ class Plan:
     problems: list[UserError] = field(default_factory=list[UserError])
 
 
-def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT, progress: Progress = silent) -> Plan:
-    """Look at everything that can be known before training. Problems are collected, not raised."""
+def make_plan(
+    loaded: LoadedConfig,
+    row_limit: int | None = ROW_LIMIT,
+    progress: Progress = silent,
+    device_bytes: int | None = None,
+) -> Plan:
+    """Look at everything that can be known before training. Problems are collected, not raised.
+
+    device_bytes: memory of the device that the run is planned for; None takes what there is here.
+    """
     plan = Plan()
     _attempt(plan, lambda: build_trackers(loaded))
     warning = _attempt(plan, loaded.config.backend.missing_here)
@@ -60,7 +72,12 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT, progress:
         data = _attempt(plan, lambda: build_data(loaded, stack, row_limit, progress))
         progress("reading the model's config")
         model = _attempt(plan, lambda: _model(loaded))
+        if model is not None:
+            _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]
+        layout = loaded.config.backend.describe_layout(loaded.config)
+        if layout:
+            plan.sections["parallel layout"] = list(layout)
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
@@ -71,7 +88,10 @@ def make_plan(loaded: LoadedConfig, row_limit: int | None = ROW_LIMIT, progress:
                     *(notes or []),
                     *template_notes(loaded.config.model, data.context.tokenizer),
                 ]
-                _attempt(plan, lambda: _batches_and_memory(plan, loaded, data, model))
+                load = _attempt(plan, lambda: _batches(plan, loaded, data, model))
+                if load is not None:
+                    memory = _attempt(plan, lambda: memory_lines(loaded.config, load, device_bytes))
+                    plan.sections |= {"memory (estimate)": memory} if memory else {}
             _attempt(plan, lambda: _divisibility(loaded, data))
     if warning:
         plan.sections["on this machine"] = [warning]
@@ -176,13 +196,11 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     return lines
 
 
-def _batches_and_memory(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model) -> None:
-    """Lay out the first batches, or show what rollouts begin with, and estimate the memory of the largest."""
+def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Model) -> Load:
+    """Lay out the first batches, or show what rollouts begin with; returns the largest step that is known."""
     config, source = loaded.config, loaded.config.source
     if data.source.pure or data.source.reads_only_data:
-        row_length, tokens = _batches(plan, data)
-        _memory(plan, loaded, row_length, tokens, {})
-        return
+        return _first_batches(plan, config, data)
     preview = data.source.preview()
     if preview:
         plan.sections["prompts"] = list(preview)
@@ -191,32 +209,58 @@ def _batches_and_memory(plan: Plan, loaded: LoadedConfig, data: DataComponents, 
     update = source.largest_update(config, prompt, model.context)
     plan.sections["batches"] = [f"made by the source '{source.name}' as it trains; their shapes are known then"]
     if update is None:
-        _memory(plan, loaded, 0, 0, {})
-        return
+        return Load()
     known = "" if longest is not None else "; prompts, whose lengths only the environment knows, not counted"
     plan.sections["batches"] = [
         f"made by rollouts: at most {update.tokens:,} tokens in an optimizer step, rows of up to "
         f"{update.row_length:,}, where every response is as long as it may get{known}"
     ]
     plan.sections["generation"] = list(source.generation_notes(config, prompt, model.context))
-    generation = source.generation_memory(config, prompt, model.context)
-    _memory(plan, loaded, update.row_length, update.tokens, generation)
+    return Load(update.row_length, update.tokens, source.generation_memory(config, prompt, model.context))
 
 
-def _batches(plan: Plan, data: DataComponents) -> tuple[int, int]:
-    """Lay out the first batches; returns row length and tokens of the one with most tokens."""
+def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
+    """Lay out the first batches; returns the one with most tokens."""
     lines: list[str] = []
-    largest = (0, 0)
+    dealt: dict[str, float] = {}
+    largest = Load()
     for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
         batch = data.source.build(step)
         lines.append(
             f"step {step}: {batch.num_rows} rows x {batch.length} tokens, {batch.num_tokens:,} real "
             f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
         )
-        largest = max(largest, (batch.length, batch.num_tokens), key=lambda length_and_tokens: length_and_tokens[1])
+        if config.backend.rank_request() is not None:
+            said, over_ideal = _dealt(config.backend, data.minibatches.cut(batch))
+            dealt[f"step {step}: {said}"] = over_ideal
+        largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
         batch.release()
     plan.sections["batches"] = lines
+    if dealt:
+        plan.sections["dealt to ranks"] = list(dealt)
+        if max(dealt.values()) > UNEVEN:
+            plan.sections["dealt to ranks"].append(
+                "ranks wait for each other, as there are few rows and they are unlike. Set collator.max_tokens nearer "
+                "to the longest sample, or take more samples in a step"
+            )
     return largest
+
+
+def _dealt(backend: BackendConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:
+    """How the ranks share a batch, and how much longer it takes than an even share would."""
+    ranks, bound = backend.layout().data, backend.microbatch_bound
+    dealings = [deal(minibatch, ranks, max_tokens=bound) for minibatch in minibatches]
+    slots = sum(dealing.num_microbatches for dealing in dealings)
+    tokens = sum(minibatch.num_tokens for minibatch in minibatches) / max(1, slots * ranks)
+    ideal = sum(dealing.costs.sum() for dealing in dealings) / ranks
+    time = sum(dealing.costs.max(axis=0).sum() for dealing in dealings) / ideal if ideal else 1.0
+    idle = sum(dealing.idle_slots for dealing in dealings)
+    waste = f", of which {idle:,} idle for want of rows" if idle else ""
+    said = (
+        f"{slots:,} micro-batch{'es' if slots != 1 else ''} on each of {ranks} data-parallel ranks{waste}, about "
+        f"{tokens:,.0f} tokens each; {time:.2f} times the time of an even share"
+    )
+    return said, float(time)
 
 
 def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
@@ -228,24 +272,3 @@ def _divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
             f"sample. Set batch_size to at least {layout.data}.",
         )
         raise ConfigError([problem], loaded.origin)
-
-
-def peak_memory(training: Mapping[str, int], generation: Mapping[str, int]) -> int:
-    """Bytes at the peak. Both take turns: what only an update needs is not there while responses are written."""
-    update_only = sum(training.get(name, 0) for name in UPDATE_ONLY)
-    return sum(training.values()) - update_only + max(update_only, sum(generation.values()))
-
-
-def _memory(plan: Plan, loaded: LoadedConfig, row_length: int, tokens: int, generation: Mapping[str, int]) -> None:
-    parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
-    if not parts:
-        return
-    # Without a batch, what grows with its tokens comes out as 0.
-    lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size or tokens]
-    lines += [f"{name}, while generating: {size / 2**20:,.0f} MiB" for name, size in generation.items()]
-    total = f"total: {peak_memory(parts, generation) / 2**20:,.0f} MiB"
-    if generation:
-        total += ", as an update and generating take turns"
-    if not tokens:
-        total += ", to which come activations and logits, whose size depends on the batches"
-    plan.sections["memory (estimate)"] = [*lines, total]

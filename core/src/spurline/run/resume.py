@@ -12,13 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
-from spurline.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointError, ConfigError, DamagedCheckpointError, Problem, RunDirectoryError
 from spurline.protocols.backend import Role
 from spurline.protocols.stateful import Stateful
 from spurline.run.best import BestSoFar
 from spurline.run.build import Components, Done
 from spurline.run.changes import PermittedChanges, ResumeRequest
-from spurline.run.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, read_state, write_state
+from spurline.run.checkpoint import (
+    BACKEND,
+    Checkpoint,
+    CheckpointStore,
+    Verify,
+    open_checkpoint,
+    read_state,
+    write_state,
+)
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluation import fingerprints
 
@@ -57,7 +66,8 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
     nobody asked for, naming every such setting and how to go on; RunDirectoryError when `never` meets a directory that
     has checkpoints.
     """
-    store = CheckpointStore(directory.checkpoints)
+    verify = loaded.config.checkpoint.verify
+    store = CheckpointStore(directory.checkpoints, verify)
     store.clean()
     if request.choice == "never" and store.paths():
         raise RunDirectoryError(
@@ -66,7 +76,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
         )
     checkpoint = None
     if request.choice != "never":
-        checkpoint = store.latest() if request.choice == "auto" else _chosen(Path(request.choice))
+        checkpoint = store.latest() if request.choice == "auto" else _chosen(Path(request.choice), verify)
     if checkpoint is None:
         if request.allow_change:
             raise CheckpointError(
@@ -81,10 +91,10 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
     return Resume(checkpoint, tuple(notes), foreign, changes.history())
 
 
-def _chosen(path: Path) -> Checkpoint:
+def _chosen(path: Path, verify: Verify) -> Checkpoint:
     """The checkpoint at this path; for a run directory its latest."""
-    inside = CheckpointStore(path / "checkpoints").latest() if (path / "checkpoints").is_dir() else None
-    return inside if inside is not None else open_checkpoint(path)
+    inside = CheckpointStore(path / "checkpoints", verify).latest() if (path / "checkpoints").is_dir() else None
+    return inside if inside is not None else open_checkpoint(path, verify)
 
 
 def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
@@ -137,12 +147,13 @@ def save_state(
 ) -> Path:
     """Write the checkpoint of this step; remove those beyond `checkpoint.keep_last` but for the best."""
 
-    def write(folder: Path) -> None:
-        (folder / "backend").mkdir()
-        components.backend.save(folder / "backend")
+    def write(folder: Path) -> Mapping[str, FileDigest]:
+        (folder / BACKEND).mkdir()
+        digests = components.backend.save(folder / BACKEND)
         for name, component in _stateful(components, loaded):
             write_state(folder / "components" / name, component.state_dict())
         components.hook_states.write(folder)
+        return {f"{BACKEND}/{name}": digest for name, digest in digests.items()}
 
     store = CheckpointStore(directory.checkpoints)
     facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course.facts()}
@@ -182,7 +193,7 @@ def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig
                 f"Checkpoint {checkpoint.path} has no state of {name}: it was made by another setup."
             ) from None
         component.load_state_dict(state)
-    components.backend.load(checkpoint.path / "backend")
+    _load_backend(checkpoint, components, loaded)
     components.hook_states.restore(checkpoint)
     store = CheckpointStore(loaded.config.run_dir / "checkpoints")
     moved = store.set_aside_after(checkpoint.step)
@@ -190,6 +201,14 @@ def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig
     notes += _compare_held_out(checkpoint, components, best, store)
     store.point_to_best(best.step)
     return notes
+
+
+def _load_backend(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
+    try:
+        components.backend.load(checkpoint.path / BACKEND, checkpoint.unverified(BACKEND))
+    except DamagedCheckpointError as error:
+        store = CheckpointStore(checkpoint.path.parent, loaded.config.checkpoint.verify)
+        raise CheckpointError(f"{error} {store.offer_before(checkpoint.path)}") from error
 
 
 def _compare_held_out(

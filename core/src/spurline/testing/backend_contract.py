@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from spurline.digests import verify_files
 from spurline.errors import ModelError, NonFiniteLossError, SpurlineError
 from spurline.losses.configs import CrossEntropyConfig, PpoConfig
 from spurline.losses.cross_entropy import CrossEntropy
@@ -175,11 +176,12 @@ class BackendContract:
         with self.new_backend(model) as (backend, layout):
             backend.update(*minibatch("packed", layout, 0))
             (tmp_path / "saved").mkdir()
-            backend.save(tmp_path / "saved")
+            digests = backend.save(tmp_path / "saved")
+            verify_files(tmp_path / "saved", digests)
             expected = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             weights = weights_of(backend)
         with self.new_backend(model) as (backend, layout):
-            backend.load(tmp_path / "saved")
+            backend.load(tmp_path / "saved", digests)
             got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             assert got == expected
             assert_weights_equal(weights_of(backend), weights)
@@ -427,11 +429,11 @@ class BackendContract:
         with self.new_backend(tiny_model, critic=True) as (backend, layout):
             train(backend, layout, 0)
             (tmp_path / "saved").mkdir()
-            backend.save(tmp_path / "saved")
+            digests = backend.save(tmp_path / "saved")
             expected = [train(backend, layout, step) for step in (1, 2)]
             values = backend.logprobs(values_batch(layout)[0], "critic")
         with self.new_backend(tiny_model, critic=True) as (backend, layout):
-            backend.load(tmp_path / "saved")
+            backend.load(tmp_path / "saved", digests)
             assert [train(backend, layout, step) for step in (1, 2)] == expected
             assert torch.equal(backend.logprobs(values_batch(layout)[0], "critic"), values)
 

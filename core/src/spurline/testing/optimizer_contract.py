@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from spurline.optimizers.optimization import Optimization
@@ -131,6 +135,24 @@ class OptimizerContract:
             "model.norm.weight",
         ]
 
+    def test_sharded_parameters_are_trained_like_whole_ones(self) -> None:
+        if self.make_config().needs_whole_parameters is not None:
+            pytest.skip(f"is not given parts of parameters: {self.make_config().needs_whole_parameters}")
+        with _one_rank() as mesh:
+            whole, plain = _parameters(), _parameters().items()
+            sharded = {name: Parameter(distribute_tensor(value.detach(), mesh, [Shard(0)])) for name, value in plain}
+            one, other = self._optimization(whole, weight_decay=0.1), self._optimization(sharded, weight_decay=0.1)
+            _train(one, whole, range(1, 4))
+            for number in range(1, 4):
+                for name, target in _parameters(seed=1).items():
+                    difference = sharded[name].detach() - distribute_tensor(target.detach(), mesh, [Shard(0)])
+                    sharded[name].grad = difference
+                other.step(number)
+            for name, parameter in whole.items():
+                got = cast(DTensor, sharded[name].detach()).full_tensor()
+                torch.testing.assert_close(got, parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
+            assert other.state().shapes == one.state().shapes
+
     def test_memory_of_the_state_is_what_the_config_says(self) -> None:
         parameters = _parameters()
         optimization = self._optimization(parameters)
@@ -177,6 +199,17 @@ class ScheduleContract:
         for warmup in (0, 3, 30):
             schedule = self.make_schedule(warmup_steps=warmup)
             assert all(0 <= schedule.factor(step, 20) <= 1 for step in (20, 21, 22, 1000))
+
+
+@contextmanager
+def _one_rank() -> Iterator[DeviceMesh]:
+    """A group of this process alone, on which torch treats parameters as those of many ranks."""
+    with TemporaryDirectory() as folder:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield init_device_mesh("cpu", (1,))
+        finally:
+            distributed.destroy_process_group()
 
 
 def _parameters(seed: int = 0) -> dict[str, Parameter]:

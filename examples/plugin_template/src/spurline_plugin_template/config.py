@@ -6,7 +6,7 @@ Bounds are in the fields; a docstring below a field is its documentation in erro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -59,6 +59,9 @@ class FocalConfig(LossConfig):
 
 class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023, arXiv:2302.06675); it wants a third to a tenth of AdamW's learning rate."""
+
+    # Each value changes by its own gradient and momentum, so a rank can have some rows of a matrix alone.
+    needs_whole_parameters: ClassVar[str | None] = None
 
     name: str = "lion"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)

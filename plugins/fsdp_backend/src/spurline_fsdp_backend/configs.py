@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.model.configs import LoraConfig
+from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import Launch, RankRequest, TimeLimits
@@ -24,6 +25,7 @@ class FsdpBackendConfig(BackendConfig):
     """FSDP2: every rank holds a part of the weights, gradients and optimizer, and trains on a part of the batch."""
 
     generates: ClassVar[bool] = True
+    beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
 
     name: str = "fsdp"
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
@@ -73,13 +75,52 @@ class FsdpBackendConfig(BackendConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         ranks = self.num_ranks
+        if not ranks:
+            yield Problem(
+                "ranks",
+                "takes all GPUs of this machine, and there are none. Set device: cpu to try it out, or say how many "
+                "there are where it trains, such as ranks: 8.",
+            )
+            return
         for key in ("replicas", "context", "expert"):
             if ranks % getattr(self, key):
-                yield Problem(key, f"is {getattr(self, key)}, which does not divide the {ranks} ranks.")
+                fitting = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+                yield Problem(
+                    key,
+                    f"is {getattr(self, key)}, which does not divide the {ranks} ranks. Choose one of "
+                    f"{fitting}, or change backend.ranks.",
+                )
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
-        if self.gpus is not None and self.launch == "ray":
+        if self.gpus is not None:
+            yield from self._gpu_problems(self.gpus)
+        if self.ranks_per_node is not None and ranks > self.ranks_per_node and ranks % self.ranks_per_node:
+            yield Problem(
+                "ranks_per_node",
+                f"is {self.ranks_per_node}, which does not divide the {ranks} ranks. All machines have equally many.",
+            )
+        optimizers = [("optimizer", run.optimizer)]
+        if run.critic is not None:
+            optimizers.append(("critic.optimizer", run.critic.optimizer))
+        for key, optimizer in optimizers:
+            if optimizer.needs_whole_parameters is not None:
+                yield Problem(
+                    "name",
+                    f"is {self.name}, which gives each rank a part of every parameter, and {key} '{optimizer.name}' "
+                    f"needs whole ones: {optimizer.needs_whole_parameters}. Use adamw.",
+                )
+
+    def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
+        if self.launch == "ray":
             yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove one.")
+        if len(gpus) != len(set(gpus)):
+            yield Problem("gpus", f"names a GPU twice: {list(gpus)}. Each rank has one of its own.")
+        elif self.ranks is not None and self.ranks > len(gpus):
+            yield Problem(
+                "gpus",
+                f"names {len(gpus)} GPUs, and there are {self.ranks} ranks, each with one of its own. Name "
+                f"{self.ranks - len(gpus)} more, or set ranks: {len(gpus)}.",
+            )
 
     @property
     def on(self) -> Literal["cpu", "cuda"]:
@@ -124,3 +165,42 @@ class FsdpBackendConfig(BackendConfig):
     @property
     def dropout_rates(self) -> Mapping[str, float]:
         return {} if self.lora is None else {"lora.dropout": self.lora.dropout}
+
+    @property
+    def microbatch_bound(self) -> int | None:
+        return self.max_tokens_per_microbatch
+
+    def missing_here(self) -> str | None:
+        if self.launch == "ray" or self.on == "cpu" or self.num_ranks <= num_gpus():
+            return None
+        return (
+            f"backend.ranks is {self.num_ranks}, each with a GPU, and this machine has {num_gpus()}: this config "
+            "trains elsewhere only"
+        )
+
+    # What looks at the model's architecture is found by name, as factories are: it needs torch, and a config must not.
+
+    def check_model(self, run: RunConfig) -> None:
+        self._part("layout:check_model")(self, run)
+
+    def describe_layout(self, run: RunConfig) -> Sequence[str]:
+        return list(self._part("layout:describe_layout")(self))
+
+    def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        return self._part("layout:savings")(self, run, row_length, tokens)
+
+    def device_bytes(self) -> int | None:
+        return self._part("memory:device_bytes")(self)
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        return self._part("memory:estimate_memory")(self, run, row_length, tokens)
+
+    def estimate_generation(self, run: RunConfig) -> dict[str, int]:
+        return self._part("memory:estimate_generation")(self, run)
+
+    def estimate_host_memory(self, run: RunConfig) -> int:
+        return self._part("memory:estimate_host_memory")(self, run)
+
+    @staticmethod
+    def _part(name: str) -> Callable[..., Any]:
+        return resolve(f"spurline_fsdp_backend.{name}", "backend 'fsdp'")

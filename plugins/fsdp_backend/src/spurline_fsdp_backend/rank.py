@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,8 +42,7 @@ class FsdpRank:
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
         self._place = place
         self._run, self._registry = read_run(plain_run)
-        assert isinstance(self._run.backend, FsdpBackendConfig)
-        self._config = self._run.backend
+        self._config = cast(FsdpBackendConfig, self._run.backend)
         self._profile = device_profile(self._config.on)
         if self._config.deterministic:
             torch.use_deterministic_algorithms(True)

@@ -25,6 +25,7 @@ from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Rows
 from spurline.data.tokenizer import load_tokenizer
+from spurline.digests import FileDigest
 from spurline.errors import ModelError, NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
@@ -162,13 +163,14 @@ class LocalBackend:
             "device": str(self._profile.device),
         }
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
         self._refuse_swapped("saved")
         save_training_state(path, self._policy)
         if self._critic is not None:
             save_training_state(path / _CRITIC_FOLDER, self._critic)
+        return {}
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._refuse_swapped("loaded")
         policy = read_training_state(path, self._policy)
         if self._critic is not None:

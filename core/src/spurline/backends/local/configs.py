@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,10 @@ class LocalBackendConfig(BackendConfig):
     generates: ClassVar[bool] = True
     lends_model: ClassVar[bool] = True
     lends_parameters: ClassVar[bool] = True
+    beyond: ClassVar[str] = (
+        "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
+        "fsdp_backend."
+    )
 
     name: str = "local"
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
@@ -70,6 +74,22 @@ class LocalBackendConfig(BackendConfig):
         if self.device == "cuda" and not has_gpu:
             return "backend.device is cuda, but torch sees no GPU here: this config trains elsewhere only"
         return None
+
+    def device_bytes(self) -> int | None:
+        if self.missing_here():
+            return None
+        return resolve("spurline.model.device_profile:device_bytes", "memory of backend 'local'")(self.device)
+
+    def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        if not self.activation_checkpointing:
+            yield {"activation_checkpointing": True}
+        if self.rows_per_microbatch is not None:
+            yield {"rows_per_microbatch": 1}
+            return
+        bound = self.max_tokens_per_microbatch or tokens
+        while bound > row_length:
+            bound = max(row_length, bound // 2)
+            yield {"max_tokens_per_microbatch": bound}
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         if self.rows_per_microbatch is not None:

@@ -1,0 +1,132 @@
+"""`spurline doctor RUN.yaml`: look at what a run needs of machines, folders and ranks, before it is started.
+
+In: a config. Out: findings, one line each, in the order in which a run would meet them. Loads no weights. A backend
+with ranks starts the real ones and adds what they find.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import platform
+import resource
+import shutil
+import uuid
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, UserError
+from spurline.model.architecture import load_model_config
+from spurline.model.memory import count_parameters, describe_count
+from spurline.model.weight_files import check_weight_files
+from spurline.protocols.backend import Finding
+from spurline.ranks.machine import memory_bytes, num_cores
+
+OPEN_FILES = 4096
+"""That a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
+
+SHARED_MEMORY = 2**30
+"""Bytes of /dev/shm below which buckets of weights and batches of data workers may not fit."""
+
+FREE_DISK = 2**30
+
+
+def find(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Every finding, as it is made. None of them is raised as an error."""
+    config = loaded.config
+    yield _versions(loaded)
+    yield from _machine()
+    if config.backend.rank_request() is None:
+        yield from _devices()
+    yield from _run_dir(config.run_dir)
+    yield from _model(config, loaded.origin)
+    yield from config.backend.doctor(config)
+
+
+def _versions(loaded: LoadedConfig) -> Finding:
+    plugins = [f"{name} {plugin.version}" for name, plugin in loaded.host.plugins.items()]
+    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    return Finding("versions", ", ".join([f"Python {platform.python_version()}", *plugins, *libraries]))
+
+
+def _machine() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
+    yield Finding("open files", _limit(soft), f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
+    yield Finding("memory", f"{_gib(memory_bytes())}, {num_cores()} cores")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        small = free < SHARED_MEMORY
+        fix = "give the container more, as with `docker run --shm-size=8g`, or free what lies there"
+        yield Finding(str(shared), f"{_gib(free)} free", fix if small else "")
+
+
+def _limit(value: int) -> str:
+    return "without limit" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _devices() -> Iterator[Finding]:
+    """Devices of this process; a run with ranks leaves them to the ranks."""
+    if not torch.cuda.is_available():
+        yield Finding("GPUs", "torch sees none: the run trains on the CPU")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        fix = "end what else runs on it: see `nvidia-smi`" if free < total // 2 else ""
+        yield Finding(f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free", fix)
+
+
+def _run_dir(path: Path) -> Iterator[Finding]:
+    """Can it be written, read back and locked? What this makes is removed again."""
+    made = _missing_parents(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f"doctor-{uuid.uuid4().hex}"
+        try:
+            with probe.open("w+", encoding="utf-8") as file:
+                file.write(probe.name)
+                file.flush()
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if probe.read_text(encoding="utf-8") != probe.name:
+                yield Finding("run_dir", f"{path} gives back other bytes than were written", "choose another run_dir")
+        finally:
+            probe.unlink(missing_ok=True)
+        free = shutil.disk_usage(path).free
+        fix = "free some, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
+        yield Finding("run_dir", f"{path} can be written and locked, {_gib(free)} free", fix)
+    except OSError as error:
+        yield Finding(
+            "run_dir",
+            f"{path}: {error.strerror or error}",
+            "choose another with --set run_dir=PATH, or mend its rights",
+        )
+    finally:
+        for folder in made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    """The folders that are not there, innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _model(config: RunConfig, origin: str) -> Iterator[Finding]:
+    try:
+        check_weight_files(config.model)
+        architecture = load_model_config(config.model)
+        size = describe_count(count_parameters(config.model))
+        config.backend.check_model(config)
+    except UserError as problem:
+        located = problem.in_file(origin) if isinstance(problem, ConfigError) else problem
+        yield Finding("model", str(config.model.path), str(located))
+    else:
+        yield Finding("model", f"{config.model.path}: {type(architecture).__name__}, {size} parameters")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,114 @@
+"""Say whether a run fits its devices: memory by part, the total beside a device, and one suggestion where it does not.
+
+In: the estimates of the backend's config, for the largest step that a plan knows. Out: lines of text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spurline.config.run_config import RunConfig
+from spurline.protocols.backend import BackendConfig
+
+UPDATE_ONLY = ("gradients", "activations", "logits", "rounded weights", "gathered weights", "gradients on their way")
+"""Parts of a backend's memory estimate that are given back at the end of an update."""
+
+SHARE_USED = 0.9
+"""Of a device's memory: the rest is for kernels, buffers of the network and what the allocator leaves unused."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The largest step that is known. row_length, tokens: both 0 where no batch is.
+
+    generation: bytes by part that generating takes on the device, in turn with updates.
+    """
+
+    row_length: int = 0
+    tokens: int = 0
+    generation: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+def peak_memory(training: Mapping[str, int], generation: Mapping[str, int]) -> int:
+    """Bytes at the peak. Both take turns: what only an update needs is not there while responses are written."""
+    update_only = sum(training.get(name, 0) for name in UPDATE_ONLY)
+    return sum(training.values()) - update_only + max(update_only, sum(generation.values()))
+
+
+def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
+    """Memory by part on the fullest device and in total; none where the backend cannot say.
+
+    device_bytes: memory of a device; None asks the backend what there is here. Raises ModelError, ConfigError.
+    """
+    parts, generation = _parts(run, run.backend, load)
+    if not parts:
+        return []
+    # Without a batch, what grows with its tokens comes out as 0.
+    lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size or load.tokens]
+    lines += [f"{name}, while generating: {size / 2**20:,.0f} MiB" for name, size in generation.items()]
+    peak = peak_memory(parts, generation)
+    total = f"total: {peak / 2**20:,.0f} MiB"
+    if generation:
+        total += ", as an update and generating take turns"
+    if not load.tokens:
+        total += ", to which come activations and logits, whose size depends on the batches"
+    lines.append(total)
+    host = run.backend.estimate_host_memory(run)
+    if host:
+        lines.append(f"in the memory of the fullest machine, beside it: {host / 2**20:,.0f} MiB")
+    limit = run.backend.device_bytes() if device_bytes is None else device_bytes
+    if limit is not None:
+        lines += _beside_device(run, load, peak, limit)
+    return lines
+
+
+def _beside_device(run: RunConfig, load: Load, peak: int, limit: int) -> list[str]:
+    if peak <= SHARE_USED * limit:
+        return [f"fits a device of {_gib(limit)}"]
+    lines = [f"does not fit a device of {_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"]
+    found, needed = _suggest(run, load, SHARE_USED * limit)
+    if not found:
+        return [*lines, f"suggestion: none of its settings needs less. {run.backend.beyond}".rstrip()]
+    words = " ".join(f"--set backend.{key}={_as_value(value)}" for key, value in found.items())
+    if needed <= SHARE_USED * limit:
+        return [*lines, f"suggestion: {words}, which needs {_gib(needed)}"]
+    return [*lines, f"suggestion: even {words} needs {_gib(needed)}. {run.backend.beyond}".rstrip()]
+
+
+def _suggest(run: RunConfig, load: Load, limit: float) -> tuple[dict[str, Any], int]:
+    """The cheapest changes of the backend's settings that fit, and their peak; all of them where none do."""
+    changes: dict[str, Any] = {}
+    peak = _peak_with(run, changes, load)
+    for change in run.backend.savings(run, load.row_length, load.tokens):
+        changes |= change
+        peak = _peak_with(run, changes, load)
+        if peak <= limit:
+            break
+    else:
+        return changes, peak
+    # Some may not be needed beside what came later; the dearest in time are given up first.
+    for key in reversed(list(changes)):
+        fewer = {name: value for name, value in changes.items() if name != key}
+        if fewer and _peak_with(run, fewer, load) <= limit:
+            changes = fewer
+    return changes, _peak_with(run, changes, load)
+
+
+def _peak_with(run: RunConfig, changes: Mapping[str, Any], load: Load) -> int:
+    return peak_memory(*_parts(run, run.backend.model_copy(update=changes), load))
+
+
+def _parts(run: RunConfig, backend: BackendConfig, load: Load) -> tuple[dict[str, int], dict[str, int]]:
+    parts = backend.estimate_memory(run, load.row_length, load.tokens)
+    return parts, {**load.generation, **backend.estimate_generation(run)}
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def _as_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,134 @@
+"""How the ranks divide the work: groups in words, models that they cannot divide, and settings that need less memory.
+
+Reads the config of the model, no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, Problem
+from spurline.model.architecture import load_model_config
+from spurline.ranks.machine import num_gpus
+
+if TYPE_CHECKING:
+    from spurline_fsdp_backend.configs import FsdpBackendConfig
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What models call the number of experts of a layer."""
+
+
+def ranks_of_machine(config: FsdpBackendConfig) -> int:
+    """Ranks of the fullest machine, as far as settings tell: all, where nothing says how a cluster is filled."""
+    if config.launch == "local":
+        return config.num_ranks
+    return min(config.num_ranks, config.ranks_per_node or num_gpus() or config.num_ranks)
+
+
+def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
+    """Sentences on ranks, machines and groups."""
+    ranks, local = config.num_ranks, ranks_of_machine(config)
+    machines = -(-ranks // local)
+    where = "this machine" if config.launch == "local" else f"{_number(machines, 'machine')} of a Ray cluster"
+    yield f"{_number(ranks, 'rank')} on {where}, {config.on}, {config.computes_in}: {_product(config)}"
+    shards = ranks // config.replicas
+    if config.replicas > 1:
+        yield (
+            f"{config.replicas} copies of the model, each divided among {shards} ranks; gradients are summed over the "
+            "copies"
+        )
+    else:
+        yield f"weights, gradients and optimizer are divided among {_number(shards, 'rank')}"
+    if config.context > 1:
+        yield f"{config.context} neighbouring ranks share each sequence"
+        if local % config.context:
+            yield f"groups of context lie across machines, as each has {local} ranks: slow"
+    if config.expert > 1:
+        yield f"{config.expert} neighbouring ranks divide the experts of each layer"
+    if config.cpu_offload:
+        yield "weights, gradients and optimizer stay in the memory of the host"
+    if config.device == "auto" and config.on == "cpu":
+        yield (
+            "there is no GPU here, so these are processes on the CPU. To plan for GPUs elsewhere: --set "
+            "backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
+        )
+
+
+def _product(config: FsdpBackendConfig) -> str:
+    parts = [f"{config.layout().data} data"]
+    parts += [f"{config.context} context"] if config.context > 1 else []
+    return " x ".join(parts)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
+    """Raise ConfigError for a model that cannot be divided as is asked for, ModelError for one that cannot be read."""
+    model = load_model_config(run.model).get_text_config()
+    problems = [*_context_problems(config, model), *_expert_problems(config, model)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _context_problems(config: FsdpBackendConfig, model: Any) -> Iterator[Problem]:
+    heads = _heads(model)
+    if config.context == 1 or (heads is not None and heads % config.context == 0):
+        return
+    if heads is None:
+        yield Problem("backend.context", "divides attention heads, and this model names none. Set context to 1.")
+        return
+    fitting = [size for size in _divisors(heads) if config.num_ranks % size == 0]
+    yield Problem(
+        "backend.context",
+        f"is {config.context}, which does not divide the {heads} attention heads of the model. Choose one of "
+        f"{', '.join(map(str, fitting))}.",
+    )
+
+
+def _expert_problems(config: FsdpBackendConfig, model: Any) -> Iterator[Problem]:
+    if config.expert == 1:
+        return
+    experts = next((getattr(model, name) for name in _EXPERT_COUNTS if getattr(model, name, None)), None)
+    if experts is None:
+        yield Problem("backend.expert", f"is {config.expert}, and the model has no experts. Set expert to 1.")
+    elif experts % config.expert:
+        fitting = [size for size in _divisors(experts) if config.num_ranks % size == 0]
+        yield Problem(
+            "backend.expert",
+            f"is {config.expert}, which does not divide the {experts} experts of a layer. Choose one of "
+            f"{', '.join(map(str, fitting))}.",
+        )
+
+
+def _heads(model: Any) -> int | None:
+    heads = getattr(model, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
+    """Settings that need less memory, the cheapest in time first: see `BackendConfig.savings`."""
+    if not config.activation_checkpointing:
+        yield {"activation_checkpointing": True}
+    share = -(-tokens // config.layout().data)
+    bound = min(share, config.max_tokens_per_microbatch or share)
+    while bound > row_length:
+        bound = max(row_length, bound // 2)
+        yield {"max_tokens_per_microbatch": bound}
+    heads, local = _heads(load_model_config(run.model).get_text_config()) or 1, ranks_of_machine(config)
+    for context in _divisors(heads):
+        if context > config.context and local % context == 0:
+            yield {"context": context}
+    if config.replicas > 1:
+        yield {"replicas": 1}
+    if not config.cpu_offload and config.on == "cuda":
+        yield {"cpu_offload": True}
+    for factor in (2, 4, 8):
+        yield {"cpu_offload": config.cpu_offload, "ranks": config.num_ranks * factor}

@@ -1,0 +1,133 @@
+"""Estimate what the fullest rank holds, from the shapes of the model alone, for `spurline plan`.
+
+Weights, gradients and optimizer are exact sums of what a rank has of each tensor. Gathered weights and gradients on
+their way follow how FSDP2 groups a model: each layer of the decoder is one group, and all else, embedding and output
+layer among it, is another that stays gathered from the forward to the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from spurline.config.run_config import RunConfig
+from spurline.model import device_profile
+from spurline.model.architecture import load_model_config
+from spurline.model.memory import Shapes, model_shapes
+from spurline.optimizers.groups import check_groups
+from spurline.protocols.optimizer import num_values
+from spurline_fsdp_backend.layout import ranks_of_machine
+
+if TYPE_CHECKING:
+    from spurline_fsdp_backend.configs import FsdpBackendConfig
+
+_WEIGHT_BYTES = 4
+"""Of a trained weight and of its gradient, in every precision."""
+
+_COMPUTED_BYTES = {"fp32": 4, "bf16": 2}
+
+Parts = Mapping[str, tuple[int, ...]]
+
+
+def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+    """Bytes on the fullest rank by part, at the peak of an update of so many tokens. Raises ModelError, ConfigError.
+
+    What `cpu_offload` keeps in the memory of the host is not among them.
+    """
+    shapes = model_shapes(run.model, config.lora)
+    check_groups(run.optimizer, shapes.trained)
+    computed = _COMPUTED_BYTES[config.computes_in]
+    tokens = tokens_of_microbatch(config, row_length, tokens)
+    parts = {} if config.cpu_offload else _kept(config, run, shapes)
+    parts["gathered weights"] = computed * gathered_values(config, shapes)
+    # The gradients of the group that is done are summed over the ranks in fp32 while they are there as computed.
+    parts["gradients on their way"] = (computed + 4) * max(map(num_values, _groups(shapes, shapes.trained)), default=0)
+    per_token = shapes.activations_per_token(config.activation_checkpointing)
+    parts["activations"] = tokens * per_token * computed
+    # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
+    parts["logits"] = min(tokens, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed)
+    if (run.loss.uses_reference or run.source.uses_reference) and config.lora is None:
+        parts["reference"] = computed * num_values(_local(config, shapes.trained))
+    return parts
+
+
+def estimate_host_memory(config: FsdpBackendConfig, run: RunConfig) -> int:
+    """Bytes that the ranks of one machine keep in its memory for `cpu_offload`."""
+    if not config.cpu_offload:
+        return 0
+    return ranks_of_machine(config) * sum(_kept(config, run, model_shapes(run.model, config.lora)).values())
+
+
+def estimate_generation(config: FsdpBackendConfig, run: RunConfig) -> dict[str, int]:
+    """Bytes by part while answers to held-out prompts are written: each rank has all weights, as it computes."""
+    generates = any(evaluation.generates for evaluation in run.evaluations.values())
+    if run.evaluation.generate is None and not generates:
+        return {}
+    shapes = model_shapes(run.model, config.lora)
+    return {"all weights": shapes.parameters * _COMPUTED_BYTES[config.computes_in]}
+
+
+def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> dict[str, int]:
+    """Bytes of a rank that stay from step to step, and its gradients."""
+    trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
+    parts = {
+        "weights": _WEIGHT_BYTES * num_values(trained) + frozen_bytes(run) * num_values(frozen),
+        "gradients": _WEIGHT_BYTES * num_values(trained),
+        "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES),
+    }
+    if run.critic is not None:
+        # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
+        parts["critic"] = parts["weights"] + run.critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
+    return parts
+
+
+def device_bytes(config: FsdpBackendConfig) -> int | None:
+    """Memory that one rank has here; None for a config that trains elsewhere."""
+    if config.missing_here() or config.launch == "ray":
+        return None
+    memory = device_profile.device_bytes(config.on)
+    return memory // config.num_ranks if config.on == "cpu" else memory
+
+
+def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:
+    """Tokens that a rank computes at once of a step of so many, in rows of this length."""
+    share = math.ceil(tokens / config.layout().data)
+    if config.max_tokens_per_microbatch is not None:
+        share = min(share, config.max_tokens_per_microbatch)
+    # Rows are dealt whole, and context parallelism divides them afterwards.
+    return math.ceil(max(share, min(row_length, tokens)) / config.context)
+
+
+def frozen_bytes(run: RunConfig) -> int:
+    """Bytes of a frozen weight, which keeps the dtype of its file."""
+    dtype = getattr(load_model_config(run.model), "dtype", None)
+    return dtype.itemsize if dtype is not None and run.model.init != "random" else _WEIGHT_BYTES
+
+
+def gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
+    """Weights that are whole on a rank at once: the root's, and those of two layers, as one is fetched ahead."""
+    root, *layers = map(num_values, _groups(shapes, {**shapes.frozen, **shapes.trained}))
+    if not config.reshard_after_forward:
+        return root + sum(layers)
+    return root + sum(sorted(layers)[-2:])
+
+
+def _groups(shapes: Shapes, parts: Parts) -> list[Parts]:
+    """Parameters that are gathered together: the root's, then those of each layer."""
+    layers: list[dict[str, tuple[int, ...]]] = [{} for _ in shapes.blocks]
+    root: dict[str, tuple[int, ...]] = {}
+    numbers = {f"{name}.": number for number, name in enumerate(shapes.blocks)}
+    for name, shape in parts.items():
+        number = next((number for block, number in numbers.items() if name.startswith(block)), None)
+        (root if number is None else layers[number])[name] = shape
+    return [root, *layers]
+
+
+def _local(config: FsdpBackendConfig, parts: Parts) -> Parts:
+    """What the fullest rank has of each tensor: an even share of its first dimension, rounded up."""
+    return {name: _share(shape, config.num_ranks // config.replicas) for name, shape in parts.items()}
+
+
+def _share(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+    return (math.ceil(shape[0] / ranks), *shape[1:]) if shape else ()

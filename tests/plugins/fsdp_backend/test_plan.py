@@ -1,0 +1,216 @@
+"""What `spurline plan` says of a run on many ranks: their layout, the dealing, memory, and the one suggestion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from spurline.config.loading import load_config
+from spurline.errors import ConfigError
+from spurline.run.plan import Plan, make_plan
+
+BACKEND = {"name": "fsdp", "device": "cuda", "ranks": 8, "precision": "bf16"}
+BILLIONS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+"""Qwen3-8B."""
+
+
+@pytest.fixture
+def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "plugins": ["fsdp_backend"],
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(spurline_tiny_model)},
+        "data": {"train": str(spurline_chat_file), "max_length": 64},
+        "batch_size": 16,
+        "steps": 2,
+        "collator": {"name": "packed", "max_tokens": 64},
+        "backend": BACKEND,
+    }
+
+
+def planned(config: dict[str, Any], *, gib: float | None = None, **backend: Any) -> Plan:
+    loaded = load_config({**config, "backend": {**config["backend"], **backend}})
+    return make_plan(loaded, device_bytes=None if gib is None else int(gib * 2**30))
+
+
+def with_model(config: dict[str, Any], folder: Path, model: Any) -> dict[str, Any]:
+    """The config with a model of this architecture and the tiny tokenizer."""
+    tiny = Path(config["model"]["path"])
+    folder.mkdir()
+    for file in tiny.iterdir():
+        if file.name != "model.safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    model.save_pretrained(folder)
+    return config | {"model": {"path": str(folder), "init": "random"}}
+
+
+def memory(plan: Plan) -> dict[str, float]:
+    """MiB by part."""
+    lines = (line.split(": ") for line in plan.sections["memory (estimate)"] if line.endswith("MiB"))
+    return {name: float(size.removesuffix(" MiB").replace(",", "")) for name, size in lines}
+
+
+def test_a_plan_tells_ranks_groups_and_what_each_batch_makes_of_them(config: dict[str, Any]) -> None:
+    plan = planned(config, ranks=4, context=2, max_tokens_per_microbatch=64)
+    assert plan.problems == []
+    assert plan.sections["parallel layout"] == [
+        "4 ranks on this machine, cuda, bf16: 2 data x 2 context",
+        "weights, gradients and optimizer are divided among 4 ranks",
+        "2 neighbouring ranks share each sequence",
+    ]
+    [first, second] = plan.sections["dealt to ranks"]
+    assert "micro-batches on each of 2 data-parallel ranks, about " in first
+    assert " times the time of an even share" in second
+
+
+def test_a_plan_counts_micro_batches_in_which_a_rank_has_nothing_to_do(config: dict[str, Any]) -> None:
+    config |= {"collator": {"name": "padded"}, "batch_size": 12}
+    [first, *_] = planned(config, max_tokens_per_microbatch=32).sections["dealt to ranks"]
+    assert "2 micro-batches on each of 8 data-parallel ranks, of which 4 idle for want of rows" in first
+
+
+def test_a_plan_says_what_evens_out_rows_that_make_ranks_wait(config: dict[str, Any]) -> None:
+    uneven = planned(config | {"collator": {"name": "packed", "max_tokens": 4096}}).sections["dealt to ranks"]
+    assert "4.82 times the time of an even share" in uneven[0]
+    assert uneven[-1].startswith("ranks wait for each other")
+    even = planned(config | {"collator": {"name": "padded"}}).sections["dealt to ranks"]
+    assert not any(line.startswith("ranks wait") for line in even)
+
+
+def test_a_plan_says_how_copies_of_a_model_lie_on_the_machines_of_a_cluster(config: dict[str, Any]) -> None:
+    said = planned(config, ranks=16, replicas=2, launch="ray", ranks_per_node=8).sections["parallel layout"]
+    assert said[0] == "16 ranks on 2 machines of a Ray cluster, cuda, bf16: 16 data"
+    assert said[1].startswith("2 copies of the model, each divided among 8 ranks")
+
+
+def test_a_plan_for_gpus_that_are_elsewhere_says_so_and_is_no_problem(config: dict[str, Any]) -> None:
+    plan = planned(config, ranks=512)
+    assert plan.sections["on this machine"][0].startswith("backend.ranks is 512, each with a GPU, and this machine has")
+    assert [problem for problem in plan.problems if "ranks" not in str(problem)] == []
+
+
+def test_parts_that_are_sharded_shrink_with_the_ranks_and_others_do_not(config: dict[str, Any], tmp_path: Path) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS))
+    few, many = memory(planned(config, ranks=2)), memory(planned(config, ranks=8))
+    for part in ("weights", "gradients", "optimizer"):
+        assert few[part] == pytest.approx(4 * many[part], rel=0.001)
+    assert few["gathered weights"] == many["gathered weights"]
+    # 8.19 B parameters in fp32, and Adam's two moments, on each of 8 ranks.
+    assert many["weights"] == pytest.approx(8.19e9 * 4 / 8 / 2**20, rel=0.01)
+    assert many["optimizer"] == pytest.approx(2 * many["weights"], rel=0.01)
+    # Embedding, output layer and two layers of the decoder in bf16.
+    assert many["gathered weights"] == pytest.approx((2 * 151936 * 4096 + 2 * 193e6) * 2 / 2**20, rel=0.01)
+
+
+def test_copies_of_the_model_take_the_memory_of_fewer_shards(config: dict[str, Any]) -> None:
+    assert memory(planned(config, replicas=4))["weights"] == memory(planned(config, ranks=2))["weights"]
+
+
+def test_a_tensor_with_fewer_rows_than_ranks_does_not_shrink_further(config: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 4096}
+    shape = {**sizes, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 1024}
+    config = with_model(config, tmp_path / "moe", Qwen3MoeConfig(**shape))
+    eight, sixteen = memory(planned(config, ranks=8))["weights"], memory(planned(config, ranks=16))["weights"]
+    # Eight experts cannot be divided among more than eight ranks, and they are nearly all of this model.
+    assert sixteen > 0.9 * eight
+
+
+@pytest.mark.parametrize(
+    ("gib", "suggested"),
+    [
+        (500, None),
+        (60, "--set backend.activation_checkpointing=true, which needs"),
+        (24, "--set backend.activation_checkpointing=true --set backend.cpu_offload=true, which needs"),
+        (4, "suggestion: even --set"),
+    ],
+)
+def test_a_plan_suggests_the_cheapest_change_that_fits(
+    config: dict[str, Any], tmp_path: Path, gib: float, suggested: str | None
+) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 2048}
+    said = planned(config, gib=gib).sections["memory (estimate)"]
+    if suggested is None:
+        assert said[-1] == "fits a device of 500.0 GiB"
+    else:
+        assert said[-2] == f"does not fit a device of {gib:.1f} GiB, of which 90% can be counted on"
+        assert suggested in said[-1]
+
+
+def test_what_is_suggested_fits_when_it_is_set(config: dict[str, Any], tmp_path: Path) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 2048}
+    said = planned(config, gib=20).sections["memory (estimate)"][-1]
+    words = said.removeprefix("suggestion: ").partition(", which")[0].split()
+    overrides = [word for word in words if word != "--set"]
+    assert overrides
+    again = make_plan(load_config(config, overrides), device_bytes=20 * 2**30).sections["memory (estimate)"]
+    assert again[-1] == "fits a device of 20.0 GiB"
+
+
+def test_offloaded_parts_are_counted_where_they_are(config: dict[str, Any], tmp_path: Path) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS))
+    on_device, offloaded = memory(planned(config)), memory(planned(config, cpu_offload=True))
+    assert "weights" not in offloaded
+    kept = sum(on_device[part] for part in ("weights", "gradients", "optimizer"))
+    assert offloaded["in the memory of the fullest machine, beside it"] == pytest.approx(8 * kept, rel=0.001)
+
+
+def test_answers_of_an_evaluation_need_all_weights_on_every_rank(config: dict[str, Any], tmp_path: Path) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS))
+    config["data"] |= {"eval": config["data"]["train"]}
+    config["evaluation"] = {"generate": {"rewards": {"right": "exact_match"}}}
+    assert memory(planned(config))["all weights, while generating"] == pytest.approx(8.19e9 * 2 / 2**20, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ({"context": 8}, "backend.context is 8, which does not divide the 4 attention heads of the model. Choose one"),
+        ({"expert": 2}, "backend.expert is 2, and the model has no experts. Set expert to 1."),
+    ],
+)
+def test_a_plan_finds_a_model_that_the_ranks_cannot_divide(
+    config: dict[str, Any], backend: dict[str, Any], said: str
+) -> None:
+    problems = [str(problem) for problem in planned(config, **backend).problems]
+    assert any(said in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ({"replicas": 3}, "backend.replicas is 3, which does not divide the 8 ranks. Choose one of 1, 2, 4, 8, or"),
+        ({"gpus": [0, 1]}, "backend.gpus names 2 GPUs, and there are 8 ranks, each with one of its own. Name 6 more"),
+        ({"gpus": [0, 0], "ranks": 2}, "backend.gpus names a GPU twice"),
+        ({"gpus": [], "ranks": None}, "backend.ranks takes all GPUs of this machine, and there are none"),
+        ({"launch": "ray", "ranks_per_node": 3}, "backend.ranks_per_node is 3, which does not divide the 8 ranks"),
+        ({"replicas": 2, "expert": 2}, "backend.expert together with replicas is not supported"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_with_what_would(
+    config: dict[str, Any], backend: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match="backend") as refused:
+        planned(config, **backend)
+    assert said in str(refused.value)
+
+
+def test_an_optimizer_that_cannot_be_sharded_is_refused_with_its_reason(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spurline.optimizers.configs import AdamWConfig
+
+    monkeypatch.setattr(AdamWConfig, "needs_whole_parameters", "needs whole tensors")
+    with pytest.raises(ConfigError, match="optimizer 'adamw' needs whole ones: needs whole tensors"):
+        planned(config)
