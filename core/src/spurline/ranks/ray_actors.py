@@ -112,6 +112,7 @@ class RayRanks(RankCalls):
         self._cluster = RayCluster(request.runtime_env)
         self._group: PlacementGroup | None = None
         self._watchers: dict[str, Any] = {}
+        self._lost: set[str] = set()
         self._ranks: list[_Rank] = []
         self._answers: dict[Any, int] = {}
         self._ending = threading.Lock()
@@ -142,7 +143,7 @@ class RayRanks(RankCalls):
         try:
             return unpacked(ray.get(answer))
         except RayActorError as error:
-            return Died(_how_it_died(error), self._last_words(self._ranks[rank]))
+            return self._death(self._ranks[rank], error)
         except RayError as error:
             return Raised.of(error)
 
@@ -258,14 +259,22 @@ class RayRanks(RankCalls):
                 raise error_of(self._identity(first), function, outcome)
         return {name: outcome.value for name, outcome in answers.items()}
 
-    def _last_words(self, rank: _Rank) -> str:
-        asked = {0: self._watchers[rank.node.id].last_words.remote(rank.log)} if rank.log else {}
-        return _what_comes(asked, _ANSWER_TIMEOUT_S).get(0, "")
+    def _death(self, rank: _Rank, error: RayActorError) -> Died:
+        if not rank.log:
+            return Died(_how_it_died(error))
+        node = rank.node.id
+        said = _what_comes({node: self._watchers[node].last_words.remote(rank.log)}, _ANSWER_TIMEOUT_S)
+        if node in said:
+            return Died(_how_it_died(error), said[node])
+        self._lost.add(node)
+        return Died("was lost with its machine, which does not answer any more,")
 
     def _left(self) -> list[str]:
         """Ranks that are still there although they were killed. A lost machine cannot be asked, and has none."""
         asked: dict[str, Any] = {}
         for node, watcher in self._watchers.items():
+            if node in self._lost:
+                continue
             pids = [rank.pid for rank in self._ranks if rank.node.id == node and rank.pid]
             asked[node] = watcher.end.remote(pids, _END_TIMEOUT_S)
         left = _what_comes(asked, _END_TIMEOUT_S + _ANSWER_TIMEOUT_S)

@@ -12,7 +12,6 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline.ranks.group import RuntimeEnv
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
@@ -44,9 +43,7 @@ class VllmEngine(EnginePool):
                 require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
                 from spurline_async_rl.engines.vllm.ray import EngineCluster
 
-                # What a run places on Ray is one job, with one environment.
-                ranks = run.backend.rank_request()
-                self._cluster = EngineCluster(config, ranks.runtime_env if ranks is not None else RuntimeEnv())
+                self._cluster = EngineCluster(config, run.backend.rank_request())
         super().__init__(config, self._make, transports=transports, tokenizer=tokenizer)
 
     async def close(self) -> None:

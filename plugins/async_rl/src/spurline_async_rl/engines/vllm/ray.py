@@ -16,7 +16,7 @@ from typing import Any
 
 from spurline.errors import ConfigError
 from spurline.protocols.rollout_engine import Sampling, WeightBucket
-from spurline.ranks.group import RuntimeEnv
+from spurline.ranks.group import RankRequest, RuntimeEnv
 from spurline.ranks.machine import this_machine
 from spurline.ranks.ray_cluster import RayCluster
 from spurline.rl.concurrency import in_thread
@@ -31,9 +31,14 @@ from spurline_async_rl.engines.vllm.member import Delta
 class EngineCluster:
     """Room for engines on the Ray cluster, from the first `reserve` to `close`."""
 
-    def __init__(self, config: VllmEngineConfig, runtime_env: RuntimeEnv):
+    def __init__(self, config: VllmEngineConfig, ranks: RankRequest | None):
+        """ranks: those of the backend, where it has some."""
         self._config = config
-        self._cluster = RayCluster(runtime_env)
+        on_cluster = ranks if ranks is not None and ranks.launch == "ray" else None
+        # What a run places on Ray is one job, with one environment.
+        self._cluster = RayCluster(on_cluster.runtime_env if on_cluster is not None else RuntimeEnv())
+        has_gpus = on_cluster is not None and on_cluster.device == "cuda"
+        self._gpus_of_ranks = on_cluster.count if has_gpus else 0
 
     async def reserve(self) -> Any:
         """A placement group for one engine, ready. Raises ConfigError when the cluster can never have room for it."""
@@ -41,11 +46,13 @@ class EngineCluster:
         needs = self._needs()
         for resource, count in needs.items():
             there = self._cluster.total(resource)
-            if there < count * self._config.engines:
+            taken = self._gpus_of_ranks if resource == "GPU" else 0
+            if there - taken < count * self._config.engines:
+                others = f", of which ranks of the backend have {taken}" if taken else ""
                 raise ConfigError.at(
                     "source.engine.engines",
                     f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
-                    f"{there:g}. Lower engines or tensor_parallel_size, or add nodes.",
+                    f"{there:g}{others}. Lower engines or tensor_parallel_size, or add nodes.",
                 )
         group = self._cluster.reserve([needs], "STRICT_PACK")
         try:
