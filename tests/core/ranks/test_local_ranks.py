@@ -190,9 +190,7 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
     ranks = start(2, call_s=3.0)
     pids = ranks.call("pid")
     began = time.monotonic()
-    with pytest.raises(
-        RankFailedError, match=r"was not done within 3 s.* backend.call_timeout_s"
-    ) as raised:
+    with pytest.raises(RankFailedError, match=r"was not done within 3 s.* backend.call_timeout_s") as raised:
         ranks.call("fails", 1, "sleep")
     assert time.monotonic() - began < 10
     text = str(raised.value)

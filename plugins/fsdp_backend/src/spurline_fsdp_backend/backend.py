@@ -26,6 +26,7 @@ from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
+from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.checkpoint import SavedPart
@@ -44,7 +45,7 @@ class FsdpBackend:
         # Before ranks start and weights are read.
         config.check_model(run)
         request = config.rank_request()
-        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits)
+        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)
