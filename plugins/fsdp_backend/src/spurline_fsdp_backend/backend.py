@@ -24,10 +24,14 @@ from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
+from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weight_sync import MakerChoice
+from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.checkpoint import SavedPart
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.publishing import buckets_of_ranks
 
 _WORKER = "spurline_fsdp_backend.rank:FsdpRank"
 
@@ -38,8 +42,10 @@ class FsdpBackend:
     def __init__(self, config: FsdpBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
         self._run = run
+        # Before ranks start and weights are read.
+        config.check_model(run)
         request = config.rank_request()
-        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits)
+        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)
@@ -85,6 +91,10 @@ class FsdpBackend:
         for bucket in self._ranks.call("weight_buckets")[0]:
             for name, value in self._ranks.call("weights", bucket)[0]:
                 yield name, torch.from_numpy(value)
+
+    def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
+        """See `MakesBuckets`."""
+        return buckets_of_ranks(self._ranks, version, choice)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
         name = str(dtype).removeprefix("torch.")
