@@ -116,7 +116,7 @@ class NamedWeights:
         assert not merged, f"adapters without the weight they adapt: {merged}"
 
     def _layer_of_adapter(self, source: str) -> str | None:
-        """The layer whose adapter this tensor is a part of. Adapted layers may lie in each other, one for each weight."""
+        """The layer whose adapter this tensor is a part of. Layers may lie in each other: one for each weight."""
         paths = [path for path in self._layers if source.startswith(f"{path}.")]
         innermost = max(paths, key=len, default=None)
         if innermost is None or source.removeprefix(f"{innermost}.").startswith("base_layer."):
