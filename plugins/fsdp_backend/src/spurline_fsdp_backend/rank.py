@@ -28,7 +28,7 @@ from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import make_meshes
-from spurline_fsdp_backend.sharded_model import build_critic, build_policy, check_sharded
+from spurline_fsdp_backend.sharded_model import build_critic, build_policy, check_sharded, give_back
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
 from spurline_fsdp_backend.weight_gathering import as_arrays, gather_gradients, gather_weights, weight_sizes
 
@@ -110,12 +110,14 @@ class FsdpRank:
         objective = read_objective(plain_objective, self._registry)
         model, share = self._policy.model, RankShare.from_wire(wire)
         part = evaluation_sums(model, self._streams(model, share, objective.loss.needs), objective, self._profile)
+        give_back(model.causal)
         return part if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
         """Of the rows of the share; None of a rank whose rows another one answers for."""
         model, share = self._model_of(role), RankShare.from_wire(wire)
         result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
+        give_back(model.causal)
         return result.numpy() if self._counts else None
 
     def facts(self) -> dict[str, int | str]:
