@@ -1,7 +1,8 @@
 """A trained model's weights out of a checkpoint, one after the other: for export that never holds the model.
 
 Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
-checkpoint of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their digest.
+checkpoint of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their
+digest.
 """
 
 from __future__ import annotations
