@@ -7,6 +7,7 @@ order, whatever rows they have.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ class FsdpRank:
         self._config = cast(FsdpBackendConfig, self._run.backend)
         self._profile = device_profile(self._config.on)
         if self._config.deterministic:
+            # Products of matrices on a GPU are deterministic with a workspace of their own only.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self._meshes = make_meshes(self._config, place)
         place.doing("loading the model")
