@@ -38,6 +38,7 @@ class TestDataAndContext(BackendContract):
     plugins = ("fsdp_backend",)
     backend_settings = on(4, context=2, max_tokens_per_microbatch=40, activation_checkpointing=True)
     keeps_open = True
+    in_every_run = ()
 
 
 def _pair(model: Path, **settings: object) -> Iterator[Pair]:

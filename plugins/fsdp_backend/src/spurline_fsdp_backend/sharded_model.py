@@ -214,7 +214,16 @@ def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile:
     try:
         check_exactness(model, profile, path, in_half_precision=config.computes_in == "bf16")
     finally:
-        model.causal.reshard()
+        give_back(model.causal)
+
+
+def give_back(causal: nn.Module) -> None:
+    """Free what was gathered and no backward pass has given back. Communicates nothing.
+
+    Until then modules have whole parameters in the place of their shards, which an optimizer must not take for its own.
+    """
+    for module in sharded_modules(causal):
+        module.reshard()
 
 
 @contextmanager
