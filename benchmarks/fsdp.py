@@ -25,7 +25,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -106,17 +106,18 @@ def measure_updates(model: Path, updates: int, num_tokens: int) -> dict[str, Any
         for number in range(WARMUP + updates):
             batch, objective = batch_of(num_tokens, number)
             halves = [share.batch for share in deal(batch, 2).shares]
-            taken = {
-                "one": _seconds(lambda: one.update(batch, objective)),
-                "apart": _seconds(lambda: list(both.map(_update, (one, other), halves, [objective] * 2))),
-            }
-            started = time.perf_counter()
+            instants = [time.perf_counter()]
+            one.update(batch, objective)
+            instants.append(time.perf_counter())
+            list(both.map(_update, (one, other), halves, [objective] * 2))
+            instants.append(time.perf_counter())
             metrics = two.update(batch, objective)
-            taken["two"] = time.perf_counter() - started
-            if number >= WARMUP:
-                for name, value in taken.items():
-                    seconds[name].append(value)
-                outside.append(taken["two"] - metrics["time/forward_backward"] - metrics["time/optimizer"])
+            instants.append(time.perf_counter())
+            if number < WARMUP:
+                continue
+            for name, taken in zip(("one", "apart", "two"), np.diff(instants).tolist(), strict=True):
+                seconds[name].append(taken)
+            outside.append(seconds["two"][-1] - metrics["time/forward_backward"] - metrics["time/optimizer"])
     return {
         "one_rank_s": statistics.median(seconds["one"]),
         "two_ranks_s": statistics.median(seconds["two"]),
@@ -128,12 +129,6 @@ def measure_updates(model: Path, updates: int, num_tokens: int) -> dict[str, Any
 
 def _update(backend: Backend, batch: TrainingBatch, objective: Objective) -> None:
     backend.update(batch, objective)
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
 
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
