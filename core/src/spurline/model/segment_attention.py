@@ -115,7 +115,7 @@ def _refuse_what_would_be_ignored(
         asked.append("is_causal=False")
     if asked:
         raise ModelError(
-            f"{owner} uses {', '.join(asked)}, which the local backend's packed attention does not compute. "
+            f"{owner} uses {', '.join(asked)}, which packed attention does not compute. "
             "Where the model's config has a field for it, turn it off under model.config_overrides; otherwise choose "
             "another model."
         )
