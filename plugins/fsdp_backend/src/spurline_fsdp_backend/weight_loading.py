@@ -45,6 +45,16 @@ def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device:
     assert not left, f"without values: {left}"
 
 
+def stored_dtype(model: ModelConfig) -> torch.dtype:
+    """In which the files hold the weights; fp32 where they hold several, or are no safetensors, or there are none."""
+    found: set[torch.dtype] = set()
+    for path in [] if model.init == "random" else _weight_files(model):
+        with safe_open(str(path), "pt") as file:
+            found |= {file.get_slice(key)[:0].dtype for key in file.keys() if file.get_slice(key).get_shape()}  # noqa: SIM118
+    floating = {dtype for dtype in found if dtype.is_floating_point}
+    return floating.pop() if len(floating) == 1 else torch.float32
+
+
 def _weight_files(model: ModelConfig) -> list[Path]:
     """The safetensors files of a model; none where it has others. One rank of each machine downloads them."""
     check_weight_files(model)
