@@ -101,6 +101,10 @@ class FsdpBackend:
         self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        if self._config.expert > 1:
+            # Experts stay divided, so tokens travel in every step: all ranks decode the same prompts.
+            shares = [[list(prompt) for prompt in prompts]] * self._ranks.size
+            return self._ranks.call("generate", max_new_tokens, per_rank=shares)[0]
         dealt = _deal_prompts(prompts, self._ranks.size)
         shares = [[list(prompts[number]) for number in numbers] for numbers in dealt]
         answers = self._ranks.call("generate", max_new_tokens, per_rank=shares)

@@ -29,6 +29,7 @@ from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream
+from spurline.model.weight_files import stored_dtype
 from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -36,7 +37,7 @@ from spurline_fsdp_backend.context_parallel import SequenceSharing
 from spurline_fsdp_backend.digests import weights_digest
 from spurline_fsdp_backend.expert_parallel import divide_experts
 from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
-from spurline_fsdp_backend.weight_loading import load_weights, stored_dtype
+from spurline_fsdp_backend.weight_loading import load_weights
 
 _ENTRY = "spurline_score"
 """Name of the forward method of the whole model through which streams are computed."""
