@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
-from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
@@ -198,13 +198,6 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
 def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
     """All groups of parameters, the outermost first."""
     return [module for module in causal.modules() if isinstance(module, FSDPModule)]
-
-
-def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
-    """The modules that transformers itself never divides; those of a decoder are its layers."""
-    names = set(causal._no_split_modules or ())
-    found = [module for module in causal.get_decoder().modules() if type(module).__name__ in names]
-    return found or list(causal.get_decoder().layers)
 
 
 def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
