@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from spurline.model.stream_model import StreamModel
 from spurline.optimizers.optimization import MakeOptimization
-from spurline_fsdp_backend.digests import weights_digest
+from spurline_fsdp_backend.digests import frozen_digest, weights_digest
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
@@ -48,6 +48,8 @@ class ShardedTrainedModel:
         }
         self.initial_weights = weights_digest(model.causal)
         """Recognises the weights that the whole run started from, also after a resume."""
+        self.frozen_weights = frozen_digest(model.causal)
+        """Recognises the weights that are not trained, and that a checkpoint does not hold."""
         self.updates = 0
         self.optimization = make_optimization(self.parameters)
 
