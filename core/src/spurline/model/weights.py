@@ -124,7 +124,7 @@ class NamedWeights:
         groups: dict[str, list[WeightPart]] = {}
         for part in parts:
             is_kept = part.name in weights and weights[part.name].shape == shapes[part.name].shape
-            groups.setdefault(part.name if is_kept else _place(part.name), []).append(part)
+            groups.setdefault(part.name if is_kept else layer_of(part.name), []).append(part)
         return [
             WeightGroup(
                 tuple(own), revert_weight_conversion(self._causal, {part.name: shapes[part.name] for part in own})
@@ -141,7 +141,7 @@ class NamedWeights:
         return torch.empty(sources[0].shape, dtype=dtype, device="meta")
 
 
-def _place(name: str) -> str:
+def layer_of(name: str) -> str:
     """The layer that a name is of, as far as its number: `model.layers.3.`; empty for what is outside of layers."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), None)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function tells it
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from spurline.model.lora import adapted_layers, initial_adapters
+from spurline.model.pieces import Box, held_box
 
 
 def take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
@@ -38,8 +38,7 @@ def draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> 
         value = adapted.get_parameter(name)
         path, _, leaf = name.rpartition(".")
         assert isinstance(value, DTensor), name
-        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-        part = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]
+        part = whole[held_box(value).slices_in(Box.whole(value.shape))]
         local = part.to(device, value.dtype).contiguous()
         shard = DTensor.from_local(
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()

@@ -26,6 +26,7 @@ from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
+from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.checkpoint import SavedPart
@@ -41,8 +42,10 @@ class FsdpBackend:
     def __init__(self, config: FsdpBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
         self._run = run
+        # Before ranks start and weights are read.
+        config.check_model(run)
         request = config.rank_request()
-        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits)
+        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)
@@ -98,6 +101,10 @@ class FsdpBackend:
         self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        if self._config.expert > 1:
+            # Experts stay divided, so tokens travel in every step: all ranks decode the same prompts.
+            shares = [[list(prompt) for prompt in prompts]] * self._ranks.size
+            return self._ranks.call("generate", max_new_tokens, per_rank=shares)[0]
         dealt = _deal_prompts(prompts, self._ranks.size)
         shares = [[list(prompts[number]) for number in numbers] for numbers in dealt]
         answers = self._ranks.call("generate", max_new_tokens, per_rank=shares)

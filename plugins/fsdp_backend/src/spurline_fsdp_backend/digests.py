@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function tells it
 
+from spurline.model.pieces import held_box
 from spurline.model.weights import digest_of_samples, sample, sampled_positions
 
 
@@ -45,9 +45,9 @@ def _held(value: Tensor) -> Tensor:
         return sample(value)
     positions = sampled_positions(value.numel())
     local = value.to_local()
-    shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    places = torch.stack(torch.unravel_index(positions, value.shape)) - torch.tensor(offset)[:, None]
-    mine = ((places >= 0) & (places < torch.tensor(shape)[:, None])).all(0)
+    box = held_box(value)
+    places = torch.stack(torch.unravel_index(positions, value.shape)) - torch.tensor(box.offset)[:, None]
+    mine = ((places >= 0) & (places < torch.tensor(box.shape)[:, None])).all(0)
     found = torch.zeros(len(positions), dtype=value.dtype, device=local.device)
     found[mine.to(local.device)] = local[tuple(places[:, mine].to(local.device))]
     return found

@@ -33,10 +33,17 @@ from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
 from spurline_fsdp_backend.checkpoint import SavedPart, load, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.context_parallel import check_sharing
 from spurline_fsdp_backend.generation import generate
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.publishing import Publishing
-from spurline_fsdp_backend.sharded_model import ShardedStreamModel, build_critic, build_policy, build_reference
+from spurline_fsdp_backend.sharded_model import (
+    ShardedStreamModel,
+    build_critic,
+    build_policy,
+    build_reference,
+    check_sharded,
+)
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
 from spurline_fsdp_backend.weight_gathering import Bucket, WeightGathering, as_arrays, gather_gradients
 
@@ -61,10 +68,17 @@ class FsdpRank:
         place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
+        if self._config.probe:
+            place.doing("checking that packed rows are exact for this model")
+            check_sharded(model, self._config, self._profile, self._run.model.path)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, total_updates))
         self._gathering = WeightGathering(model.causal, adapted=self._config.lora is not None)
         self._publishing = Publishing(place, self._gathering, _PUBLISHED[self._config.computes_in])
         self._reference: ShardedStreamModel | None = None
+        # After its parameters were listed: a forward pass leaves the outermost group gathered.
+        if self._config.probe and model.sharing is not None:
+            half = self._config.computes_in == "bf16"
+            check_sharing(model, self._profile, self._run.model.path, half_precision=half)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)

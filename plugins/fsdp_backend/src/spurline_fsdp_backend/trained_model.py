@@ -95,5 +95,6 @@ def _copies(value: Tensor) -> int:
     if not isinstance(value, DTensor):
         return world
     mesh = value.device_mesh
-    parts = math.prod(mesh.size(place) for place, placement in enumerate(value.placements) if placement.is_shard())
+    # Not `is_shard`: experts are sharded twice in one dimension, for which torch has a placement of another kind.
+    parts = math.prod(mesh.size(place) for place, kind in enumerate(value.placements) if not kind.is_replicate())
     return world // parts
