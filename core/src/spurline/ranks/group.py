@@ -6,12 +6,24 @@ can say it before anything is started. Nothing here knows how processes are star
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Launch = Literal["local", "ray"]
 """Processes of this machine, or actors of a Ray cluster."""
+
+
+@dataclass(frozen=True)
+class RuntimeEnv:
+    """What the processes of a Ray cluster get from this one, besides what is on their machines.
+
+    env_vars: variables of their environment. working_dir: a folder of this machine that they see, in `sys.path` too, or
+    the URI of one, as Ray takes it; None for none.
+    """
+
+    env_vars: Mapping[str, str] = field(default_factory=dict[str, str])
+    working_dir: str | None = None
 
 
 @dataclass(frozen=True)
@@ -22,6 +34,7 @@ class RankRequest:
     per_node: ranks of one machine of a cluster; None fills each machine.
     gpus: which GPUs of this machine they may have, in order; None for all.
     num_threads: CPU threads of each; None divides the cores of a machine among its ranks.
+    runtime_env: with `ray` alone.
     """
 
     count: int
@@ -30,6 +43,7 @@ class RankRequest:
     per_node: int | None = None
     gpus: tuple[int, ...] | None = None
     num_threads: int | None = None
+    runtime_env: RuntimeEnv = RuntimeEnv()
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
-from spurline.config.section import OnResume
+from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
 from spurline.model.configs import LoraConfig
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import BackendConfig
+from spurline.protocols.backend import BackendConfig, Finding
 from spurline.protocols.collator import ParallelLayout
-from spurline.ranks.group import Launch, RankRequest, TimeLimits
+from spurline.ranks.group import Launch, RankRequest, RuntimeEnv, TimeLimits
 from spurline.ranks.machine import num_gpus
 
 RANKS_ON_CPU = 2
 """How many there are without GPUs, where nothing is said: enough to show that it works."""
+
+
+class RuntimeEnvConfig(Section):
+    """What the processes of a run on a Ray cluster get from this machine; everything else is their machine's own."""
+
+    env_vars: dict[str, str] = {}
+    """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`: those of this process do not reach other
+    machines."""
+    working_dir: Annotated[str | None, PathSetting(reads=True)] = None
+    """A folder that Ray copies to every machine and makes their working directory, with a plugin of your own, say; or
+    the URI of one."""
 
 
 class FsdpBackendConfig(BackendConfig):
@@ -29,7 +41,8 @@ class FsdpBackendConfig(BackendConfig):
 
     name: str = "fsdp"
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Processes, each with one GPU; null takes all GPUs of the machine or cluster, and 2 processes on CPU."""
+    """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. With `launch: ray` it
+    has to be said."""
     launch: Annotated[Launch, OnResume.FREE] = "local"
     """`local` starts the ranks on this machine; `ray` as actors of a Ray cluster."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
@@ -37,7 +50,9 @@ class FsdpBackendConfig(BackendConfig):
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
     """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32; `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Ranks of one machine of a cluster; null takes all GPUs of each."""
+    """Ranks of one machine of a cluster; null takes all GPUs of each, of one machine where that is enough."""
+    runtime_env: Annotated[RuntimeEnvConfig, OnResume.FREE] = RuntimeEnvConfig()
+    """With `launch: ray`: what the machines of the cluster get from this one. Engines on the cluster get it too."""
     gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
     """GPUs of this machine that the ranks may have, where rollout engines need the others; null for all."""
     replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -74,6 +89,7 @@ class FsdpBackendConfig(BackendConfig):
     """Seconds that one exchange between ranks may take."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from self._launch_problems()
         ranks = self.num_ranks
         if not ranks:
             yield Problem(
@@ -92,6 +108,10 @@ class FsdpBackendConfig(BackendConfig):
                 )
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
+        if self.compile and self.expert > 1:
+            yield Problem(
+                "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."
+            )
         if self.gpus is not None:
             yield from self._gpu_problems(self.gpus)
         if self.ranks_per_node is not None and ranks > self.ranks_per_node and ranks % self.ranks_per_node:
@@ -109,6 +129,21 @@ class FsdpBackendConfig(BackendConfig):
                     f"is {self.name}, which gives each rank a part of every parameter, and {key} '{optimizer.name}' "
                     f"needs whole ones: {optimizer.needs_whole_parameters}. Use adamw.",
                 )
+
+    def _launch_problems(self) -> Iterable[Problem]:
+        if self.launch != "ray":
+            if self.runtime_env != RuntimeEnvConfig():
+                yield Problem("runtime_env", "is for the machines of a cluster. Set launch: ray, or remove it.")
+            return
+        # A config is read before any cluster is asked, and by commands that never ask one.
+        if self.ranks is None:
+            yield Problem("ranks", "has to be said with launch: ray: machines of the cluster times GPUs of each.")
+        if self.device == "auto" and not num_gpus():
+            yield Problem(
+                "device",
+                "is auto, which looks at this machine, and it has no GPU; those of the cluster may have some. Set "
+                "device: cuda, or device: cpu.",
+            )
 
     def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
         if self.launch == "ray":
@@ -145,7 +180,10 @@ class FsdpBackendConfig(BackendConfig):
         return len(self.gpus) if self.gpus is not None else num_gpus()
 
     def rank_request(self) -> RankRequest:
-        return RankRequest(self.num_ranks, self.on, self.launch, self.ranks_per_node, self.gpus, self.num_threads)
+        environment = RuntimeEnv(self.runtime_env.env_vars, self.runtime_env.working_dir)
+        return RankRequest(
+            self.num_ranks, self.on, self.launch, self.ranks_per_node, self.gpus, self.num_threads, environment
+        )
 
     @property
     def limits(self) -> TimeLimits:
@@ -200,6 +238,9 @@ class FsdpBackendConfig(BackendConfig):
 
     def estimate_host_memory(self, run: RunConfig) -> int:
         return self._part("memory:estimate_host_memory")(self, run)
+
+    def doctor(self, run: RunConfig) -> Iterator[Finding]:
+        return self._part("doctor:doctor")(self, run)
 
     @staticmethod
     def _part(name: str) -> Callable[..., Any]:

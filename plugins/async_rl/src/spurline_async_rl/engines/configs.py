@@ -11,6 +11,7 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.rollout_engine import RolloutEngineConfig
+from spurline.ranks.machine import num_gpus
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -63,6 +64,16 @@ class ChildProcessEngineConfig(PoolConfig):
     """As of engine `in_process`."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """CPU threads of each engine; null leaves torch's choice."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        ranks = run.backend.rank_request()
+        takes_gpu = self.device == "cuda" or (self.device == "auto" and num_gpus() > 0)
+        if takes_gpu and ranks is not None and ranks.device == "cuda" and ranks.launch == "ray":
+            yield Problem(
+                "device",
+                f"is {self.device}, which takes a GPU of this machine, and Ray, where the backend is launched, would "
+                "not know of it. Set device: cpu, or use engine: vllm with placement: ray.",
+            )
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         together = min(-(-responses // self.engines), self.max_batch)
@@ -147,6 +158,13 @@ class VllmEngineConfig(PoolConfig):
         if self.mode == "engine":
             if self.urls:
                 yield Problem("urls", "names servers, but mode: engine starts engines here. Set mode: server.")
+            ranks = run.backend.rank_request()
+            if ranks is not None and ranks.device == "cuda" and ranks.launch != self.placement:
+                yield Problem(
+                    "placement",
+                    f"is {self.placement}, and the backend's launch is {ranks.launch}: Ray would not know which GPUs "
+                    f"the others have. Set placement: {ranks.launch}.",
+                )
             return
         if not self.urls:
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")

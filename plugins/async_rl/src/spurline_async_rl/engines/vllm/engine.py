@@ -41,9 +41,9 @@ class VllmEngine(EnginePool):
             transports = (*nccl, "shared_memory", "disk", "cuda_ipc")
             if config.placement == "ray":
                 require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
-                from spurline_async_rl.engines.vllm.ray import RayCluster
+                from spurline_async_rl.engines.vllm.ray import EngineCluster
 
-                self._cluster = RayCluster(config)
+                self._cluster = EngineCluster(config, run.backend.rank_request())
         super().__init__(config, self._make, transports=transports, tokenizer=tokenizer)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM engines in Ray actors: the cluster, joined or a local one started for this run, an actor, and the handle to it.
+"""vLLM engines in Ray actors: their room on the cluster, an actor, and the handle to it.
 
 Place on the way: member -> `RayEngine`, on the controller -> `EngineActor`, on any node -> AsyncEngine. All that comes
 from the engine comes back through one stream, in order: a batch of whatever has happened since the last one. Imported
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import os
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
@@ -18,7 +16,9 @@ from typing import Any
 
 from spurline.errors import ConfigError
 from spurline.protocols.rollout_engine import Sampling, WeightBucket
+from spurline.ranks.group import RankRequest, RuntimeEnv
 from spurline.ranks.machine import this_machine
+from spurline.ranks.ray_cluster import RayCluster
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import Command, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
@@ -28,29 +28,33 @@ from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_async_rl.engines.vllm.member import Delta
 
 
-class RayCluster:
-    """Open from the first `reserve` to `close`, which shuts down what was started here."""
+class EngineCluster:
+    """Room for engines on the Ray cluster, from the first `reserve` to `close`."""
 
-    def __init__(self, config: VllmEngineConfig):
+    def __init__(self, config: VllmEngineConfig, ranks: RankRequest | None):
+        """ranks: those of the backend, where it has some."""
         self._config = config
-        self._is_own = False
+        on_cluster = ranks if ranks is not None and ranks.launch == "ray" else None
+        # What a run places on Ray is one job, with one environment.
+        self._cluster = RayCluster(on_cluster.runtime_env if on_cluster is not None else RuntimeEnv())
+        has_gpus = on_cluster is not None and on_cluster.device == "cuda"
+        self._gpus_of_ranks = on_cluster.count if has_gpus else 0
 
     async def reserve(self) -> Any:
         """A placement group for one engine, ready. Raises ConfigError when the cluster can never have room for it."""
-        import ray
-        from ray.util.placement_group import placement_group
-
-        self._open()
+        await in_thread(self._cluster.open)
         needs = self._needs()
         for resource, count in needs.items():
-            there = ray.cluster_resources().get(resource, 0.0)
-            if there < count * self._config.engines:
+            there = self._cluster.total(resource)
+            taken = self._gpus_of_ranks if resource == "GPU" else 0
+            if there - taken < count * self._config.engines:
+                others = f", of which ranks of the backend have {taken}" if taken else ""
                 raise ConfigError.at(
                     "source.engine.engines",
                     f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
-                    f"{there:g}. Lower engines or tensor_parallel_size, or add nodes.",
+                    f"{there:g}{others}. Lower engines or tensor_parallel_size, or add nodes.",
                 )
-        group = placement_group([needs], strategy="STRICT_PACK")
+        group = self._cluster.reserve([needs], "STRICT_PACK")
         try:
             await group.ready()
         except BaseException:
@@ -60,50 +64,23 @@ class RayCluster:
 
     def release(self, group: Any) -> None:
         """Give its resources back."""
-        from ray.util.placement_group import remove_placement_group
-
-        remove_placement_group(group)
+        self._cluster.release(group)
 
     def actor_options(self, group: Any) -> dict[str, Any]:
         """Options of the actor that is to run there."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        needs = self._needs()
-        return {
-            "num_cpus": needs["CPU"],
-            "num_gpus": needs.get("GPU", 0),
-            "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
-        }
+        return self._cluster.actor_options(group, 0, self._needs())
 
     async def close(self) -> None:
-        if self._is_own:
-            import ray
-
-            self._is_own = False
-            await in_thread(ray.shutdown)
+        await in_thread(self._cluster.close)
 
     def engine(self, spec: EngineSpec) -> RayEngine:
         """One that has not been started, for this cluster."""
         return RayEngine(spec, self)
 
-    def _open(self) -> None:
-        # Takes seconds, and is not for a thread of its own: Ray's processes end with the thread that started them.
-        import ray
-
-        if ray.is_initialized():
-            return
-        joins = bool(os.environ.get("RAY_ADDRESS"))
-        cpus = None if joins else max(os.cpu_count() or 1, self._config.engines)
-        ray.init(num_cpus=cpus, include_dashboard=None if joins else False, logging_level=logging.ERROR)
-        self._is_own = True
-
     def _needs(self) -> dict[str, float]:
         """Resources of one engine."""
-        import ray
-
-        has_gpus = ray.cluster_resources().get("GPU", 0.0) > 0
-        return {"CPU": 1, **({"GPU": self._config.tensor_parallel_size} if has_gpus else {})}
+        gpus = {"GPU": self._config.tensor_parallel_size} if self._cluster.total("GPU") else {}
+        return {"CPU": 1, **gpus}
 
 
 News = Delta | Exception | None
@@ -180,7 +157,7 @@ class RayEngine:
     vocabulary: int
     where = "a Ray actor"
 
-    def __init__(self, spec: EngineSpec, cluster: RayCluster):
+    def __init__(self, spec: EngineSpec, cluster: EngineCluster):
         self._spec = spec
         self._cluster = cluster
         self._group: Any = None

@@ -1,0 +1,219 @@
+"""The Ray cluster that this process works with: one that it joins, or one of this machine alone that it starts.
+
+All that this process places on Ray shares one connection, from the first `RayCluster.open` to the last `close`. Ray is
+imported here and in `ray_actors`, both of which are imported only where something is placed on Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from spurline.errors import UserError
+from spurline.ranks.group import RuntimeEnv
+
+Bundle = Mapping[str, float]
+"""What one machine has to give, such as `{"GPU": 2, "CPU": 2}`."""
+
+_OWN_CPUS = 1024
+"""Of a cluster started here, which nobody else uses: its CPUs are only counted, and must never be what is missing."""
+_OWN_SETTINGS = {
+    # It would start a process for each of the counted CPUs.
+    "prestart_worker_first_driver": False,
+}
+CONNECT_TIMEOUT_S = 120.0
+"""Seconds until a cluster has been joined or started."""
+_RESTART = "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set RAY_ADDRESS to another one."
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster that is alive. id: Ray's. name: for people. resources: all that it has to give."""
+
+    id: str
+    name: str
+    resources: Mapping[str, float]
+
+    def has(self, resource: str) -> float:
+        return self.resources.get(resource, 0.0)
+
+
+class RayCluster:
+    """One user's hold on the cluster, from `open` to `close`."""
+
+    def __init__(self, runtime_env: RuntimeEnv) -> None:
+        """runtime_env: that of all processes this one places on Ray, who are one job to it."""
+        self._runtime_env = runtime_env
+        self._lock = threading.Lock()
+        self._is_open = False
+
+    def open(self) -> None:
+        """Join the cluster of RAY_ADDRESS or of `ray start` on this machine, or start one. May be called again.
+
+        Raises UserError for a cluster that does not answer, and for one that was opened with another `runtime_env`.
+        """
+        with self._lock:
+            if not self._is_open:
+                _CONNECTION.enter(self._runtime_env)
+                self._is_open = True
+
+    def close(self) -> None:
+        """The last one ends a cluster that was started here. May be called again."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                _CONNECTION.leave()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was started here, so that no machine will be added to it."""
+        return _CONNECTION.is_own
+
+    def nodes(self) -> list[Node]:
+        """Those that are alive, in an order that stays."""
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        there = Counter(node["NodeManagerHostname"] for node in alive)
+        nodes: list[Node] = []
+        for node in alive:
+            name, identity = node["NodeManagerHostname"], node["NodeID"]
+            # Several may run on one machine.
+            nodes.append(Node(identity, name if there[name] == 1 else f"{name} ({identity[:8]})", node["Resources"]))
+        return sorted(nodes, key=lambda node: (node.name, node.id))
+
+    def total(self, resource: str) -> float:
+        """What all machines have together, free or not."""
+        return sum(node.has(resource) for node in self.nodes())
+
+    def describe(self) -> str:
+        """Its machines and what is free of them, in words."""
+        nodes, free = self.nodes(), ray.available_resources()
+        kinds = [kind for kind in ("GPU", "CPU") if kind == "CPU" or self.total(kind)]
+        total = amounts({kind: self.total(kind) for kind in kinds})
+        left = amounts({kind: free.get(kind, 0.0) for kind in kinds})
+        each = "; ".join(f"{node.name}: {amounts({kind: node.has(kind) for kind in kinds})}" for node in nodes)
+        return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {total}, of which {left} are free ({each})"
+
+    def reserve(self, bundles: Sequence[Bundle], strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]) -> PlacementGroup:
+        """A placement group, which may not be ready: wait for `group.ready()`. Each bundle is of one machine."""
+        return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+
+    def release(self, group: PlacementGroup) -> None:
+        """Give its resources back; what runs there is killed."""
+        if ray.is_initialized():
+            remove_placement_group(group)
+
+    def actor_options(self, group: PlacementGroup, bundle: int, needs: Bundle) -> dict[str, Any]:
+        """Options of an actor in that bundle, which is never started a second time."""
+        return {
+            "num_cpus": needs.get("CPU", 0),
+            "num_gpus": needs.get("GPU", 0),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        }
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """Such as `2 GPU, 8 CPU`."""
+    return ", ".join(f"{count:g} {resource}" for resource, count in resources.items())
+
+
+class _Connection:
+    """Of this process to a cluster. There is one."""
+
+    def __init__(self) -> None:
+        self.is_own = False
+        self._lock = threading.Lock()
+        self._users = 0
+        self._runtime_env = RuntimeEnv()
+        self._keeper: threading.Thread | None = None
+        self._leaving = threading.Event()
+
+    def enter(self, runtime_env: RuntimeEnv) -> None:
+        with self._lock:
+            if not self._users:
+                self._runtime_env = runtime_env
+                # Otherwise whoever has initialized Ray in this process also ends it.
+                if not ray.is_initialized():
+                    self._start()
+            elif self._runtime_env != runtime_env:
+                raise UserError(
+                    "This process has joined the Ray cluster with another runtime_env: what a run places on Ray is one "
+                    "job, with one environment. Give both the same."
+                )
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users or self._keeper is None:
+                return
+            self._leaving.set()
+            self._keeper.join()
+            self._keeper = None
+
+    def _start(self) -> None:
+        started: Future[None] = Future()
+        self._leaving.clear()
+        # Processes of a cluster that is started here end with the thread that started them, which so must be one of
+        # its own; and on the main thread Ray would take SIGTERM for itself.
+        self._keeper = threading.Thread(target=self._keep, args=(started,), name="spurline-ray", daemon=True)
+        self._keeper.start()
+        try:
+            started.result(CONNECT_TIMEOUT_S)
+        except TimeoutError:
+            raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
+
+    def _keep(self, started: Future[None]) -> None:
+        try:
+            self.is_own = _connect(self._runtime_env)
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._leaving.wait()
+        ray.shutdown()
+
+
+_CONNECTION = _Connection()
+
+
+def _connect(runtime_env: RuntimeEnv) -> bool:
+    """Join the cluster there is, or start one; returns whether it was started."""
+    environment = _plain(runtime_env)
+    # On this very machine modules are found where this process finds them.
+    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+    here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
+    # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
+    # log_to_driver would write over the terminal's tracker; errors carry the end of what their process said.
+    init = partial(ray.init, logging_level=logging.ERROR, log_to_driver=False)
+    try:
+        init(num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
+        return True
+    except ValueError:
+        # A cluster is there to join, which has its own settings; whatever else is wrong, is so again.
+        pass
+    try:
+        init(runtime_env=environment)
+        return False
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"The Ray cluster cannot be joined: {error}. {_RESTART}") from error
+
+
+def _plain(runtime_env: RuntimeEnv) -> dict[str, Any]:
+    plain: dict[str, Any] = {"env_vars": dict(runtime_env.env_vars)}
+    if runtime_env.working_dir is not None:
+        plain["working_dir"] = runtime_env.working_dir
+    return plain

@@ -1,0 +1,97 @@
+"""The Ray cluster that a process works with: its own or one it joins, one connection for all, gone with the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_clusters import CPUS, GPUS, two_machines
+from run_helpers import wait_for
+
+from spurline.errors import UserError
+from spurline.ranks.group import RuntimeEnv
+
+pytest.importorskip("ray")
+from spurline.ranks.ray_cluster import RayCluster
+
+pytestmark = pytest.mark.processes
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Another run's own cluster, or one of a test, is not taken for one to join.
+    two_machines()
+    before = set(psutil.Process().children(recursive=True))
+    at_sigterm = signal.getsignal(signal.SIGTERM)
+    first, second = RayCluster(RuntimeEnv()), RayCluster(RuntimeEnv())
+    try:
+        first.open()
+        second.open()
+        assert first.is_own
+        assert len(first.nodes()) == 1
+        assert signal.getsignal(signal.SIGTERM) is at_sigterm, "Ray has taken the signal that ends a run in order"
+        with pytest.raises(UserError, match="with another runtime_env"):
+            RayCluster(RuntimeEnv({"NAME": "value"})).open()
+        first.close()
+        first.close()
+        assert [node.has("CPU") for node in second.nodes()] == [second.total("CPU")]
+    finally:
+        first.close()
+        second.close()
+    _assert_all_gone([process.pid for process in set(psutil.Process().children(recursive=True)) - before])
+
+
+def test_a_process_joins_the_cluster_it_is_told_of_and_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", two_machines().address)
+    cluster = RayCluster(RuntimeEnv())
+    cluster.open()
+    try:
+        assert not cluster.is_own
+        assert len({node.name for node in cluster.nodes()}) == 2
+        assert cluster.describe().startswith(f"2 nodes with {2 * GPUS} GPU, {2 * CPUS} CPU, of which {2 * GPUS} GPU, ")
+    finally:
+        cluster.close()
+    assert all(process.status() for process in psutil.Process().children()), "the cluster lives on"
+
+
+def test_a_cluster_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "no address at all")
+    with pytest.raises(UserError, match=r"The Ray cluster cannot be joined: .*set RAY_ADDRESS to another one"):
+        RayCluster(RuntimeEnv()).open()
+
+
+def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
+    """On a cluster that it has joined, which lives on, while one rank waits in an exchange."""
+    out, folder = tmp_path / "said.json", tmp_path / "working"
+    folder.mkdir()
+    (folder / "plugin_of_mine.py").write_text("")
+    environment = {**os.environ, "RAY_ADDRESS": two_machines().address}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *(place for place in sys.path if place)])
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, SUPPORT / "ray_driver.py", out, folder]
+        driver = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        wait_for(lambda: out.exists() or driver.poll() is not None, "the driver", 120)
+        assert out.exists(), (tmp_path / "log").read_text()
+        said = json.loads(out.read_text())
+        assert said["said"] == ["yes", "yes"]
+        assert said["folders"] == [["plugin_of_mine.py"]] * 2
+        assert all(map(psutil.pid_exists, said["pids"]))
+    finally:
+        driver.kill()
+        driver.wait(10)
+    _assert_all_gone(said["pids"])
+
+
+def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)

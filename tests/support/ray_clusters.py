@@ -1,0 +1,50 @@
+"""A Ray cluster of two machines, which are two raylets here, started once for all tests that want one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+
+CPUS, GPUS = 4, 2
+"""What each of its machines says to have; there are no such GPUs."""
+
+
+@cache
+def two_machines() -> Any:
+    """The running `ray.cluster_utils.Cluster`. Its address is for RAY_ADDRESS."""
+    from ray.cluster_utils import Cluster
+
+    with _environment():
+        cluster = Cluster(initialize_head=True, head_node_args=_machine() | {"include_dashboard": False})
+    atexit.register(cluster.shutdown)
+    add_machine(cluster)
+    return cluster
+
+
+def add_machine(cluster: Any) -> Any:
+    """One more, as its handle for `cluster.remove_node`."""
+    with _environment():
+        node = cluster.add_node(**_machine())
+    cluster.wait_for_nodes()
+    return node
+
+
+def _machine() -> dict[str, Any]:
+    return {"num_cpus": CPUS, "num_gpus": GPUS}
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """That of the raylets, which the processes that they start get from them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(place or os.getcwd() for place in sys.path))
+        # It would start a process for each CPU.
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        yield

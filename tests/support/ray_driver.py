@@ -1,0 +1,28 @@
+"""A process that starts ranks on a Ray cluster and says so in a file: `python ray_driver.py OUT WORKING_DIR`.
+
+It then waits for ever, in an exchange that one rank alone takes part in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from spurline.ranks.group import RankRequest, RuntimeEnv, TimeLimits
+from spurline.ranks.launch import open_ranks
+
+out, folder = sys.argv[1:]
+env = RuntimeEnv({"SAID_TO_RANKS": "yes"}, folder)
+ranks = open_ranks(
+    RankRequest(2, launch="ray", runtime_env=env), "rank_workers:Worker", (), TimeLimits(120.0, 600.0, 600.0)
+)
+answers = ranks.call("describe")
+said = {
+    "pids": [answer["pid"] for answer in answers],
+    "said": [answer["environment"].get("SAID_TO_RANKS") for answer in answers],
+    "folders": [sorted(path.name for path in Path(answer["folder"]).iterdir()) for answer in answers],
+}
+Path(f"{out}.part").write_text(json.dumps(said))
+Path(f"{out}.part").rename(out)
+ranks.call("waits", "exchange")
