@@ -35,14 +35,9 @@ from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.context_parallel import SequenceSharing
 from spurline_fsdp_backend.digests import weights_digest
-<<<<<<< HEAD
 from spurline_fsdp_backend.expert_parallel import divide_experts
 from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
-from spurline_fsdp_backend.weight_loading import load_weights, stored_dtype
-=======
-from spurline_fsdp_backend.mesh import Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
->>>>>>> w-export
 
 _ENTRY = "spurline_score"
 """Name of the forward method of the whole model through which streams are computed."""
