@@ -1,7 +1,8 @@
-"""A trained model's weights out of a checkpoint, one after the other: for export by a process that never holds the model.
+"""A trained model's weights out of a checkpoint, one after the other: for export that never holds the model.
 
-Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A checkpoint
-of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their digest.
+Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
+checkpoint of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their
+digest.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def _check_shape(saved: SavedModel, name: str, found: Tensor, wanted: Tensor) ->
 class _OriginalWeights:
     """The weights of `model.path`, by their names in a model without adapters, read when they are asked for.
 
-    A context that closes the files. Weights that files hold in another form come with the others of their layer. What is
-    in no safetensors file, such as the weights of `init: random`, is loaded as a whole.
+    A context that closes the files. Weights that files hold in another form come with the others of their layer. What
+    is in no safetensors file, such as the weights of `init: random`, is loaded as a whole.
     """
 
     def __init__(self, model: ModelConfig, seed: int, dtype: torch.dtype):
