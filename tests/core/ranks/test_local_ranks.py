@@ -37,9 +37,14 @@ def start() -> Iterator[Start]:
     groups: list[LocalRanks] = []
 
     def start(
-        count: int = 2, *arguments: Any, worker: str = "Worker", call_s: float = 60.0, **request: Any
+        count: int = 2,
+        *arguments: Any,
+        worker: str = "Worker",
+        call_s: float = 60.0,
+        collective_s: float = 60.0,
+        **request: Any,
     ) -> LocalRanks:
-        limits = TimeLimits(start_s=120.0, call_s=call_s, collective_s=60.0)
+        limits = TimeLimits(120.0, call_s, collective_s)
         group = open_ranks(RankRequest(count, **request), f"rank_workers:{worker}", arguments, limits)
         assert isinstance(group, LocalRanks)
         groups.append(group)
@@ -202,6 +207,16 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
     assert "_listen" not in text
     assert "rank_server.py" not in text
     _assert_all_gone(pids)
+
+
+def test_a_rank_that_the_others_wait_for_too_long_is_named_beside_the_one_that_gave_up(start: Start) -> None:
+    ranks = start(2, collective_s=2.0)
+    with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* failed during `fails`: .*[Tt]imed out") as raised:
+        ranks.call("fails", 1, "sleep")
+    (note,) = raised.value.__notes__
+    assert "rank 1 of 2" in note
+    assert "micro-batch 5 of 8, forward" in note
+    assert "in _stands_still_here" in note
 
 
 def test_a_rank_that_cannot_run_python_is_named_as_well(start: Start) -> None:
