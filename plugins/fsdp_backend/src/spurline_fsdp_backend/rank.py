@@ -173,6 +173,7 @@ class FsdpRank:
 
     def save(self, path: str) -> SavedPart:
         """Write this rank's part of all models that are trained."""
+        self._place.doing("writing a checkpoint")
         layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
         try:
             return SavedPart(save(Path(path), self._trained, {"ranks": self._place.world, **layout}))
@@ -190,6 +191,7 @@ class FsdpRank:
 
     def load(self, path: str) -> CheckpointError | None:
         """Take a checkpoint over; what keeps it from that, if anything does, and then nothing has changed."""
+        self._place.doing("reading a checkpoint")
         try:
             load(Path(path), self._trained)
         except CheckpointError as error:
