@@ -23,7 +23,6 @@ from spurline.testing import write_tiny_model
 from spurline.testing.backend_cases import minibatch
 from spurline.testing.backend_runs import backend_run, opened
 from spurline_fsdp_backend.checkpoint_reader import read_weights
-from spurline_fsdp_backend.weight_gathering import BUCKET_BYTES
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -118,7 +117,7 @@ def test_writing_and_reading_a_checkpoint_take_the_memory_of_one_tensor(large: P
     assert for_loading.more < 2 * shard + embedding
 
 
-def test_export_takes_two_buckets_of_a_rank_and_two_tensors_of_a_process_alone(large: Path, tmp_path: Path) -> None:
+def test_export_takes_the_memory_of_a_few_tensors_of_a_rank_and_of_a_process_alone(large: Path, tmp_path: Path) -> None:
     saved, by_ranks, alone = (tmp_path / name for name in ("saved", "by_ranks", "alone"))
     for folder in (saved, by_ranks, alone):
         folder.mkdir()
@@ -131,10 +130,12 @@ def test_export_takes_two_buckets_of_a_rank_and_two_tensors_of_a_process_alone(l
     for_one = Peak([os.getpid()])
     with for_one:
         write_weight_files(alone, read_weights(run, saved, digests), torch.bfloat16, 200 * MIB)
-    embedding = 32000 * 1024 * 4
-    print(f"bucket {BUCKET_BYTES / MIB:.0f} MiB: ranks {for_ranks.more / MIB:.0f} more, one {for_one.more / MIB:.0f}")
-    assert for_ranks.more < 2 * BUCKET_BYTES + 16 * MIB
-    assert for_one.more < 2 * embedding
+    embedding = 32000 * 1024 * 2
+    print(f"largest {embedding / MIB:.0f} MiB: ranks {for_ranks.more / MIB:.0f} more, one {for_one.more / MIB:.0f}")
+    # Half of it before the exchange, then gloo's own copy, the whole, and what the heap keeps.
+    assert for_ranks.more < 4 * embedding
+    # In fp32 as it was saved, then in the dtype of the file.
+    assert for_one.more < 4.5 * embedding
     names = sorted(path.name for path in by_ranks.iterdir())
     assert len(names) > 3
     for name in names:
