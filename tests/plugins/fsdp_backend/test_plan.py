@@ -203,6 +203,16 @@ def test_answers_of_an_evaluation_need_all_weights_on_every_rank(config: dict[st
     assert memory(planned(config))["all weights, while generating"] == pytest.approx(8.19e9 * 2 / 2**20, rel=0.01)
 
 
+def test_an_engine_with_a_copy_of_its_own_takes_no_memory_of_a_rank(config: dict[str, Any]) -> None:
+    del config["batch_size"], config["collator"], config["data"]["max_length"]
+    rewards = {"exact": "exact_match"}
+    config["source"] = {"name": "rollouts", "prompts_per_step": 4, "environment": {"rewards": rewards}}
+    config["source"]["sampling"] = {"max_new_tokens": 6}
+    plan = planned(config)
+    assert "keys and values, while generating" not in memory(plan)
+    assert any("the engine has a copy here" in line for line in plan.sections["generation"])
+
+
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
