@@ -92,7 +92,8 @@ def _ask(ranks: RankGroup, seconds: float, config: FsdpBackendConfig, run: RunCo
 
 
 def _words(error: SpurlineError) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    # Which file the settings are in, an error that was not raised by loading it does not know.
+    return "\n".join([str(error).removeprefix("config: "), *getattr(error, "__notes__", ())])
 
 
 def _placement(found: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[Finding]:
