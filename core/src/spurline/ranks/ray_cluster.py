@@ -177,6 +177,7 @@ class _Connection:
             raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
 
     def _keep(self, started: Future[None]) -> None:
+        before = set(os.environ)
         try:
             self.is_own = _connect(self._runtime_env)
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
@@ -185,6 +186,10 @@ class _Connection:
         started.set_result(None)
         self._leaving.wait()
         ray.shutdown()
+        # Such as how its own cluster is protected: with that, processes of ours could not join another one.
+        for name in set(os.environ) - before:
+            if name.startswith("RAY_"):
+                del os.environ[name]
 
 
 _CONNECTION = _Connection()
