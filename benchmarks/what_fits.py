@@ -1,6 +1,6 @@
 """What fits on one GPU: memory of a step by model, method and size of the GPU, as `spurline plan` estimates it.
 
-    python benchmarks/what_fits.py [--json]
+    python benchmarks/what_fits.py [--json] [--many]
 
 The models are the dense ones of Qwen3, built on the meta device from their public shapes; no weight is read and no GPU
 is needed. Each figure is the total of the estimate that `spurline plan` prints for the settings below. A method fits
@@ -8,7 +8,8 @@ where the estimate leaves a tenth of the GPU free, for the CUDA context and gaps
 
 Settings: backend `local` (weights, gradients and AdamW in fp32, computation in bf16), activation checkpointing,
 micro-batches of 8,192 tokens. RL: 32 prompts x 8 attempts, prompts of 512 and responses of 1,024 tokens, engine
-`in_process`, no reference model. LoRA: rank 16 on all linear layers.
+`in_process`, no reference model. LoRA: rank 16 on all linear layers. `--many` prints what each of several GPUs holds
+with the backend `fsdp` instead: the same settings, for supervised fine-tuning of all weights and of adapters.
 """
 
 from __future__ import annotations
@@ -66,14 +67,29 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure() -> dict[str, dict[str, float]]:
+RANKS = (2, 4, 8, 16, 64)
+
+
+def measure(methods: Mapping[str, Mapping[str, Any]] = METHODS) -> dict[str, dict[str, float]]:
     """GiB by model and method."""
     found: dict[str, dict[str, float]] = {}
     for name, shape in MODELS.items():
         with TemporaryDirectory() as folder:
-            Qwen3Config(**shape, **SHARED, tie_word_embeddings=name in TIED).save_pretrained(folder)
-            found[name] = {method: _estimate(Path(folder), settings) for method, settings in METHODS.items()}
+            config = Qwen3Config(**shape, **SHARED, tie_word_embeddings=name in TIED, dtype="bfloat16")
+            config.save_pretrained(folder)
+            found[name] = {method: _estimate(Path(folder), settings) for method, settings in methods.items()}
     return found
+
+
+def on_many_gpus() -> dict[str, dict[str, Any]]:
+    """Settings by the heading of their column."""
+
+    def on(ranks: int, **more: Any) -> dict[str, Any]:
+        backend = {**BACKEND, "name": "fsdp", "device": "cuda", "ranks": ranks, **more}
+        return {"plugins": ["fsdp_backend"], "backend": backend}
+
+    methods = {f"all weights, {ranks} GPUs": on(ranks) for ranks in RANKS}
+    return methods | {"LoRA, 8 GPUs": on(8, lora={"rank": 16})}
 
 
 def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
@@ -81,7 +97,9 @@ def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
     loaded = load_config({"model": {"path": str(model)}, "data": data, "steps": 1, **settings})
     source = loaded.config.source
     update = source.largest_update(loaded.config, PROMPT_TOKENS, None)
-    row_length, tokens = (SAMPLE_TOKENS, MICROBATCH_TOKENS) if update is None else (update.row_length, update.tokens)
+    # One micro-batch on each rank.
+    tokens = MICROBATCH_TOKENS * loaded.config.backend.layout().data
+    row_length, tokens = (SAMPLE_TOKENS, tokens) if update is None else (update.row_length, update.tokens)
     parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
     return peak_memory(parts, source.generation_memory(loaded.config, PROMPT_TOKENS, None)) / 2**30
 
@@ -92,19 +110,26 @@ def as_cell(gib: float) -> str:
     return f"{gib:,.0f} GiB: " + (f"{smallest} GiB GPU" if smallest else "more than one GPU")
 
 
+def as_size(gib: float) -> str:
+    """The estimate alone."""
+    return f"{gib:,.0f} GiB"
+
+
 def main() -> None:
     """Print the table, as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--many", action="store_true", help="what each of several GPUs holds, with the backend fsdp")
     arguments = parser.parse_args()
-    figures = measure()
+    methods = on_many_gpus() if arguments.many else METHODS
+    figures = measure(methods)
     if arguments.json:
         print(json.dumps({"gib": figures, "gpus_gib": GPUS_GIB, "share_used": SHARE_USED}, indent=2))
         return
-    print(f"| model | {' | '.join(METHODS)} |")
-    print(f"|---|{'---|' * len(METHODS)}")
+    print(f"| model | {' | '.join(methods)} |")
+    print(f"|---|{'---|' * len(methods)}")
     for name, by_method in figures.items():
-        print(f"| {name} | {' | '.join(as_cell(gib) for gib in by_method.values())} |")
+        print(f"| {name} | {' | '.join(map(as_size if arguments.many else as_cell, by_method.values()))} |")
 
 
 if __name__ == "__main__":

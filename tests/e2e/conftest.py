@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ def rl_config(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.M
     module.parent.mkdir()
     module.write_text(REWARDS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(module.parent))
-    monkeypatch.setenv("PYTHONPATH", str(module.parent))
+    monkeypatch.setenv("PYTHONPATH", str(module.parent), prepend=os.pathsep)
     # Each test writes the module anew, in a folder of its own.
     monkeypatch.delitem(sys.modules, "run_rewards", raising=False)
     for name in ("batch_size", "collator"):

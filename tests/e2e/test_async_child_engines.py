@@ -9,13 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once
+from child_engines import engines_of, shared_memory_of
 from run_helpers import assert_same_weights, deterministic, num_lines, read_metrics, wait_for
 from warm_runs import WarmRuns
 
@@ -26,8 +26,6 @@ from spurline.plugins.hookspecs import hookimpl
 pytestmark = pytest.mark.processes
 
 WriteConfig = Callable[[dict[str, Any]], Path]
-
-ENGINE = "spurline_async_rl.engines.child.main"
 
 
 @pytest.fixture
@@ -43,30 +41,6 @@ def child_config(rl_config: dict[str, Any]) -> dict[str, Any]:
         "engine": {"name": "child_process", "engines": 2, "max_restarts": 1000},
     }
     return rl_config
-
-
-def engine_processes() -> list[psutil.Process]:
-    """Child engines on this machine that belong to a run of this user's tests."""
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter(["cmdline"]):
-        if ENGINE in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
-
-
-def engines_of(pid: int) -> list[psutil.Process]:
-    return [process for process in engine_processes() if str(pid) in process.info["cmdline"]]
-
-
-def shared_memory_of(pid: int) -> list[str]:
-    """Processes that still have memory in which this one wrote weights."""
-    found: list[str] = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        # It may have ended meanwhile.
-        with suppress(OSError):
-            if f"/memfd:spurline-weights-{pid} " in maps.read_text():
-                found.append(maps.parent.name)
-    return found
 
 
 def test_engines_in_other_processes_at_zero_staleness_equal_the_synchronous_run_bit_for_bit(

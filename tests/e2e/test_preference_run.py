@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics
+from run_helpers import StopAfter, assert_same_weights, deterministic, read_metrics, write_pairs
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, DataError
 
 WriteConfig = Callable[[dict[str, Any]], Path]
-
-
-def write_pairs(path: Path, count: int, seed: int) -> Path:
-    """Digits in order are preferred to digits in reverse."""
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        digits = sorted(rng.sample("0123456789", 3))
-        prompt = [{"role": "user", "content": f"sort {''.join(rng.sample(digits, 3))}"}]
-        answers = {"chosen": "".join(digits), "rejected": "".join(reversed(digits))}
-        rows.append(
-            {"prompt": prompt, **{side: [{"role": "assistant", "content": text}] for side, text in answers.items()}}
-        )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_plugins import FakePlugins
 from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill
 from safetensors.torch import load_file, save_file
 from warm_runs import WarmRuns
@@ -18,6 +19,7 @@ from warm_runs import WarmRuns
 from spurline import Run, load_config
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedError
+from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.source import MODEL_DROPOUT
 
@@ -318,6 +320,40 @@ def test_a_plan_says_what_is_optimised(
     assert "6 steps of 4 prompts x 4 attempts, 12 optimizer steps" in out
     assert "GRPO" in out
     assert "64 prompts" in out
+
+
+class ElsewhereConfig(LocalBackendConfig):
+    """Computes as `local` does, but its model cannot be borrowed, as if it were in other processes."""
+
+    name: str = "elsewhere"
+    lends_model = False
+    lends_parameters = False
+
+
+def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_does(
+    rl_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+) -> None:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(ElsewhereConfig, "spurline.backends.local.backend:LocalBackend")
+
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    rl_config["source"]["held_out"] = HELD_OUT
+    rl_config["evaluation"] = {"every_steps": 3}
+    with FakePlugins() as plugins:
+        available = plugins.add("ranks", register=register)
+        shared = rl_config | {"run_dir": str(tmp_path / "shared")}
+        backend = {**rl_config["backend"], "name": "elsewhere"}
+        copied = {**rl_config, "run_dir": str(tmp_path / "copied"), "plugins": ["ranks"], "backend": backend}
+        Run(load_config(shared)).train()
+        loaded = load_config(copied, available=available)
+        [line] = [line for line in loaded.config.source.engine.describe(loaded.config, 16, 100) if "copy" in line]
+        assert "backend 'elsewhere' has its model in other processes" in line
+        Run(loaded).train()
+    lines, expected = (deterministic(read_metrics(tmp_path / name)) for name in ("copied", "shared"))
+    for line in lines:
+        assert line.pop("sync/bytes") > 0
+    assert lines == expected
+    assert_same_weights(tmp_path / "copied", tmp_path / "shared")
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
-"""Engines in child processes, and weights for them."""
+"""Engines in child processes: weights for them, and what is left of them."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from backend_batches import run_config
 
 from spurline.config.run_config import ModelConfig
@@ -15,6 +17,8 @@ from spurline_async_rl.engines.child.member import ChildProcessEngine
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
+
+ENGINE = "spurline_async_rl.engines.child.main"
 
 
 def child_engine(
@@ -43,3 +47,27 @@ async def publish(engine: Any, version: int, model: Path) -> SyncReport:
         return await sync.publish(version, backend, [engine])
     finally:
         sync.close()
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Child engines on this machine that belong to a run of this user's tests."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline"]):
+        if ENGINE in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    return [process for process in engine_processes() if str(pid) in process.info["cmdline"]]
+
+
+def shared_memory_of(pid: int) -> list[str]:
+    """Processes that still have memory in which this one wrote weights."""
+    found: list[str] = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        # It may have ended meanwhile.
+        with suppress(OSError):
+            if f"/memfd:spurline-weights-{pid} " in maps.read_text():
+                found.append(maps.parent.name)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 from spurline.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from warm_runs import WarmRuns
+    from warm_runs import WarmProcess, WarmRuns
 
 
 class StopAfter:
@@ -54,6 +55,29 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+def write_pairs(path: Path, count: int, seed: int) -> Path:
+    """Rows of preference pairs: digits in order are preferred to digits in reverse."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        digits = sorted(rng.sample("0123456789", 3))
+        prompt = [{"role": "user", "content": f"sort {''.join(rng.sample(digits, 3))}"}]
+        answers = {"chosen": "".join(digits), "rejected": "".join(reversed(digits))}
+        rows.append(
+            {"prompt": prompt, **{side: [{"role": "assistant", "content": text}] for side, text in answers.items()}}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def on_ranks(config: dict[str, Any], ranks: int = 2, **settings: Any) -> dict[str, Any]:
+    """The config with the backend `fsdp` on CPU in place of its own."""
+    return config | {
+        "plugins": [*config.get("plugins", ()), "fsdp_backend"],
+        "backend": {"name": "fsdp", "device": "cpu", "ranks": ranks, "num_threads": 1, **settings},
+    }
+
+
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 120, every_s: float = 0.02) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -83,6 +107,13 @@ def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | 
 
     steps: None to kill it in its start, `wait_s` after that or with its first step.
     """
+    process = train_for(runs, config, metrics, steps=steps, wait_s=wait_s)
+    process.kill()
+    process.wait(10)
+
+
+def train_for(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None, wait_s: float) -> WarmProcess:
+    """Start a training process; returns it `wait_s` after it has done this many steps. steps: as above."""
     process = runs.start("train", config, output=config.with_suffix(".log"))
     before = num_lines(metrics)
     if steps is None:
@@ -100,8 +131,7 @@ def train_and_kill(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | 
             before = num_lines(metrics)
         time.sleep(wait_s)
     assert process.poll() is None, "the run ended before it could be killed: " + config.with_suffix(".log").read_text()
-    process.kill()
-    process.wait(10)
+    return process
 
 
 def num_lines(path: Path) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from spurline.errors import RunFailedError
@@ -33,6 +35,24 @@ def write_text(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_file(path.parent)
+
+
+@contextmanager
+def scratch_inside(folder: Path) -> Iterator[Path]:
+    """A new folder inside this one, for the context. Nothing is left of it, nor of folders that were made for it.
+
+    Raises OSError where none can be made.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="scratch-", dir=folder) as scratch:
+            yield Path(scratch)
+    finally:
+        for place in made:
+            # Something else may have come into it meanwhile.
+            if place.is_dir() and not any(place.iterdir()):
+                place.rmdir()
 
 
 def give_default_permissions(path: Path) -> None:

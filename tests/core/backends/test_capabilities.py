@@ -12,6 +12,7 @@ from spurline.config.loading import LoadedConfig, load_config
 from spurline.errors import ConfigError
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import BackendConfig
+from spurline.protocols.rollout_engine import RolloutEngineConfig
 
 SFT = {"plugins": ["ranks"], "model": {"path": "unused"}, "data": {"train": "unused.jsonl"}, "steps": 1}
 ROLLOUTS = {
@@ -42,11 +43,19 @@ class AbleBackendConfig(PlainBackendConfig):
     lends_model = True
 
 
+class BorrowerConfig(RolloutEngineConfig):
+    """Generates with the backend's own model, and with nothing else."""
+
+    name: str = "borrower"
+    borrows_model = True
+
+
 @pytest.fixture
 def load() -> Iterator[Any]:
     def register(registry: ComponentRegistrar) -> None:
         registry.add(PlainBackendConfig, "nowhere:Plain")
         registry.add(AbleBackendConfig, "nowhere:Able")
+        registry.add(BorrowerConfig, "nowhere:Borrower")
 
     with FakePlugins() as plugins:
         available = plugins.add("ranks", register=register)
@@ -70,7 +79,13 @@ def test_answers_to_held_out_prompts_need_a_backend_that_generates(load: Any) ->
     load(SFT | ANSWERS, "able")
 
 
-def test_an_engine_that_borrows_the_model_needs_a_backend_that_lends_it(load: Any) -> None:
-    with pytest.raises(ConfigError, match=r"source\.engine\.name is in_process.*'plain' does not hold its whole model"):
-        load(ROLLOUTS, "plain")
-    load(ROLLOUTS, "able")
+def test_an_engine_that_can_only_borrow_the_model_needs_a_backend_that_lends_it(load: Any) -> None:
+    borrowing = {**ROLLOUTS, "source": {**ROLLOUTS["source"], "engine": "borrower"}}
+    with pytest.raises(ConfigError, match=r"source\.engine\.name is borrower.*'plain' does not hold its whole model"):
+        load(borrowing, "plain")
+    load(borrowing, "able")
+
+
+def test_an_engine_that_can_hold_a_copy_takes_any_backend(load: Any) -> None:
+    for backend in ("plain", "able"):
+        load(ROLLOUTS, backend)

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
 from spurline.run.plan import Plan, make_plan
 
+ROOT = Path(__file__).parents[3]
 BACKEND = {"name": "fsdp", "device": "cuda", "ranks": 8, "precision": "bf16"}
 BILLIONS = {
     "vocab_size": 151936,
@@ -214,3 +215,38 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused_with_its_reason(
     monkeypatch.setattr(AdamWConfig, "needs_whole_parameters", "needs whole tensors")
     with pytest.raises(ConfigError, match="optimizer 'adamw' needs whole ones: needs whole tensors"):
         planned(config)
+
+
+LLAMA_70B = {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("example", "architecture"),
+    [
+        ("sft_qwen3_8b_fsdp", Qwen3Config(**BILLIONS, max_position_embeddings=40960)),
+        ("sft_lora_llama_70b_fsdp", LlamaConfig(**LLAMA_70B)),
+    ],
+    ids=["8b", "70b"],
+)
+def test_examples_for_eight_gpus_fit_them(
+    config: dict[str, Any], tmp_path: Path, example: str, architecture: PretrainedConfig
+) -> None:
+    """With a model of that size whose weights are not there, as a laptop without a network has it."""
+    rows = config["data"]["train"]
+    folder = with_model(config, tmp_path / "model", architecture)["model"]["path"]
+    overrides = [f"model.path={folder}", f"data.train={rows}", f"data.eval={rows}", "trackers=[]"]
+    with pytest.MonkeyPatch.context() as patch:
+        # Frozen weights have the dtype of their files, which only a model with files has.
+        patch.setattr("spurline.run.plan.check_weight_files", lambda model: None)
+        plan = make_plan(load_config(ROOT / "examples" / f"{example}.yaml", overrides), device_bytes=80 * 2**30)
+    assert [problem for problem in plan.problems if "backend" in str(problem)] == []
+    assert plan.sections["memory (estimate)"][-1] == "fits a device of 80.0 GiB"

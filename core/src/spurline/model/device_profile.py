@@ -7,6 +7,7 @@ seeded together here and saved without pickle.
 
 from __future__ import annotations
 
+import platform
 import random
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -74,6 +75,15 @@ class DeviceProfile:
         """Wait for the device, so that a clock read next means something."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @property
+    def name(self) -> str:
+        """What the device is, for people."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
+
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes of the device that are free now, and all of them; None on CPU, whose memory is everybody's."""
+        return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
     def release_cached_memory(self) -> None:
         if self.device.type == "cuda":

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from spurline.config.run_config import ModelConfig
+from spurline.data.tokenizer import load_tokenizer
+from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import LengthLimit
 from spurline.model.positions import position_limit
@@ -47,8 +50,12 @@ def generate_greedily(
             for row, member in enumerate(members):
                 input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
                 mask[row, width - len(prompts[member]) :] = 1
+            # transformers would have the processes of a sharded model decode in step; each has its own prompts here.
             output = generate(
-                input_ids.to(causal.device), attention_mask=mask.to(causal.device), generation_config=config
+                input_ids.to(causal.device),
+                attention_mask=mask.to(causal.device),
+                generation_config=config,
+                synced_gpus=False,
             )
             assert isinstance(output, torch.Tensor)
             for member, tokens in zip(members, output[:, width:].tolist(), strict=True):
@@ -100,6 +107,17 @@ def generation_model(
     context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
     return GenerationModel(causal, profile.computing, min(limits, default=None))
+
+
+def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
+    """The model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
+    found = model_stop_tokens(causal)
+    try:
+        eos = load_tokenizer(model).eos_token_id
+    except ModelError:
+        # Runs on pretokenized data need no tokenizer; the model's own ids are all there is then.
+        return found
+    return [*found, eos] if isinstance(eos, int) and eos not in found else found
 
 
 def model_stop_tokens(causal: PreTrainedModel) -> list[int]:

@@ -75,6 +75,9 @@ def segment_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, heads, D]: a view of how the projections lie in memory.
     query, key, value = (part.transpose(1, 2).squeeze(0) for part in (query, key, value))
+    exchange = segment_plan.exchange
+    if exchange is not None:
+        query, key, value = exchange.to_heads(query, key, value)
     window = sliding_window if sliding_window is not None and sliding_window < segment_plan.max_length else None
     if _varlen_kernel_fits(query, key, value, dropout):
         output = _varlen(query, key, value, segment_plan, scaling, window)
@@ -84,6 +87,8 @@ def segment_attention(
         buckets = zip(segment_plan.buckets, *parts, strict=True)
         outputs = [_attend(bucket, q, k, v, dropout, scaling, window) for bucket, q, k, v in buckets]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if exchange is not None:
+        output = exchange.to_tokens(output)
     return output.unsqueeze(0), None
 
 
@@ -110,7 +115,7 @@ def _refuse_what_would_be_ignored(
         asked.append("is_causal=False")
     if asked:
         raise ModelError(
-            f"{owner} uses {', '.join(asked)}, which the local backend's packed attention does not compute. "
+            f"{owner} uses {', '.join(asked)}, which packed attention does not compute. "
             "Where the model's config has a field for it, turn it off under model.config_overrides; otherwise choose "
             "another model."
         )

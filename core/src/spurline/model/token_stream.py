@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,18 +41,33 @@ class Bucket:
     slots: Tensor | None
 
 
+class AttentionExchange(Protocol):
+    """How processes that each run the model on a part of one stream compute its attention: some heads each, of all
+    tokens. Both methods are collectives of these processes, and differentiable."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[part, heads, D] each, of this process's tokens -> [T, some heads, D]."""
+        ...
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """[T, some heads, D] -> [part, heads, D]."""
+        ...
+
+
 @dataclass(frozen=True)
 class SegmentPlan:
     """The segments of a stream of T tokens.
 
     cu_seqlens: int32 [S + 1], where each segment starts, and T. max_length: tokens of the longest.
     buckets: cover the stream in order. tokens_of_buckets: their sizes, for `Tensor.split`.
+    exchange: None where the model runs on the whole stream in one process.
     """
 
     cu_seqlens: Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
     tokens_of_buckets: tuple[int, ...]
+    exchange: AttentionExchange | None = None
 
     @property
     def num_segments(self) -> int:

@@ -16,11 +16,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
+from spurline.data.hub import finding
 from spurline.errors import ModelError
 
 _CANDIDATES = (
@@ -30,6 +31,21 @@ _CANDIDATES = (
     "pytorch_model.bin.index.json",
 )
 """In the order in which transformers looks for them."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By their names in safetensors files."""
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _LFS = b"version https://git-lfs"
 _PICKLE = b"\x80"
@@ -52,6 +68,31 @@ def check_weight_files(model: ModelConfig) -> None:
         problem = _problem_of(path)
         if problem:
             raise ModelError(f"model.path: {path} {problem} {_FETCH}")
+
+
+def safetensors_files(model: ModelConfig) -> list[Path]:
+    """The safetensors files of a model, downloaded where it is not a folder; none where it has others.
+
+    Raises ModelError for files that are missing or broken.
+    """
+    check_weight_files(model)
+    folder = Path(model.path)
+    if not folder.is_dir():
+        with finding("model.path", model.path):
+            patterns = ["*.json", "*.safetensors"]
+            folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+    index = folder / "model.safetensors.index.json"
+    return shards_of(index) if index.is_file() else [*folder.glob("model.safetensors")]
+
+
+def stored_dtype(model: ModelConfig) -> torch.dtype:
+    """In which the files hold the weights; fp32 where they hold several, or are no safetensors, or there are none."""
+    found: set[torch.dtype] = set()
+    for path in [] if model.init == "random" else safetensors_files(model):
+        with safe_open(path, "pt") as file:
+            found |= {_DTYPES[file.get_slice(key).get_dtype()] for key in file.keys()}  # noqa: SIM118
+    floating = {dtype for dtype in found if dtype.is_floating_point}
+    return floating.pop() if len(floating) == 1 else torch.float32
 
 
 def shards_of(index: Path) -> list[Path]:
@@ -145,18 +186,6 @@ class FilePlan:
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
 class WeightFile:
     """A safetensors file that is written tensor by tensor, in any order; a context that closes it.
 
@@ -173,7 +202,7 @@ class WeightFile:
         for name, tensor in sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])):
             self._places[name], end = end, end + tensor.nbytes
             offsets = [self._places[name], end]
-            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data_begin = 8 + len(text)

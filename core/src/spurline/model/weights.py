@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from spurline.errors import CheckpointError
+
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -122,7 +124,7 @@ class NamedWeights:
         groups: dict[str, list[WeightPart]] = {}
         for part in parts:
             is_kept = part.name in weights and weights[part.name].shape == shapes[part.name].shape
-            groups.setdefault(part.name if is_kept else _place(part.name), []).append(part)
+            groups.setdefault(part.name if is_kept else layer_of(part.name), []).append(part)
         return [
             WeightGroup(
                 tuple(own), revert_weight_conversion(self._causal, {part.name: shapes[part.name] for part in own})
@@ -139,7 +141,7 @@ class NamedWeights:
         return torch.empty(sources[0].shape, dtype=dtype, device="meta")
 
 
-def _place(name: str) -> str:
+def layer_of(name: str) -> str:
     """The layer that a name is of, as far as its number: `model.layers.3.`; empty for what is outside of layers."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
@@ -160,19 +162,45 @@ def weights_digest(module: nn.Module) -> str:
     return _digest(module.named_parameters())
 
 
+def check_initial_weights(found: str, expected: str, path: str) -> None:
+    """Raise CheckpointError unless a reference model, loaded again from `path`, has the digest that the run began with.
+
+    Checkpoints hold a digest of these weights, not the weights.
+    """
+    if found != expected:
+        raise CheckpointError(
+            f"model.path: the weights of {path} are not those this run started from, and its reference model is "
+            "loaded from there. Restore them (and model.revision, where it names a branch), or start anew with "
+            "another run_dir."
+        )
+
+
 def _digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Hex digest; the same on every device."""
+    """The same on every device."""
+    return digest_of_samples((name, parameter, sample(parameter)) for name, parameter in parameters)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """What a digest looks at: the tensor's values at `sampled_positions`."""
+    values = tensor.detach().reshape(-1)
+    return values[sampled_positions(values.numel()).to(values.device)]
+
+
+def sampled_positions(num_values: int) -> Tensor:
+    """Positions among so many values: all of a few, else blocks spread evenly from the first to the last."""
+    if num_values <= _BLOCKS * _BLOCK_VALUES:
+        return torch.arange(num_values)
+    starts = torch.arange(_BLOCKS) * (num_values - _BLOCK_VALUES) // (_BLOCKS - 1)
+    return (starts[:, None] + torch.arange(_BLOCK_VALUES)).view(-1)
+
+
+def digest_of_samples(samples: Iterable[tuple[str, Tensor, Tensor]]) -> str:
+    """Hex digest of (name, tensor, its `sample`), in any order. Of the tensor, shape and dtype count."""
+    entries: dict[str, bytes] = {}
+    for name, tensor, values in samples:
+        head = f"{name} {list(tensor.shape)} {tensor.dtype}\0".encode()
+        entries[name] = head + values.cpu().view(torch.uint8).numpy().tobytes()
     digest = hashlib.sha256()
-    for name, parameter in sorted(parameters, key=lambda item: item[0]):
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}\0".encode())
-        digest.update(_sample(parameter.detach()).cpu().view(torch.uint8).numpy().tobytes())
+    for name in sorted(entries):
+        digest.update(entries[name])
     return digest.hexdigest()
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """All values of a small tensor, else blocks spread evenly from its first value to its last."""
-    values = tensor.contiguous().view(-1)
-    if values.numel() <= _BLOCKS * _BLOCK_VALUES:
-        return values
-    starts = [block * (values.numel() - _BLOCK_VALUES) // (_BLOCKS - 1) for block in range(_BLOCKS)]
-    return torch.cat([values[start : start + _BLOCK_VALUES] for start in starts])

@@ -25,6 +25,8 @@ class RolloutEngineConfig(ComponentConfig):
     kind: ClassVar[str] = "rollout_engine"
     borrows_model: ClassVar[bool] = False
     """Whether its `share` takes the model itself from the backend, which must then be one that `LendsModel`."""
+    holds_copy: ClassVar[bool] = False
+    """Whether it can generate with a copy in this process too, and takes tensors for it (transport `in_process`)."""
 
     @property
     def num_engines(self) -> int:

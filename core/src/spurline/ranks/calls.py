@@ -123,8 +123,9 @@ class RankCalls(ABC):
 
     def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
         who = self._identity(missing[0])
-        text = f"`{call}` was not done within its limit of {limit_s:g} s. {self._who_is_missing(missing)}"
-        stacks = [f"Stack of rank {rank}:\n{stack}" for rank, stack in self._stacks(missing).items()]
+        setting = "backend.start_timeout_s" if call == START else "backend.call_timeout_s"
+        text = f"`{call}` was not done within {limit_s:g} s, its limit by {setting}. {self._who_is_missing(missing)}"
+        stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
         raise RankFailedError(
             "\n".join([text, *stacks]), who.rank, who.node, who.pid, call, stacks[0] if stacks else ""
         )
@@ -137,3 +138,14 @@ class RankCalls(ABC):
 
 def _failures(outcomes: Mapping[int, Outcome]) -> dict[int, Raised | Died]:
     return {rank: outcome for rank, outcome in outcomes.items() if not isinstance(outcome, Value)}
+
+
+def _of_worker(stack: str) -> str:
+    """What `faulthandler` wrote, without the thread that takes calls, and without what is below the worker."""
+    threads = [thread for thread in stack.split("\n\n") if " in _listen" not in thread]
+    lines: list[str] = []
+    for thread in threads:
+        frames = thread.splitlines()
+        below = next((index for index, frame in enumerate(frames) if "ranks/rank_main.py" in frame), len(frames))
+        lines += frames[:below]
+    return "\n".join(lines)

@@ -383,10 +383,10 @@ class RolloutSourceConfig(PromptSourceConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
-        if self.engine.borrows_model and not run.backend.lends_model:
+        if self.engine.borrows_model and not (run.backend.lends_model or self.engine.holds_copy):
             yield Problem(
                 "engine.name",
-                f"is {self.engine.name}, which here generates with the very model of the backend, but backend "
-                f"'{run.backend.name}' does not hold its whole model in this process. Set backend.name: local, or "
-                "choose a source that publishes weights.",
+                f"is {self.engine.name}, which generates with the very model of the backend, but backend "
+                f"'{run.backend.name}' does not hold its whole model in this process. Set engine: in_process, "
+                "backend.name: local, or choose a source that publishes weights.",
             )

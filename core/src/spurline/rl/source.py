@@ -1,8 +1,8 @@
 """Source `rollouts`: synchronous reinforcement learning.
 
 A step draws prompts, generates with the weights of the step before, scores, has the models score the tokens, and lays
-out; the loop updates. The engine shares the backend's weights, so that nothing is published and no token is ever older
-than its step.
+out; the loop updates. The engine shares the backend's weights, or, where these are in other processes, has a copy that
+every update replaces: no token is ever older than its step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from spurline.data.batch import TrainingBatch
 from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
-from spurline.protocols.rollout_engine import SharesWeights
+from spurline.protocols.rollout_engine import SharesWeights, TakesWeights, TensorPlace, WeightBucket
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import HeldOutConfig, RolloutSourceConfig
 from spurline.rl.draws import Draw, SkippedRow
@@ -33,18 +33,22 @@ class RolloutSource(PromptSource):
         self._retries = 0
 
     def start(self, step: int, backend: Backend) -> None:
-        """Lend the backend's weights to the engine. Raises ConfigError when the engine cannot take them."""
+        """Lend or bring the backend's weights to the engine. Raises ConfigError when the engine can do neither."""
+        self._backend = backend
         engine = self._attempts.engine
-        if not isinstance(engine, SharesWeights):
+        lends = self._context.config.backend.lends_model or not self._config.engine.borrows_model
+        if isinstance(engine, SharesWeights) and lends:
+            engine.share(backend)
+            self._weights: _SharedWeights | _CopiedWeights = _SharedWeights(engine)
+        elif isinstance(engine, TakesWeights) and _TENSORS in engine.transports:
+            self._weights = _CopiedWeights(engine, backend, self._loop)
+        else:
             raise ConfigError.at(
                 "source.engine.name",
                 f"is {self._config.engine.name}, which generates with weights of its own, but the source "
                 f"'{self._config.name}' publishes none. Set engine: in_process, or choose an asynchronous source.",
             )
-        engine.share(backend)
-        engine.set_version(step - 1)
-        self._engine = engine
-        self._backend = backend
+        self._weights.update(step - 1)
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
@@ -78,8 +82,7 @@ class RolloutSource(PromptSource):
         return drawn / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        self._engine.set_version(step)
-        return {}
+        return self._weights.update(step)
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         return self._loop.run(self._attempts.evaluate(prompts, held_out))
@@ -99,3 +102,40 @@ class RolloutSource(PromptSource):
             self._loop.run(self._attempts.close())
         finally:
             self._loop.close()
+
+
+_TENSORS = "in_process"
+"""The transport of an engine that takes the tensors themselves."""
+
+
+class _SharedWeights:
+    """The engine generates with the model that is trained."""
+
+    def __init__(self, engine: SharesWeights) -> None:
+        self._engine = engine
+
+    def update(self, version: int) -> Mapping[str, float]:
+        self._engine.set_version(version)
+        return {}
+
+
+class _CopiedWeights:
+    """The engine has a copy, in this process."""
+
+    def __init__(self, engine: TakesWeights, backend: Backend, loop: asyncio.Runner) -> None:
+        self._engine, self._backend, self._loop = engine, backend, loop
+
+    def update(self, version: int) -> Mapping[str, float]:
+        """Replace every weight of the copy; returns what a publish reports, as metrics."""
+        begin = time.perf_counter()
+        sent = self._loop.run(self._bring(version))
+        return {"time/sync": time.perf_counter() - begin, "sync/bytes": float(sent)}
+
+    async def _bring(self, version: int) -> int:
+        sent = 0
+        await self._engine.begin_update(version)
+        for name, tensor in self._backend.named_weights():
+            await self._engine.load_bucket(WeightBucket(_TENSORS, (TensorPlace.of(name, tensor),), tensors=(tensor,)))
+            sent += tensor.nbytes
+        await self._engine.finish_update(version)
+        return sent

@@ -10,7 +10,6 @@ import fcntl
 import platform
 import resource
 import shutil
-import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, UserError
+from spurline.files import scratch_inside
 from spurline.model.architecture import load_model_config
 from spurline.model.memory import count_parameters, describe_count
 from spurline.model.weight_files import check_weight_files
@@ -81,38 +81,25 @@ def _devices() -> Iterator[Finding]:
 
 
 def _run_dir(path: Path) -> Iterator[Finding]:
-    """Can it be written, read back and locked? What this makes is removed again."""
-    made = _missing_parents(path)
+    """Can it be written, read back and locked?"""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f"doctor-{uuid.uuid4().hex}"
-        try:
-            with probe.open("w+", encoding="utf-8") as file:
-                file.write(probe.name)
-                file.flush()
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if probe.read_text(encoding="utf-8") != probe.name:
-                yield Finding("run_dir", f"{path} gives back other bytes than were written", "choose another run_dir")
-        finally:
-            probe.unlink(missing_ok=True)
-        free = shutil.disk_usage(path).free
-        fix = "free some, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
-        yield Finding("run_dir", f"{path} can be written and locked, {_gib(free)} free", fix)
+        with scratch_inside(path) as scratch, (scratch / "file").open("w+b") as file:
+            file.write(scratch.name.encode())
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = (scratch / "file").read_bytes() == scratch.name.encode()
+            free = shutil.disk_usage(path).free
     except OSError as error:
+        fix = "choose another: --set run_dir=PATH, or mend its rights"
+        yield Finding("run_dir", f"{path}: {error.strerror or error}", fix)
+        return
+    if not same:
         yield Finding(
-            "run_dir",
-            f"{path}: {error.strerror or error}",
-            "choose another with --set run_dir=PATH, or mend its rights",
+            "run_dir", f"{path} gives back other bytes than were written", "choose another: --set run_dir=PATH"
         )
-    finally:
-        for folder in made:
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    """The folders that are not there, innermost first."""
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
+        return
+    fix = "free some, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
+    yield Finding("run_dir", f"{path} can be written and locked, {_gib(free)} free", fix)
 
 
 def _model(config: RunConfig, origin: str) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from spurline.data.configs import SerialPrefetchConfig
 from spurline.errors import (
     ConfigError,
     NonFiniteLossError,
+    RankFailedError,
     RunDirectoryError,
     RunDirectoryLostError,
     RunFailedError,
@@ -447,8 +448,10 @@ class Run:
         if lost is not None:
             return self._rescued(lost)
         kept = self.state.checkpoint
+        where = f"The last checkpoint is {kept}." if kept else "There is no checkpoint."
+        if isinstance(error, RankFailedError):
+            error.add_note(f"{where} {self._go_on()}")
         if isinstance(error, KeyboardInterrupt):
-            where = f"The last checkpoint is {kept}." if kept else "There is no checkpoint."
             return KeyboardInterrupt(f"Stopped at once, after step {self.state.step:,}. {where} {self._go_on()}")
         if isinstance(error, NonFiniteLossError):
             where = f"The last good checkpoint is {kept}." if kept else "There was no checkpoint before it."

@@ -7,6 +7,7 @@ policy's.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -240,6 +241,23 @@ class BackendContract:
             names = Counter(name for name, _ in backend.named_weights())
             assert names.most_common(1)[0][1] == 1, "a weight came twice"
             assert_weights_equal(weights_of(backend), expected)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_written_weights_are_the_named_ones_in_files_of_limited_size(
+        self, tiny_model: Path, tmp_path: Path, dtype: torch.dtype
+    ) -> None:
+        limit = 20_000
+        with self.backend(tiny_model) as (backend, layout):
+            backend.update(*minibatch("packed", layout))
+            backend.write_weights(tmp_path, dtype, limit)
+            expected = {name: tensor.to(dtype) for name, tensor in weights_of(backend).items()}
+        files = {file: load_file(file) for file in tmp_path.glob("*.safetensors")}
+        assert len(files) > 1
+        for file, tensors in files.items():
+            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit, file.name
+        assert_weights_equal({name: tensor for tensors in files.values() for name, tensor in tensors.items()}, expected)
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        assert index == {name: file.name for file, tensors in files.items() for name in tensors}
 
     def test_logprobs_are_the_models_own_at_loss_positions(self, tiny_model: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

@@ -7,6 +7,7 @@ torch process group; those are in the ranks (`rank.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +16,22 @@ from torch import Tensor
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Dealing, deal
-from spurline.errors import ModelError, NonFiniteLossError
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointWriteError, ModelError, NonFiniteLossError
 from spurline.model.accumulate import SumsPart, describe_failure
 from spurline.model.stream_model import ENTROPY
 from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
+from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.weight_sync import MakerChoice
 from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
+from spurline_fsdp_backend.checkpoint import SavedPart
 from spurline_fsdp_backend.configs import FsdpBackendConfig
-from spurline_fsdp_backend.weight_gathering import cut
+from spurline_fsdp_backend.publishing import buckets_of_ranks
 
 _WORKER = "spurline_fsdp_backend.rank:FsdpRank"
 
@@ -37,6 +42,8 @@ class FsdpBackend:
     def __init__(self, config: FsdpBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
         self._run = run
+        # Before ranks start and weights are read.
+        config.check_model(run)
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
 
@@ -81,12 +88,49 @@ class FsdpBackend:
         return dealing.gather(self._counting(answers))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for names in cut(self._ranks.call("weight_sizes")[0]):
-            for name, value in self._ranks.call("weights", names)[0]:
+        for bucket in self._ranks.call("weight_buckets")[0]:
+            for name, value in self._ranks.call("weights", bucket)[0]:
                 yield name, torch.from_numpy(value)
+
+    def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
+        """See `MakesBuckets`."""
+        return buckets_of_ranks(self._ranks, version, choice)
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        if self._config.expert > 1:
+            # Experts stay divided, so tokens travel in every step: all ranks decode the same prompts.
+            shares = [[list(prompt) for prompt in prompts]] * self._ranks.size
+            return self._ranks.call("generate", max_new_tokens, per_rank=shares)[0]
+        dealt = _deal_prompts(prompts, self._ranks.size)
+        shares = [[list(prompts[number]) for number in numbers] for numbers in dealt]
+        answers = self._ranks.call("generate", max_new_tokens, per_rank=shares)
+        found = {
+            number: answer
+            for numbers, part in zip(dealt, answers, strict=True)
+            for number, answer in zip(numbers, part, strict=True)
+        }
+        return [found[number] for number in range(len(prompts))]
 
     def facts(self) -> Mapping[str, int | str]:
         return self._ranks.call("facts")[0]
+
+    def save(self, path: Path) -> Mapping[str, FileDigest]:
+        parts: list[SavedPart] = self._ranks.call("save", str(path.absolute()))
+        failures = [part.failure for part in parts if part.failure is not None]
+        if failures:
+            raise CheckpointWriteError(failures[0])
+        return {name: digest for part in parts for name, digest in part.digests.items()}
+
+    def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
+        # Ranks answer what is wrong, and do not raise it: they are as they were, and stay.
+        files, size = sorted((digests or {}).items()), self._ranks.size
+        shares = [dict(files[rank::size]) for rank in range(size)]
+        _raise_first(self._ranks.call("verify", str(path.absolute()), per_rank=shares))
+        _raise_first(self._ranks.call("load", str(path.absolute())))
 
     def close(self) -> None:
         self._ranks.close()
@@ -115,3 +159,15 @@ class FsdpBackend:
             raise ModelError("The reference model is the model before training: it is never trained itself.")
         if role == "critic" and self._run.critic is None:
             raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
+
+
+def _raise_first(answers: Sequence[Exception | None]) -> None:
+    for error in answers:
+        if error is not None:
+            raise error
+
+
+def _deal_prompts(prompts: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
+    """Numbers of the prompts of each rank; all ranks get prompts of all lengths."""
+    by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    return [by_length[rank::num_ranks] for rank in range(num_ranks)]

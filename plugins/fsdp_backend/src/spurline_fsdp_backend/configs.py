@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -13,7 +13,7 @@ from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
 from spurline.model.configs import LoraConfig
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import BackendConfig
+from spurline.protocols.backend import BackendConfig, Finding
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import Launch, RankRequest, RuntimeEnv, TimeLimits
 from spurline.ranks.machine import num_gpus
@@ -108,6 +108,10 @@ class FsdpBackendConfig(BackendConfig):
                 )
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
+        if self.compile and self.expert > 1:
+            yield Problem(
+                "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."
+            )
         if self.gpus is not None:
             yield from self._gpu_problems(self.gpus)
         if self.ranks_per_node is not None and ranks > self.ranks_per_node and ranks % self.ranks_per_node:
@@ -234,6 +238,9 @@ class FsdpBackendConfig(BackendConfig):
 
     def estimate_host_memory(self, run: RunConfig) -> int:
         return self._part("memory:estimate_host_memory")(self, run)
+
+    def doctor(self, run: RunConfig) -> Iterator[Finding]:
+        return self._part("doctor:doctor")(self, run)
 
     @staticmethod
     def _part(name: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from spurline.ranks.group import Place
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 
 REPLICA, SHARD, DATA, CONTEXT = "replica", "shard", "data", "context"
+EXPERT_SHARD, EXPERT, RANK, ALONE = "expert_shard", "expert", "rank", "alone"
 """Names of mesh dimensions."""
 
 
@@ -23,10 +24,14 @@ class Meshes:
 
     sharding: what parameters are sharded over; two dimensions, replicas first, where there are several of them.
     context: the ranks that share this rank's sequences; None where each has its own.
+    experts: two dimensions, first the ranks that hold parts of the same experts, then those that divide all experts;
+    None where every rank has all of them. alone: this rank by itself.
     """
 
     sharding: DeviceMesh
     context: ProcessGroup | None
+    experts: DeviceMesh | None
+    alone: DeviceMesh | None
     data_rank: int
     context_rank: int
 
@@ -47,5 +52,11 @@ def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
     if context > 1:
         sequences = init_device_mesh(device, (place.world // context, context), mesh_dim_names=(DATA, CONTEXT))
         group = sequences[CONTEXT].get_group()
+    experts = alone = None
+    if config.expert > 1:
+        divided = (place.world // config.expert, config.expert)
+        experts = init_device_mesh(device, divided, mesh_dim_names=(EXPERT_SHARD, EXPERT))
+        alone = init_device_mesh(device, (place.world, 1), mesh_dim_names=(RANK, ALONE))[ALONE]
     data_rank, context_rank = divmod(place.rank, context)
-    return Meshes(init_device_mesh(device, shape, mesh_dim_names=names), group, data_rank, context_rank)
+    sharding = init_device_mesh(device, shape, mesh_dim_names=names)
+    return Meshes(sharding, group, experts, alone, data_rank, context_rank)

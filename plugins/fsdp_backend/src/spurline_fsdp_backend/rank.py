@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,9 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from spurline.data.dealing import RankShare, Rows
-from spurline.errors import ModelError
+from spurline.digests import FileDigest, verify_files
+from spurline.errors import CheckpointError, CheckpointWriteError, ModelError
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
+from spurline.model.generation import stop_tokens
 from spurline.model.loading import check_config
 from spurline.model.stream_model import ENTROPY, StreamModel
 from spurline.model.token_stream import TokenStream, share_streams
@@ -26,11 +31,24 @@ from spurline.optimizers.optimization import critic_optimization, policy_optimiz
 from spurline.protocols.backend import Role
 from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
+from spurline_fsdp_backend.checkpoint import SavedPart, load, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.context_parallel import check_sharing
+from spurline_fsdp_backend.generation import generate
 from spurline_fsdp_backend.mesh import make_meshes
-from spurline_fsdp_backend.sharded_model import build_critic, build_policy
+from spurline_fsdp_backend.publishing import Publishing
+from spurline_fsdp_backend.sharded_model import (
+    ShardedStreamModel,
+    build_critic,
+    build_policy,
+    build_reference,
+    check_sharded,
+)
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
-from spurline_fsdp_backend.weight_gathering import as_arrays, gather_gradients, gather_weights, weight_sizes
+from spurline_fsdp_backend.weight_gathering import Bucket, WeightGathering, as_arrays, gather_gradients
+
+_PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Engines get weights as forward passes here use them."""
 
 Wire = Mapping[str, Any]
 """A `RankShare` as it travels."""
@@ -50,7 +68,17 @@ class FsdpRank:
         place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
+        if self._config.probe:
+            place.doing("checking that packed rows are exact for this model")
+            check_sharded(model, self._config, self._profile, self._run.model.path)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, total_updates))
+        self._gathering = WeightGathering(model.causal, adapted=self._config.lora is not None)
+        self._publishing = Publishing(place, self._gathering, _PUBLISHED[self._config.computes_in])
+        self._reference: ShardedStreamModel | None = None
+        # After its parameters were listed: a forward pass leaves the outermost group gathered.
+        if self._config.probe and model.sharing is not None:
+            half = self._config.computes_in == "bf16"
+            check_sharing(model, self._profile, self._run.model.path, half_precision=half)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
@@ -93,14 +121,35 @@ class FsdpRank:
             trained.drop_gradients()
         return as_arrays(whole) if self._place.rank == 0 else None
 
-    def weight_sizes(self) -> list[tuple[str, int]]:
-        """See `weight_gathering.weight_sizes`."""
-        return weight_sizes(self._policy.model.causal)
+    def weight_buckets(self) -> list[Bucket]:
+        """See `WeightGathering.buckets`."""
+        return list(self._gathering.buckets())
 
-    def weights(self, names: Sequence[str]) -> list[tuple[str, NDArray[Any]]] | None:
+    def weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
         """(hf_name, whole tensor) of these weights of the policy, from the first rank."""
-        whole = gather_weights(self._policy.model.causal, names)
-        return as_arrays(whole) if self._place.rank == 0 else None
+        whole = self._gathering.gather(bucket)
+        return as_arrays(whole.items()) if self._place.rank == 0 else None
+
+    def write_weights(self, folder: str, dtype: str, max_file_bytes: int) -> None:
+        """See `Backend.write_weights`. dtype: its name in torch."""
+        self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """See `Generates`; of this rank's prompts."""
+        model = self._policy.model
+        return generate(model, self._config, self._profile, prompts, max_new_tokens, self._stop_tokens)
+
+    def num_buckets(self, choice: Mapping[str, Any]) -> int:
+        """See `Publishing.num_buckets`."""
+        return self._publishing.num_buckets(choice)
+
+    def make_bucket(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
+        """See `Publishing.make`."""
+        return self._publishing.make(choice, version, number)
+
+    def bucket_taken(self) -> None:
+        """See `Publishing.taken`."""
+        self._publishing.taken()
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
         """The part of the sums that this rank counts."""
@@ -111,9 +160,35 @@ class FsdpRank:
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
         """Of the rows of the share; None of a rank whose rows another one answers for."""
-        model, share = self._model_of(role), RankShare.from_wire(wire)
-        result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
+        share = RankShare.from_wire(wire)
+        with self._playing(role) as model:
+            result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
         return result.numpy() if self._counts else None
+
+    def save(self, path: str) -> SavedPart:
+        """Write this rank's part of all models that are trained."""
+        layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
+        try:
+            return SavedPart(save(Path(path), self._trained, {"ranks": self._place.world, **layout}))
+        except CheckpointWriteError as error:
+            return SavedPart({}, f"rank {self._place.rank} on {self._place.node}: {error}")
+
+    def verify(self, digests: Mapping[str, FileDigest], path: str) -> CheckpointError | None:
+        """What is wrong with these files, if anything is."""
+        self._place.doing(f"verifying {len(digests)} files of a checkpoint")
+        try:
+            verify_files(Path(path), digests)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def load(self, path: str) -> CheckpointError | None:
+        """Take a checkpoint over; what keeps it from that, if anything does, and then nothing has changed."""
+        try:
+            load(Path(path), self._trained)
+        except CheckpointError as error:
+            return error
+        return None
 
     def facts(self) -> dict[str, int | str]:
         """See `Backend.facts`."""
@@ -122,6 +197,10 @@ class FsdpRank:
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": f"{self._place.world} x {self._profile.device.type}",
         }
+
+    @property
+    def _trained(self) -> dict[Role, ShardedTrainedModel]:
+        return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
 
     @property
     def _counts(self) -> bool:
@@ -153,8 +232,26 @@ class FsdpRank:
             model.causal.set_is_last_backward(index == number)
             yield rows, stream
 
-    def _model_of(self, role: Role) -> StreamModel:
-        return self._model_to_train(role).model
+    @contextmanager
+    def _playing(self, role: Role) -> Iterator[StreamModel]:
+        """The model of this role, while it is used for forwards."""
+        if role != "reference":
+            yield self._model_to_train(role).model
+        elif self._config.lora is not None:
+            from spurline.model.lora import adapters_off
+
+            with adapters_off(self._policy.model.causal):
+                yield self._policy.model
+        else:
+            if self._reference is None:
+                self._place.doing("loading the reference model")
+                initial = self._policy.initial_weights
+                self._reference = build_reference(self._run.model, self._config, self._meshes, self._run.seed, initial)
+            yield self._reference
+
+    @cached_property
+    def _stop_tokens(self) -> list[int]:
+        return stop_tokens(self._policy.model.causal, self._run.model)
 
     def _model_to_train(self, role: Role) -> ShardedTrainedModel:
         if role == "reference":

@@ -25,11 +25,18 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.device_profile import DeviceProfile, device_profile
+from spurline.model.probe import check_exactness
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream
+from spurline.model.weight_files import stored_dtype
+from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
-from spurline_fsdp_backend.mesh import Meshes
+from spurline_fsdp_backend.context_parallel import SequenceSharing
+from spurline_fsdp_backend.digests import weights_digest
+from spurline_fsdp_backend.expert_parallel import divide_experts
+from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
 
 _ENTRY = "spurline_score"
@@ -43,6 +50,9 @@ class _ThroughRoot(StreamModel):
     `StreamModel` calls decoder and output layer apart.
     """
 
+    sharing: SequenceSharing | None = None
+    """Set where ranks share sequences: then they compute one stream together."""
+
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         if not hasattr(self.causal, _ENTRY):
             setattr(self.causal, _ENTRY, types.MethodType(self._score, self.causal))
@@ -54,8 +64,13 @@ class _ThroughRoot(StreamModel):
         self, causal: nn.Module, stream: TokenStream, needs: Collection[str], temperature: float
     ) -> tuple[Tensor, Tensor | None]:
         # FSDP2 finds the tensors whose gradients it waits for in tuples, not in dataclasses.
-        inputs = super().loss_inputs(stream, needs, temperature)
-        return inputs.logprobs, inputs.entropy
+        if self.sharing is None:
+            inputs = super().loss_inputs(stream, needs, temperature)
+            return inputs.logprobs, inputs.entropy
+        part, mine = self.sharing.part_of(stream)
+        inputs = super().loss_inputs(part, needs, temperature)
+        entropy = None if inputs.entropy is None else self.sharing.joined(inputs.entropy, mine, stream)
+        return self.sharing.joined(inputs.logprobs, mine, stream), entropy
 
 
 class ShardedStreamModel(_ThroughRoot, StreamModel):
@@ -68,12 +83,38 @@ class ShardedValueModel(_ThroughRoot, ValueModel):
 
 def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
     """The model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
-    return ShardedStreamModel(_build(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
+    built = ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
+    built.sharing = sharing_of(config, meshes)
+    return built
 
 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
     """The same with a value head in the place of the output layer."""
-    return ShardedValueModel(_build(model, config, meshes, seed, put_value_head))
+    built = ShardedValueModel(_build_trained(model, config, meshes, seed, put_value_head))
+    built.sharing = sharing_of(config, meshes)
+    return built
+
+
+def build_reference(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
+) -> ShardedStreamModel:
+    """The model that the run started from, sharded, frozen and in the dtype that is computed in. A collective.
+
+    Raises CheckpointError unless its weights have the digest `initial_weights`.
+    """
+    causal = _build(model, config, meshes, seed, _no_change, torch.float32)
+    check_initial_weights(weights_digest(causal), initial_weights, model.path)
+    causal.requires_grad_(False).eval()
+    if config.computes_in == "bf16":
+        nn.Module.to(causal, dtype=torch.bfloat16)
+    built = ShardedStreamModel(causal, config.logits_chunk_tokens)
+    built.sharing = sharing_of(config, meshes)
+    return built
+
+
+def sharing_of(config: FsdpBackendConfig, meshes: Meshes) -> SequenceSharing | None:
+    """How this rank shares its sequences with others; None where it does not."""
+    return None if meshes.context is None else SequenceSharing(meshes.context, device_profile(config.on))
 
 
 Change = Callable[[PreTrainedModel], object]
@@ -84,14 +125,38 @@ def _no_change(causal: PreTrainedModel) -> None:
     pass
 
 
-def _build(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change) -> PreTrainedModel:
-    causal = build_without_memory(load_model_config(model), model).to(torch.float32).train()
+def _build_trained(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change
+) -> PreTrainedModel:
+    """With all weights trained in fp32, or adapters beside frozen weights in the dtype of their files."""
+    if config.lora is None:
+        return _build(model, config, meshes, seed, change, torch.float32)
+    from spurline.model.lora import add_adapters
+    from spurline_fsdp_backend.adapters import draw_adapters, take_over
+
+    dtype = stored_dtype(model)
+    plain = _build(model, config, meshes, seed, change, dtype)
+    adapted = _without_values(model, dtype)
+    add_adapters(adapted, config.lora, seed)
+    change(adapted)
+    shard(adapted, config, meshes)
+    take_over(adapted, plain)
+    draw_adapters(adapted, seed, plain.device)
+    return adapted
+
+
+def _build(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change, dtype: torch.dtype
+) -> PreTrainedModel:
+    causal = _without_values(model, dtype)
     change(causal)
-    if config.activation_checkpointing:
-        StreamModel(causal).checkpoint_activations({"use_reentrant": False})
     shard(causal, config, meshes)
     load_weights(causal, model, seed, config.on)
     return causal
+
+
+def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return build_without_memory(load_model_config(model), model).to(dtype).train()
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
@@ -99,13 +164,20 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
 
     The gradients of a step are sums over ranks and micro-batches, in fp32: what a loss is divided by is fixed before.
     """
-    computing = torch.bfloat16 if config.computes_in == "bf16" else None
+    if config.activation_checkpointing:
+        StreamModel(causal).checkpoint_activations({"use_reentrant": False})
+    computing = torch.bfloat16 if config.computes_in == "bf16" else torch.float32
     options: dict[str, Any] = {
         "mesh": meshes.sharding,
         "mp_policy": MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32),
         # Pinned memory is the GPU's; without one there is nothing to copy to.
         "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
+    if meshes.experts is not None:
+        # Before the layers, which then leave them alone: ranks of one expert group hold different experts.
+        for holder in divide_experts(causal, meshes):
+            apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
+            fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
     for layer in decoder_layers(causal):
         if config.compile:
             layer.compile(dynamic=True)
@@ -133,6 +205,16 @@ def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
     names = set(causal._no_split_modules or ())
     found = [module for module in causal.get_decoder().modules() if type(module).__name__ in names]
     return found or list(causal.get_decoder().layers)
+
+
+def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
+    """See `check_exactness`; all ranks check the same tokens. A collective."""
+    # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
+    model.causal.unshard()
+    try:
+        check_exactness(model, profile, path, in_half_precision=config.computes_in == "bf16")
+    finally:
+        model.causal.reshard()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from spurline.model.stream_model import StreamModel
 from spurline.optimizers.optimization import MakeOptimization
+from spurline_fsdp_backend.digests import frozen_digest, weights_digest
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
@@ -37,7 +38,7 @@ class StepTotals:
 class ShardedTrainedModel:
     """`model`, of which the parameters that ask for gradients are trained.
 
-    make_optimization: for its trained parameters, DTensors by the names of the model.
+    make_optimization: for its trained parameters, DTensors by the names of the model. Making one is a collective.
     """
 
     def __init__(self, model: StreamModel, make_optimization: MakeOptimization) -> None:
@@ -45,6 +46,10 @@ class ShardedTrainedModel:
         self.parameters: Mapping[str, Parameter] = {
             name: value for name, value in model.causal.named_parameters() if value.requires_grad
         }
+        self.initial_weights = weights_digest(model.causal)
+        """Recognises the weights that the whole run started from, also after a resume."""
+        self.frozen_weights = frozen_digest(model.causal)
+        """Recognises the weights that are not trained, and that a checkpoint does not hold."""
         self.updates = 0
         self.optimization = make_optimization(self.parameters)
 
@@ -90,5 +95,6 @@ def _copies(value: Tensor) -> int:
     if not isinstance(value, DTensor):
         return world
     mesh = value.device_mesh
-    parts = math.prod(mesh.size(place) for place, placement in enumerate(value.placements) if placement.is_shard())
+    # Not `is_shard`: experts are sharded twice in one dimension, for which torch has a placement of another kind.
+    parts = math.prod(mesh.size(place) for place, kind in enumerate(value.placements) if not kind.is_replicate())
     return world // parts

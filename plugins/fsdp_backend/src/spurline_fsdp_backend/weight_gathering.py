@@ -1,57 +1,91 @@
 """Bring whole tensors together out of the ranks' shards, a few at a time.
 
-Place on the way: shards -> `full_tensor`, on all ranks -> numpy arrays from the first rank. Names outwards are those of
-Hugging Face files.
+Place on the way: shards -> whole tensors on all ranks -> weights under Hugging Face names -> files that the ranks
+write, or numpy arrays from the first rank. No process ever holds more than a bucket and what is made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+
+from spurline.files import write_failure
+from spurline.model.weight_files import FilePlan, WeightFile
+from spurline.model.weights import NamedWeights
 
 BUCKET_BYTES = 64 << 20
 """How much is gathered at a time."""
 
-Sizes = Sequence[tuple[str, int]]
-"""(name in the model, bytes of the whole tensor)."""
+Bucket = tuple[int, int]
+"""Groups of tensors that leave the model together: number of the first, and of the one after the last."""
 
 
-def weight_sizes(causal: PreTrainedModel) -> list[tuple[str, int]]:
-    """Every weight once, tied ones under their first name."""
-    sizes: list[tuple[str, int]] = []
-    seen: set[int] = set()
-    for name, value in causal.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            sizes.append((name, value.numel() * value.element_size()))
-    return sizes
+class WeightGathering:
+    """Gathers the weights of a sharded model. Every rank makes the same plan, from names and shapes.
 
+    adapted: whether the model carries LoRA adapters, which are merged.
+    """
 
-def cut(sizes: Sizes, max_bytes: int = BUCKET_BYTES) -> Iterator[list[str]]:
-    """Names in order, in lists of at most so many bytes; a larger tensor alone."""
-    names: list[str] = []
-    used = 0
-    for name, size in sizes:
-        if names and used + size > max_bytes:
-            yield names
-            names, used = [], 0
-        names.append(name)
-        used += size
-    if names:
-        yield names
+    def __init__(self, causal: PreTrainedModel, *, adapted: bool) -> None:
+        self._causal = causal
+        self._named = NamedWeights(causal, adapted=adapted)
 
+    def buckets(self, max_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """All weights in order, in buckets of at most so many bytes; a larger group of tensors has one of its own.
 
-def gather_weights(causal: PreTrainedModel, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """(hf_name, whole tensor) of these weights, on every rank. A collective."""
-    state = causal.state_dict(keep_vars=True)
-    whole = {name: gather(state[name].detach()) for name in names}
-    return list(revert_weight_conversion(causal, whole).items())
+        dtype: in which weights are gathered; None: in that of the model.
+        """
+        first, used = 0, 0
+        for number, group in enumerate(self._named.groups):
+            size = sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in group.weights.values())
+            if first < number and used + size > max_bytes:
+                yield first, number
+                first, used = number, 0
+            used += size
+        yield first, len(self._named.groups)
+
+    def gather(self, bucket: Bucket, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """(hf_name, whole tensor) of a bucket, on the device, on every rank. A collective."""
+        # Asked for anew: what a forward pass has gathered is given back by this.
+        state = self._causal.state_dict(keep_vars=True)
+        weights: dict[str, Tensor] = {}
+        for group in self._named.groups[slice(*bucket)]:
+            # Half of the bytes to send; adapters are merged in full precision before.
+            early = None if group.is_merged else dtype
+            whole = {source: gather(_cast(state[source].detach(), early)) for source in group.sources}
+            made = self._named.weights_of(group, whole)
+            weights |= {name: _cast(weight, dtype) for name, weight in made.items()}
+        return weights
+
+    def write(self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]) -> None:
+        """Write the weights as `Backend.write_weights` says; the ranks take turns with the files. A collective.
+
+        Raises RunFailedError naming a folder that cannot be written to.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        plan = FilePlan.of(self._named.layout, dtype, max_file_bytes)
+        own = list(plan.files)[rank::world]
+        try:
+            with ExitStack() as stack:
+                files = {name: stack.enter_context(WeightFile(folder / name, plan.files[name])) for name in own}
+                for first, end in self.buckets(dtype=dtype):
+                    doing(f"writing weights, groups {first + 1} to {end} of {len(self._named.groups)}")
+                    for name, weight in self.gather((first, end), dtype).items():
+                        if plan.file_of[name] in files:
+                            files[plan.file_of[name]].put(name, weight)
+            if rank == 0:
+                plan.write_index(folder)
+        except OSError as error:
+            raise write_failure(folder, error) from error
 
 
 def gather(value: Tensor) -> Tensor:
@@ -59,7 +93,7 @@ def gather(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def as_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, NDArray]]:
+def as_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, NDArray[Any]]]:
     """As they travel between processes; numpy has no bf16, and fp32 holds it exactly."""
     return [(name, value.float().cpu().numpy()) for name, value in tensors]
 
@@ -70,3 +104,7 @@ def gather_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor
         (name, gather(torch.zeros_like(value) if value.grad is None else value.grad).detach())
         for name, value in parameters.items()
     ]
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,13 +21,10 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from spurline.config.run_config import ModelConfig
-from spurline.data.hub import finding
 from spurline.model.device_profile import device_profile
 from spurline.model.loading import check_loaded, load_model, quiet_loading
 from spurline.model.stream_model import ValueHead
-from spurline.model.weight_files import check_weight_files, shards_of
-
-_INDEXED, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+from spurline.model.weight_files import safetensors_files
 
 
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
@@ -36,24 +32,13 @@ def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device:
 
     A value head keeps the values it begins with. Raises ModelError for files that do not fit, on every rank.
     """
-    files = [] if model.init == "random" else _weight_files(model)
+    files = [] if model.init == "random" else safetensors_files(model)
     if files:
         _read_parts(causal, model, files, device)
     else:
         _hand_out(causal, model, seed, device)
     left = [name for name, value in (*causal.named_parameters(), *causal.named_buffers()) if value.is_meta]
     assert not left, f"without values: {left}"
-
-
-def _weight_files(model: ModelConfig) -> list[Path]:
-    """The safetensors files of a model; none where it has others. One rank of each machine downloads them."""
-    check_weight_files(model)
-    folder = Path(model.path)
-    if not folder.is_dir():
-        with finding("model.path", model.path):
-            patterns = ["*.json", "*.safetensors"]
-            folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
-    return shards_of(folder / _INDEXED) if (folder / _INDEXED).is_file() else [*folder.glob(_SINGLE)]
 
 
 def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], device: str) -> None:

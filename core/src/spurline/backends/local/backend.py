@@ -24,12 +24,11 @@ from spurline.backends.local.trained_model import TrainedModel, load_reference
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Rows
-from spurline.data.tokenizer import load_tokenizer
 from spurline.digests import FileDigest
 from spurline.errors import ModelError, NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
-from spurline.model.generation import generate_greedily, generation_model, model_stop_tokens
+from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
@@ -211,14 +210,7 @@ class LocalBackend:
 
     @cached_property
     def _stop_tokens(self) -> list[int]:
-        """The model's end-of-sequence ids and its tokenizer's, which chat models end their turns with."""
-        found = model_stop_tokens(self._model.causal)
-        try:
-            eos = load_tokenizer(self._run.model).eos_token_id
-        except ModelError:
-            # Runs on pretokenized data need no tokenizer; the model's own ids are all there is then.
-            return found
-        return [*found, eos] if isinstance(eos, int) and eos not in found else found
+        return stop_tokens(self._model.causal, self._run.model)
 
     def _refuse_swapped(self, what: str) -> None:
         if self.is_swapped:

@@ -9,7 +9,6 @@ are the caller's work.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.model import device_profile
+from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline.optimizers.state import OptimizerState, describe
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def save_training_state(path: Path, trained: TrainedModel) -> None:
             "optimizer": optimizer.facts(),
             "generators": device_profile.generator_values(),
         }
-        (path / "state.json").write_text(json.dumps(content), encoding="utf-8")
+        write_facts(path, content)
     except (OSError, SafetensorError) as error:
         raise CheckpointWriteError(str(error)) from error
 
@@ -84,14 +84,10 @@ class SavedState:
 
 def read_training_state(path: Path, trained: TrainedModel) -> SavedState:
     """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer."""
+    content = read_facts(path, "local", _FORMAT)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
-    content = _read_json(path / "state.json")
-    _check_model(path, model, _model_tensors(trained))
-    if content["frozen_weights"] != trained.frozen_weights:
-        raise CheckpointError(
-            f"{path}: the checkpoint's adapters were trained on other frozen weights than this run's model has. Resume "
-            "with the model.path, model.revision, model.init and seed the checkpoint was made with."
-        )
+    check_weights(path, _described(model), _described(_model_tensors(trained)))
+    check_frozen(path, content["frozen_weights"], trained.frozen_weights)
     state = OptimizerState.read(optimizer, content.get("optimizer"))
     try:
         trained.optimization.check(state)
@@ -110,19 +106,8 @@ def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in trained.parameters.items()} | buffers
 
 
-def _check_model(path: Path, saved: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    missing, foreign = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
-    if missing or foreign:
-        raise CheckpointError(
-            f"{path}: the checkpoint holds other weights than this run trains: {_some('missing', missing)}"
-            f"{_some('not in the model', foreign)}Resume with the model and backend.lora the checkpoint was made with."
-        )
-    for name, target in targets.items():
-        if saved[name].shape != target.shape or saved[name].dtype != target.dtype:
-            raise CheckpointError(
-                f"{path}: {name} is {describe(saved[name])} in the checkpoint, but {describe(target)} in this run. "
-                "Resume with the model, backend.lora and backend.precision the checkpoint was made with."
-            )
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: describe(tensor) for name, tensor in tensors.items()}
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,28 +121,10 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def _some(label: str, names: list[str]) -> str:
-    return f"{len(names)} {label} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). " if names else ""
-
-
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(_unreadable(path, error)) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(_unreadable(path, error)) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path}: not a state of this Spurline version (format {_FORMAT}). Use the one that wrote it."
-        )
-    return content
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    return f"{path}: missing or damaged ({error}). Resume from another checkpoint."
+        raise DamagedCheckpointError(
+            f"{path}: missing or damaged ({error}). Resume from another checkpoint."
+        ) from error

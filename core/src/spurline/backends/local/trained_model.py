@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import CheckpointError, ModelError, suggestion
+from spurline.errors import ModelError, suggestion
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import load_model
 from spurline.model.stream_model import StreamModel
-from spurline.model.weights import frozen_digest, weights_digest
+from spurline.model.weights import check_initial_weights, frozen_digest, weights_digest
 from spurline.optimizers.optimization import MakeOptimization
 
 
@@ -102,14 +102,9 @@ def load_reference(
 ) -> StreamModel:
     """The weights that the run started from, loaded again and frozen; runs with adapters turn those off instead.
 
-    Checkpoints hold a digest of them, not the weights. Raises CheckpointError unless they have `initial_weights`.
+    Raises CheckpointError unless they have `initial_weights`.
     """
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
-    if weights_digest(causal) != initial_weights:
-        raise CheckpointError(
-            f"model.path: the weights of {run.model.path} are not those this run started from, and its reference model "
-            "is loaded from there. Restore them (and model.revision, where it names a branch), or start anew with "
-            "another run_dir."
-        )
+    check_initial_weights(weights_digest(causal), initial_weights, run.model.path)
     return StreamModel(causal.requires_grad_(False).eval(), logits_chunk_tokens)

@@ -19,6 +19,7 @@ class InProcessEngineConfig(RolloutEngineConfig):
     """Generate in this process with the Hugging Face model."""
 
     borrows_model: ClassVar[bool] = True
+    holds_copy: ClassVar[bool] = True
 
     name: str = "in_process"
     deterministic: bool = False
@@ -47,4 +48,12 @@ class InProcessEngineConfig(RolloutEngineConfig):
         return {"keys and values": estimate(run.model, tokens, precision=run.backend.computes_in)}
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
-        return [f"engine {self.name}: {min(responses, self.max_batch):,} responses decoded together, in this process"]
+        lines = [f"engine {self.name}: {min(responses, self.max_batch):,} responses decoded together, in this process"]
+        if not run.backend.lends_model:
+            count = resolve("spurline.model.memory:count_parameters", "memory estimate of engine 'in_process'")
+            where = "a GPU if there is one" if self.device == "auto" else self.device
+            lines.append(
+                f"backend '{run.backend.name}' has its model in other processes: the engine has a copy here, on "
+                f"{where}, which takes {4 * count(run.model) / 2**20:,.0f} MiB more and gets the new weights every step"
+            )
+        return lines

@@ -65,11 +65,11 @@ class FileMaker:
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
         self.taken()
         held = list(weights)
-        if number == 1:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _remove_files(self._folder)
         self._path = path = self._folder / f"{_PREFIX}{version}-{number}.safetensors"
         try:
+            if number == 1:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _remove_files(self._folder)
             _write(path, held)
         except OSError as error:
             raise RunFailedError(f"{path}: the weights cannot be written: {error}.") from error

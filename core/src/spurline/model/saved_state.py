@@ -1,0 +1,74 @@
+"""What backends find out about a checkpoint before they take anything over: whether it is theirs, and whether it fits.
+
+A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spurline.errors import CheckpointError, DamagedCheckpointError
+
+_FACTS = "state.json"
+
+
+def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write JSON values. Raises OSError."""
+    (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
+    """What `write_facts` wrote. backend: the reader's name. layout: its facts have this as `format`."""
+    path = folder / _FACTS
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder}: this is no checkpoint of backend '{backend}': it has no {_FACTS}. Resume with the backend that "
+            "wrote it; or take its weights over into a new run: `spurline export` with its config, then model.path."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{path}: missing or damaged ({error}). Resume from another checkpoint."
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != layout:
+        raise CheckpointError(
+            f"{path}: not a state of backend '{backend}' of this Spurline version (format {layout}). Use the one that "
+            "wrote it."
+        )
+    return content
+
+
+def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raises CheckpointError unless the checkpoint holds the very weights that the run trains.
+
+    saved, wanted: name -> what `describe` says of the tensor.
+    """
+    missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing or foreign:
+        raise CheckpointError(
+            f"{where}: the checkpoint holds other weights than this run trains: {_some('missing', missing)}"
+            f"{_some('not in the model', foreign)}Resume with the model and backend.lora the checkpoint was made with."
+        )
+    for name, description in wanted.items():
+        if saved[name] != description:
+            raise CheckpointError(
+                f"{where}: {name} is {saved[name]} in the checkpoint, but {description} in this run. Resume with the "
+                "model, backend.lora and backend.precision the checkpoint was made with."
+            )
+
+
+def check_frozen(where: Path, saved: str, frozen: str) -> None:
+    """Raises CheckpointError unless the weights under the adapters have the digest that they had."""
+    if saved != frozen:
+        raise CheckpointError(
+            f"{where}: the checkpoint's adapters were trained on other frozen weights than this run's model has. "
+            "Resume with the model.path, model.revision, model.init and seed the checkpoint was made with."
+        )
+
+
+def _some(label: str, names: list[str]) -> str:
+    return f"{len(names)} {label} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). " if names else ""

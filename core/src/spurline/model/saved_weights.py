@@ -1,0 +1,179 @@
+"""A trained model's weights out of a checkpoint, one after the other: for export that never holds the model.
+
+Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
+checkpoint of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their
+digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import CheckpointError
+from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.configs import LoraConfig
+from spurline.model.device_profile import device_profile
+from spurline.model.loading import load_model, quiet_loading
+from spurline.model.weight_files import WeightStream, safetensors_files
+from spurline.model.weights import NamedWeights, digest_of_samples, layer_of, sample
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a checkpoint holds of a model: trained weights and persistent buffers.
+
+    where: the folder, for errors. names: of the tensors, as in the model. read: gives one of them, on CPU.
+    frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend holds those.
+    """
+
+    where: Path
+    names: Collection[str]
+    read: Callable[[str], Tensor]
+    frozen_weights: str
+    frozen_dtype: torch.dtype
+
+
+def saved_weights(saved: SavedModel, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
+    """Every weight of the saved model, adapters merged, each read when it is asked for.
+
+    Raises CheckpointError for a checkpoint of another model, and, with the last weight, for adapters that were trained
+    on others than those of `model.path`.
+    """
+    causal = _without_values(model, saved.frozen_dtype)
+    if lora is not None:
+        from spurline.model.lora import add_adapters
+
+        add_adapters(causal, lora, seed)
+    named = NamedWeights(causal, adapted=lora is not None)
+    frozen = {name for name, value in causal.named_parameters() if not value.requires_grad}
+    _check_names(saved, {source for group in named.groups for source in group.sources} - frozen)
+    return WeightStream(named.layout, _weights(saved, named, frozen, model, seed))
+
+
+def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return build_without_memory(load_model_config(model), model).to(dtype)
+
+
+def _weights(
+    saved: SavedModel, named: NamedWeights, frozen: Collection[str], model: ModelConfig, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    with ExitStack() as stack:
+        original = stack.enter_context(_OriginalWeights(model, seed, saved.frozen_dtype)) if frozen else None
+        samples: list[tuple[str, Tensor, Tensor]] = []
+        for group in named.groups:
+            tensors: dict[str, Tensor] = {}
+            for part in group.parts:
+                for source in part.sources:
+                    if source in frozen:
+                        assert original is not None
+                        tensors[source] = original.read(part.name)
+                        samples.append((source, named.tensors[source], sample(tensors[source])))
+                    else:
+                        tensors[source] = saved.read(source)
+                    _check_shape(saved, source, tensors[source], named.tensors[source])
+            yield from named.weights_of(group, tensors).items()
+        if frozen and digest_of_samples(samples) != saved.frozen_weights:
+            raise CheckpointError(
+                f"{saved.where}: the checkpoint's adapters were trained on other weights than model.path has. Export "
+                "with the model.path, model.revision, model.init and seed the checkpoint was made with."
+            )
+
+
+def _check_names(saved: SavedModel, wanted: Collection[str]) -> None:
+    other = sorted(set(wanted) ^ set(saved.names))
+    if other:
+        raise CheckpointError(
+            f"{saved.where}: the checkpoint is of another model than the config's: {len(other)} weights are in one of "
+            f"them only, such as {', '.join(other[:3])}. Export with the model and backend.lora it was made with."
+        )
+
+
+def _check_shape(saved: SavedModel, name: str, found: Tensor, wanted: Tensor) -> None:
+    if found.shape != wanted.shape:
+        raise CheckpointError(
+            f"{saved.where}: {name} has shape {list(found.shape)}, and {list(wanted.shape)} in the config's model. "
+            "Export with the model and backend.lora the checkpoint was made with."
+        )
+
+
+class _OriginalWeights:
+    """The weights of `model.path`, by their names in a model without adapters, read when they are asked for.
+
+    A context that closes the files. Weights that files hold in another form come with the others of their layer. What
+    is in no safetensors file, such as the weights of `init: random`, is loaded as a whole.
+    """
+
+    def __init__(self, model: ModelConfig, seed: int, dtype: torch.dtype):
+        self._causal = _without_values(model, dtype)
+        self._dtype = dtype
+        self._files = ExitStack()
+        self._single: dict[str, Any] = {}
+        self._joined: dict[str, dict[str, Any]] = {}
+        self._layer = ""
+        self._of_layer: dict[str, Tensor] = {}
+        paths = [] if model.init == "random" else safetensors_files(model)
+        for path in paths:
+            file = self._files.enter_context(safe_open(path, "pt"))
+            self._list({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
+        if not paths:
+            self._of_layer = load_model(model, device_profile("cpu"), seed).state_dict()
+
+    def __enter__(self) -> _OriginalWeights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def read(self, name: str) -> Tensor:
+        """A weight on CPU."""
+        if name in self._single:
+            return self._single[name][...].to(self._dtype)
+        layer = layer_of(name)
+        if layer in self._joined and self._layer != layer:
+            self._layer, self._of_layer = layer, self._convert(self._joined[layer])
+        if name not in self._of_layer:
+            raise CheckpointError(
+                f"model.path: its files lack {name}, on which the checkpoint's adapters were trained."
+            )
+        return self._of_layer[name].to(self._dtype)
+
+    def _list(self, slices: dict[str, Any]) -> None:
+        """Find out which weights these are."""
+        own = self._causal.state_dict()
+        mapping = get_model_conversion_mapping(self._causal)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        for key, value in slices.items():
+            name, converter = rename_source_key(key, renamings, converters, self._causal.base_model_prefix, own)
+            if converter is None:
+                self._single[name if name in own else key] = value
+            else:
+                self._joined.setdefault(layer_of(name), {})[key] = value
+
+    def _convert(self, slices: dict[str, Any]) -> dict[str, Tensor]:
+        """By transformers' own loading, which fills those parameters of the model that it finds weights for."""
+        mapping: Any = get_model_conversion_mapping(self._causal)
+        loading = LoadStateDictConfig(dtype=self._dtype, weight_mapping=mapping, device_map={"": "cpu"})
+        with quiet_loading():
+            convert_and_load_state_dict_in_model(self._causal, slices, loading)
+        found = {name: value.detach() for name, value in self._causal.named_parameters() if not value.is_meta}
+        nn.Module.to(self._causal, device="meta")
+        return found

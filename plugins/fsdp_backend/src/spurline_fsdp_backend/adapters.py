@@ -1,0 +1,52 @@
+"""LoRA adapters in a sharded model: the frozen weights are in the dtype of their files, the adapters in fp32.
+
+transformers loads a model without adapters. So one is sharded and loaded beside the one with adapters, which then takes
+its tensors over: the very shards, not copies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from spurline.model.lora import adapted_layers, initial_adapters
+from spurline.model.pieces import Box, held_box
+
+
+def take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
+    """Give the adapted model, which has no values yet, the parameters and buffers of the same model without adapters.
+
+    Both are sharded alike. What the adapted model does not train is frozen.
+    """
+    layers = dict(adapted_layers(adapted))
+    # Tied parameters are one tensor under two names, and stay so.
+    for name, value in plain.named_parameters(remove_duplicate=False):
+        owner, leaf = _place(adapted, layers, name)
+        value.requires_grad_(owner.get_parameter(leaf).requires_grad)
+        owner.register_parameter(leaf, value)
+    for name, buffer in plain.named_buffers():
+        owner, leaf = _place(adapted, layers, name)
+        owner.register_buffer(leaf, buffer, persistent=leaf not in owner._non_persistent_buffers_set)
+
+
+def draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> None:
+    """Give every adapter the values that it has in any backend: each rank takes its part of them."""
+    for name, whole in initial_adapters(adapted, seed):
+        value = adapted.get_parameter(name)
+        path, _, leaf = name.rpartition(".")
+        assert isinstance(value, DTensor), name
+        part = whole[held_box(value).slices_in(Box.whole(value.shape))]
+        local = part.to(device, value.dtype).contiguous()
+        shard = DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+        adapted.get_submodule(path).register_parameter(leaf, Parameter(shard))
+
+
+def _place(adapted: PreTrainedModel, layers: dict[str, object], name: str) -> tuple[nn.Module, str]:
+    """The module that holds what has this name without adapters, and the name there."""
+    path, _, leaf = name.rpartition(".")
+    return adapted.get_submodule(f"{path}.base_layer" if path in layers else path), leaf

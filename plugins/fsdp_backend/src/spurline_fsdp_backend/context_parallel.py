@@ -1,0 +1,197 @@
+"""Share each sequence among ranks, for sequences too long for one (DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509).
+
+Place on the way: `TokenStream` -> this rank's part of it -> model -> logprobs of the part -> logprobs of the stream, on
+every rank of the group. Each rank runs the model on consecutive tokens; only in attention does it compute some heads of
+all tokens, for which tokens and heads change places twice. Whole segments come out, so a loss needs to know nothing of
+it. Every function that exchanges something is a collective of the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
+
+from spurline.errors import ModelError
+from spurline.model.device_profile import DeviceProfile
+from spurline.model.stream_model import evaluation_mode, vocabulary_size
+from spurline.model.token_stream import TokenStream, plan_segments
+from spurline.protocols.loss import TokenLossInputs
+
+
+class SequenceSharing:
+    """The ranks that share each of their sequences, of which this is one."""
+
+    def __init__(self, group: ProcessGroup, profile: DeviceProfile) -> None:
+        self._group = group
+        self._profile = profile
+        self._size = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+
+    def part_of(self, stream: TokenStream) -> tuple[TokenStream, slice]:
+        """This rank's tokens of a stream, and which of the stream's positions with loss are predicted from them.
+
+        Tokens are consecutive, and their attention is that of the whole stream. Segments of one token are put in front
+        of it until all ranks have equally many tokens.
+        """
+        padding = -stream.num_tokens % self._size
+        length = (stream.num_tokens + padding) // self._size
+        start, stop = self._rank * length, (self._rank + 1) * length
+        source = stream.source + padding
+        # Positions with loss rise, so those of a part are consecutive. The only wait for the device is this one.
+        borders = torch.searchsorted(source, source.new_tensor([start, stop]))
+        first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
+        lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
+        plan = plan_segments(lengths, self._profile.slots_per_attention_call, self._profile.send)
+        mine = slice(first, end)
+        part = replace(
+            stream,
+            input_ids=_in_front(stream.input_ids, padding)[:, start:stop],
+            position_ids=_in_front(stream.position_ids, padding)[:, start:stop],
+            plan=replace(plan, exchange=self),
+            source=source[mine] - start,
+            targets=stream.targets[mine],
+        )
+        return part, mine
+
+    def joined(self, values: Tensor, mine: slice, stream: TokenStream) -> Tensor:
+        """Values at this rank's positions with loss -> those at all of the stream's; differentiable."""
+        joined = _Join.apply(values, mine, len(stream.targets), self._group)
+        assert isinstance(joined, Tensor)
+        return joined
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `AttentionExchange`."""
+        # Every rank needs keys and values for its queries: shared ones are repeated until they divide evenly.
+        times = math.lcm(key.shape[1], self._size) // key.shape[1]
+        if times > 1:
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        return self._to_heads(query), self._to_heads(key), self._to_heads(value)
+
+    def _to_heads(self, values: Tensor) -> Tensor:
+        by_rank = values.unflatten(1, (self._size, -1)).transpose(0, 1)
+        return self._exchanged(by_rank).flatten(0, 1)
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """See `AttentionExchange`."""
+        by_rank = output.unflatten(0, (self._size, -1))
+        return self._exchanged(by_rank).transpose(0, 1).flatten(1, 2)
+
+    def _exchanged(self, by_rank: Tensor) -> Tensor:
+        exchanged = _Exchange.apply(by_rank, self._group)
+        assert isinstance(exchanged, Tensor)
+        return exchanged
+
+
+def _in_front(values: Tensor, padding: int) -> Tensor:
+    """[1, T] -> [1, padding + T] with zeros in front: each a token of its own segment, at position 0."""
+    return torch.nn.functional.pad(values, (padding, 0))
+
+
+class _Exchange(torch.autograd.Function):
+    """[ranks, ...]: what goes to each rank -> what came from each; its own inverse, so the gradient goes back so."""
+
+    @staticmethod
+    def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        sent = by_rank.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sent = grads[0].contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received, None
+
+
+class _Join(torch.autograd.Function):
+    """Each rank's part of a vector -> the whole on every rank.
+
+    All ranks compute the same loss from the whole, which counts once: each takes the gradient of its own part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mine: slice, size: int, group: ProcessGroup) -> Tensor:
+        ctx.mine = mine
+        whole = part.new_zeros(size)
+        whole[mine] = part
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][ctx.mine], None, None, None
+
+
+_PROBE_LENGTHS = (2, 5, 9)
+_TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
+"""Allowed difference of a logprob, in standard deviations of logprobs: attention is the same, matrices have other
+sizes."""
+
+
+class SharesSequences(Protocol):
+    """A `StreamModel` that computes with the ranks of its `sharing`; alone where that is None."""
+
+    causal: PreTrainedModel
+    sharing: SequenceSharing | None
+
+    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
+        """See `StreamModel`."""
+        ...
+
+
+def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
+    """Raise ModelError for a model whose logprobs change when ranks share a stream. A collective.
+
+    Such a model mixes tokens elsewhere than in attention. path: of the model, for the message.
+    """
+    stream = _probe_stream(vocabulary_size(model.causal), profile)
+    sharing = model.sharing
+    with evaluation_mode(model.causal), profile.computing():
+        shared = model.loss_inputs(stream, ()).logprobs
+        model.sharing = None
+        try:
+            alone = model.loss_inputs(stream, ()).logprobs
+        finally:
+            model.sharing = sharing
+    allowed = _HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE
+    difference = float((shared - alone).abs().max() / alone.std().clamp_min(1e-30))
+    # Written so that a NaN is refused too.
+    if not difference <= allowed:
+        raise ModelError(
+            f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities when ranks share a "
+            f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens elsewhere than in "
+            "attention (linear attention, convolutions). Set backend.context: 1, or choose a model without."
+        )
+
+
+def _probe_stream(vocabulary: int, profile: DeviceProfile) -> TokenStream:
+    """A few random tokens, with loss on all that can have it."""
+    lengths = np.array(_PROBE_LENGTHS, np.int64)
+    tokens = torch.randint(vocabulary, (int(lengths.sum()),), generator=torch.Generator().manual_seed(20_240_229))
+    positions = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS])
+    targets = torch.nonzero(positions).flatten()
+    send = profile.send
+    return TokenStream(
+        input_ids=send(tokens).unsqueeze(0),
+        position_ids=send(positions).unsqueeze(0),
+        plan=plan_segments(lengths, profile.slots_per_attention_call, send),
+        source=send(targets - 1),
+        targets=send(tokens[targets]),
+        weights=send(torch.ones(len(targets))),
+        segment_index=send(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[targets]),
+        columns={},
+        batch_index=targets,
+    )

@@ -1,0 +1,153 @@
+"""Reinforcement learning on ranks: the same run as on one process, and no prompt lost, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from async_runs import assert_every_prompt_ended_once
+from child_engines import engines_of, shared_memory_of
+from run_helpers import deterministic, num_lines, read_metrics, wait_for
+from warm_runs import WarmRuns
+
+from spurline import Run, load_config
+
+pytestmark = pytest.mark.processes
+
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+FSDP = {"name": "fsdp", "ranks": 2, "device": "cpu", "num_threads": 1}
+EVALUATED = {"held_out": {"max_prompts": 3, "success": {"reward": "early"}}}
+
+
+def metrics_of(config: Mapping[str, Any], name: str, **changed: Any) -> list[dict[str, Any]]:
+    """What a run of this config with these sections writes."""
+    run_dir = f"{config['run_dir']}-{name}"
+    Run(load_config({**config, "run_dir": run_dir, **changed})).train()
+    return deterministic(read_metrics(run_dir))
+
+
+def assert_metrics_close(
+    lines: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]], tolerance: float
+) -> None:
+    """All metrics that both have are equal within this, relative to those above 1."""
+    for line, other in zip(lines, expected, strict=True):
+        common = [name for name in other if name in line]
+        assert {"loss", "grad_norm", "reward/mean", "mismatch/logprob_diff/max"} <= set(common)
+        far = {name: (line[name], other[name]) for name in common if not _close(line[name], other[name], tolerance)}
+        assert not far, f"step {line['step']}: {far}"
+
+
+def _close(value: Any, other: Any, tolerance: float) -> bool:
+    return value == other or abs(value - other) <= tolerance * max(1.0, abs(other))
+
+
+def test_on_ranks_zero_staleness_is_synchronous_training_and_both_are_what_one_process_does(
+    rl_config: dict[str, Any], spurline_chat_file: Path
+) -> None:
+    rl_config["data"]["eval"] = str(spurline_chat_file)
+    rl_config["source"] |= EVALUATED
+    rl_config |= {"evaluation": {"every_steps": 3}, "report": {"enabled": False}, "checkpoint": {"every_steps": 1000}}
+    plugins = ["async_rl", "fsdp_backend"]
+    zero_staleness = {
+        **rl_config["source"],
+        "name": "async_rollouts",
+        "max_staleness": 0,
+        "engine": {"name": "child_process", "deterministic": True, "num_threads": 1},
+    }
+    local = metrics_of(rl_config, "local")
+    synchronous = metrics_of(rl_config, "synchronous", plugins=plugins, backend=FSDP)
+    asynchronous = metrics_of(rl_config, "asynchronous", plugins=plugins, backend=FSDP, source=zero_staleness)
+    assert_metrics_close(synchronous, local, 1e-5)
+    assert_metrics_close(asynchronous, synchronous, 1e-6)
+    assert [line["step"] for line in asynchronous if "eval/pass@1" in line] == [3, 6]
+    assert all(line["sync/bytes"] > 0 for line in asynchronous[:-1])
+
+
+class Life:
+    """One run of the command, from its start until it is killed or ends."""
+
+    def __init__(self, runs: WarmRuns, config: Path, metrics: Path) -> None:
+        self._log = config.with_suffix(".log")
+        self._metrics = metrics
+        self._process = runs.start("train", config, output=self._log)
+        self.pid = self._process.pid
+
+    def wait_for_steps(self, steps: int) -> None:
+        """Until so many have been done, once training goes on."""
+        for more in (1, steps):
+            before = num_lines(self._metrics)
+            wait_for(
+                lambda: self._process.poll() is not None or abs(num_lines(self._metrics) - before) >= more,  # noqa: B023
+                f"{steps} steps",
+            )
+        assert self._process.poll() is None, "it ended before anything was killed: " + self._log.read_text()
+
+    def kill(self, victim: str) -> None:
+        """`controller`, `rank` or `engine`."""
+        if victim == "controller":
+            self._process.kill()
+        elif victim == "rank":
+            random.Random(self.pid).choice(ranks_of(self.pid)).kill()
+        else:
+            (engine,) = engines_of(self.pid)
+            engine.kill()
+            wait_for(lambda: engines_of(self.pid) not in ([], [engine]), "another engine")
+
+    def wait_for_end(self) -> str:
+        """Until nothing is left of it; returns what it wrote."""
+        self._process.wait(60)
+        for what, left in (("engines", engines_of), ("ranks", ranks_of), ("memory", shared_memory_of)):
+            wait_for(lambda: not left(self.pid), f"the {what} of an ended run to go", timeout_s=5)  # noqa: B023
+        return self._log.read_text()
+
+
+def ranks_of(controller: int) -> list[psutil.Process]:
+    """Its ranks: forks of the process that it has started for them."""
+    try:
+        servers = [child for child in psutil.Process(controller).children() if _serves_ranks(child)]
+    except psutil.NoSuchProcess:
+        return []
+    return [rank for server in servers for rank in server.children()]
+
+
+def _serves_ranks(process: psutil.Process) -> bool:
+    return "spurline.ranks.rank_server" in process.cmdline()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_controller_ranks_and_engines_killed_in_turn_lose_no_prompt_and_leave_nothing(
+    rl_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns
+) -> None:
+    rounds = 4 if os.environ.get("SPURLINE_SOAK") else 1
+    lives = [["controller"], ["rank"], ["engine", "controller"], ["rank"]] * rounds
+    rl_config["source"] |= {
+        "name": "async_rollouts",
+        "max_staleness": 1,
+        "correction": "tis",
+        "record_groups": True,
+        "engine": {"name": "child_process", "num_threads": 1, "max_restarts": 1000},
+    }
+    rl_config |= {"plugins": ["async_rl", "fsdp_backend"], "backend": FSDP, "report": {"enabled": False}}
+    rl_config |= {"steps": 14 * len(lives), "checkpoint": {"every_steps": 3}}
+    path, metrics = write_config(rl_config), Path(rl_config["run_dir"]) / "metrics.jsonl"
+    instants = random.Random(11)
+    for victims in lives:
+        life = Life(warm_runs, path, metrics)
+        for victim in victims:
+            life.wait_for_steps(instants.randint(1, 4))
+            time.sleep(instants.uniform(0, 0.2))
+            life.kill(victim)
+        said = life.wait_for_end()
+        if victims[-1] == "rank":
+            assert "was killed by SIGKILL" in said, said
+            assert "Rank" in said
+    assert Run(load_config(path)).train().status == "finished"
+    assert_every_prompt_ended_once(rl_config)

@@ -1,0 +1,283 @@
+"""What some ranks saved, any others continue, divided in any way; and nothing is taken over that is not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spurline.config.loading import LoadedConfig
+from spurline.digests import FileDigest, digest_file
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.optimizers.configs import MuonConfig, SgdConfig
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline.testing import write_tiny_model, write_tiny_moe_model
+from spurline.testing.backend_cases import minibatch, values_batch, weights_of, without_times
+from spurline.testing.backend_runs import backend_run, opened
+
+pytestmark = pytest.mark.processes
+
+ONE = ParallelLayout(data=1)
+"""Batches of all layouts are the same ones."""
+
+
+@contextmanager
+def backend_of(model: Path, critic: bool = False, **settings: Any) -> Iterator[Backend]:
+    run = backend_run(model, {"name": "fsdp", "device": "cpu", **settings}, ("fsdp_backend",), critic=critic)
+    with opened(run) as (backend, _):
+        yield backend
+
+
+def train(backend: Backend, steps: range, critic: bool = False) -> list[dict[str, float]]:
+    metrics: list[dict[str, float]] = []
+    for step in steps:
+        metrics.append(without_times(backend.update(*minibatch("packed", ONE, step))))
+        if critic:
+            metrics.append(without_times(backend.update(*values_batch(ONE, step), role="critic")))
+    return metrics
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint after one step. weights: as they were then. expected: metrics of the next two steps."""
+
+    path: Path
+    model: Path
+    digests: Mapping[str, FileDigest]
+    weights: Mapping[str, Tensor]
+    expected: list[dict[str, float]]
+    critic: bool
+
+
+def save_after_a_step(folder: Path, model: Path, backend: Backend, critic: bool) -> Saved:
+    train(backend, range(1), critic)
+    path = folder / "saved"
+    path.mkdir()
+    digests = backend.save(path)
+    weights = weights_of(backend)
+    return Saved(path, model, digests, weights, train(backend, range(1, 3), critic), critic)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny: Path) -> Iterator[Backend]:
+    """Lent to a test after the other; each loads what it needs."""
+    with backend_of(tiny, critic=True, ranks=2) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny: Path, two_ranks: Backend) -> Saved:
+    return save_after_a_step(tmp_path_factory.mktemp("checkpoint"), tiny, two_ranks, critic=True)
+
+
+def assert_continues(backend: Backend, saved: Saved, *, tolerance: float) -> None:
+    """The next two steps are those of the ranks that saved; with tolerance 0 bit for bit."""
+    backend.load(saved.path, saved.digests)
+    weights = weights_of(backend)
+    assert weights.keys() == saved.weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, saved.weights[name]), name
+    got = train(backend, range(1, 3), saved.critic)
+    if not tolerance:
+        assert got == saved.expected
+    for mine, theirs in zip(got, saved.expected, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * tolerance)
+        assert mine["lr"] == theirs["lr"]
+
+
+def test_the_same_ranks_continue_bit_for_bit(two_ranks: Backend, saved: Saved) -> None:
+    assert_continues(two_ranks, saved, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"ranks": 1},
+        {"ranks": 3},
+        {"ranks": 4, "replicas": 2},
+        pytest.param({"ranks": 4}, marks=pytest.mark.slow),
+        pytest.param({"ranks": 2, "context": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_layouts_continue_with_equal_weights(saved: Saved, layout: dict[str, int]) -> None:
+    with backend_of(saved.model, critic=True, **layout) as backend:
+        assert_continues(backend, saved, tolerance=2e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("origin", [{"ranks": 1}, {"ranks": 3}, {"ranks": 4, "replicas": 2}], ids=str)
+def test_two_ranks_continue_what_other_layouts_saved(
+    tmp_path: Path, tiny: Path, two_ranks: Backend, origin: dict[str, int]
+) -> None:
+    with backend_of(tiny, critic=True, **origin) as backend:
+        saved = save_after_a_step(tmp_path, tiny, backend, critic=True)
+    assert_continues(two_ranks, saved, tolerance=2e-7)
+
+
+def test_replicas_write_nothing_and_no_file_holds_a_pickle(saved: Saved, tmp_path: Path, tiny: Path) -> None:
+    with backend_of(tiny, ranks=4, replicas=2) as backend:
+        digests = backend.save(tmp_path)
+    assert sorted(digests) == [f"policy/rank-0000{rank}.part-000.safetensors" for rank in range(2)]
+    for folder in (tmp_path, saved.path):
+        for file in folder.rglob("*"):
+            if file.suffix == ".safetensors":
+                load_file(file)
+            elif file.is_file():
+                json.loads(file.read_text())
+    assert {name: digest_file(saved.path / name) for name in saved.digests} == saved.digests
+    assert len(saved.digests) == len(list(saved.path.rglob("*.safetensors")))
+
+
+def test_weights_of_an_evaluation_are_not_used_after_loading(two_ranks: Backend, saved: Saved) -> None:
+    two_ranks.load(saved.path)
+    batch = minibatch("packed", ONE)
+    wanted = two_ranks.evaluate(*batch)
+    train(two_ranks, range(1, 2))
+    assert two_ranks.evaluate(*batch) != wanted
+    two_ranks.load(saved.path)
+    assert two_ranks.evaluate(*batch) == wanted
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize(
+    ("damage", "message"), [(_truncate, "bytes instead of"), (_flip, "content has changed"), (Path.unlink, "missing")]
+)
+def test_a_damaged_piece_is_named_before_anything_changes(
+    two_ranks: Backend, saved: Saved, tmp_path: Path, role: str, damage: Any, message: str
+) -> None:
+    two_ranks.load(saved.path)
+    train(two_ranks, range(1, 2))
+    weights = weights_of(two_ranks)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(saved.path, damaged)
+    name = f"{role}/rank-00001.part-000.safetensors"
+    damage(damaged / name)
+    with pytest.raises(DamagedCheckpointError, match=f"{name}.*{message}"):
+        two_ranks.load(damaged, saved.digests)
+    for key, weight in weights_of(two_ranks).items():
+        assert torch.equal(weight, weights[key]), key
+    # The ranks are there still, with the optimizer as it was.
+    assert train(two_ranks, range(2, 3)) == [saved.expected[2]]
+
+
+def test_a_missing_piece_is_found_without_digests_too(two_ranks: Backend, saved: Saved, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(saved.path, damaged)
+    (damaged / "policy/rank-00001.part-000.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"policy.*values are in no file.*rank-00000"):
+        two_ranks.load(damaged)
+
+
+def test_another_model_is_refused_with_the_weights_that_differ(
+    saved: Saved, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wider = write_tiny_model(tmp_path_factory.mktemp("wider"), intermediate_size=80)
+    with (
+        backend_of(wider, critic=True, ranks=1) as backend,
+        pytest.raises(
+            CheckpointError, match=r"mlp\.gate_proj\.weight is \[64, 32\] float32 in the checkpoint, but \[80, 32\]"
+        ),
+    ):
+        backend.load(saved.path)
+
+
+def test_checkpoints_of_another_backend_are_refused_with_the_way_out(
+    two_ranks: Backend, saved: Saved, tmp_path: Path
+) -> None:
+    way_out = r"no checkpoint of backend '{}'.*`spurline export` with its config, then model.path"
+    with opened(backend_run(saved.model, {"name": "core/local", "device": "cpu"})) as (local, _):
+        with pytest.raises(CheckpointError, match=way_out.format("local")):
+            local.load(saved.path)
+        local.save(tmp_path)
+    with pytest.raises(CheckpointError, match=way_out.format("fsdp")):
+        two_ranks.load(tmp_path)
+
+
+def test_a_disk_that_refuses_leaves_the_ranks_at_work(two_ranks: Backend, saved: Saved, tmp_path: Path) -> None:
+    two_ranks.load(saved.path)
+    with pytest.raises(CheckpointWriteError, match=r"rank 0 on .*No such file or directory"):
+        two_ranks.save(tmp_path / "nowhere" / "at all")
+    assert train(two_ranks, range(1, 3), saved.critic) == saved.expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tolerance"),
+    [
+        (SgdConfig(learning_rate=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), 1e-4),
+        # It makes directions orthogonal in bfloat16, and its roundings turn over with the last bit of a gradient.
+        (MuonConfig(learning_rate=1e-3), 3e-2),
+    ],
+    ids=["sgd", "muon"],
+)
+def test_other_optimizers_train_as_on_one_process_and_continue(
+    tmp_path: Path, tiny: Path, optimizer: OptimizerConfig, tolerance: float
+) -> None:
+    with opened(with_optimizer(tiny, {"name": "core/local", "device": "cpu"}, optimizer)) as (local, _):
+        before = weights_of(local)
+        wanted = train(local, range(4))
+        weights = weights_of(local)
+    with opened(with_optimizer(tiny, {"name": "fsdp", "device": "cpu", "ranks": 2}, optimizer)) as (backend, _):
+        got = train(backend, range(2))
+        digests = backend.save(tmp_path)
+        got += train(backend, range(2, 4))
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        for name, weight in weights_of(backend).items():
+            assert (weight - weights[name]).norm() <= tolerance * (weights[name] - before[name]).norm(), name
+        backend.load(tmp_path, digests)
+        assert train(backend, range(2, 4)) == got[2:]
+
+
+def with_optimizer(model: Path, backend: Mapping[str, Any], optimizer: OptimizerConfig) -> LoadedConfig:
+    run = backend_run(model, backend, ("fsdp_backend",))
+    return replace(run, config=run.config.model_copy(update={"optimizer": optimizer}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("origin", "other"),
+    [
+        ({"ranks": 2, "expert": 2}, {"ranks": 1}),
+        ({"ranks": 4, "expert": 2}, {"ranks": 2}),
+        ({"ranks": 4, "expert": 2}, {"ranks": 2, "expert": 2}),
+        ({"ranks": 4, "expert": 2}, {"ranks": 3}),
+        ({"ranks": 2}, {"ranks": 2, "expert": 2}),
+    ],
+    ids=str,
+)
+def test_divided_experts_continue_divided_in_another_way(
+    tmp_path: Path, origin: dict[str, int], other: dict[str, int]
+) -> None:
+    model = write_tiny_moe_model(tmp_path / "model")
+    with backend_of(model, **origin) as backend:
+        saved = save_after_a_step(tmp_path, model, backend, critic=False)
+        assert_continues(backend, saved, tolerance=0)
+    with backend_of(model, **other) as backend:
+        assert_continues(backend, saved, tolerance=2e-7)

@@ -1,0 +1,105 @@
+"""`spurline doctor` with real ranks and no model: where they are, what they share, and how fast they exchange."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline.config.loading import load_config
+from spurline.config.run_config import RunConfig
+from spurline.errors import RankFailedError
+from spurline.protocols.backend import Finding
+from spurline_fsdp_backend import doctor
+
+pytestmark = pytest.mark.processes
+
+
+def run_on(tmp_path: Path, **backend: Any) -> RunConfig:
+    """A run whose model is not there: doctor starts ranks without one."""
+    settings = {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, **backend}
+    return load_config(
+        {
+            "plugins": ["fsdp_backend"],
+            "run_dir": str(tmp_path / "run"),
+            "model": {"path": "nowhere"},
+            "data": {"train": "rows.jsonl"},
+            "steps": 1,
+            "backend": settings,
+        }
+    ).config
+
+
+def found(run: RunConfig) -> dict[str, Finding]:
+    return {finding.what: finding for finding in run.backend.doctor(run)}
+
+
+def test_ranks_meet_in_every_group_of_the_layout_and_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "EXCHANGED_BYTES", 2**20)
+    findings = found(run_on(tmp_path, ranks=4, context=2, replicas=2))
+    assert [finding for finding in findings.values() if finding.fix] == []
+    assert findings["ranks"].value.startswith("4 met each other in ")
+    assert "ranks 0 to 3" in findings["ranks"].value
+    assert findings["run_dir of the ranks"].value.endswith("is one folder for all of them")
+    for group in (
+        "all ranks",
+        "ranks that hold one copy of the model",
+        "ranks that hold the same part of the copies",
+        "ranks that share sequences",
+    ):
+        for kind in ("all-reduce", "all-to-all"):
+            assert findings[f"{kind} of 64 MB, {group}"].value.endswith("GB/s from each rank")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_dir_that_ranks_cannot_use_is_named_with_its_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    finding = found(run_on(tmp_path / "file"))["run_dir of the ranks"]
+    assert "Not a directory" in finding.value
+    assert finding.fix == "choose a folder that all machines share, and that their ranks may write to"
+
+
+def test_ranks_that_cannot_start_are_a_finding_with_what_to_do(tmp_path: Path) -> None:
+    [finding] = found(run_on(tmp_path, device="cuda", ranks=64)).values()
+    assert finding.value == "64 were asked for, and did not start"
+    assert "backend.ranks asks for 64 ranks with a GPU each" in finding.fix
+
+
+def test_ranks_that_end_meanwhile_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = doctor.open_ranks
+
+    def open_and_call_wrongly(*arguments: Any) -> Any:
+        ranks = opened(*arguments)
+        with pytest.raises(RankFailedError):
+            ranks.call("no_such_method")
+        return ranks
+
+    monkeypatch.setattr(doctor, "open_ranks", open_and_call_wrongly)
+    [finding] = found(run_on(tmp_path)).values()
+    assert finding.value == "ended before they had answered"
+    assert "no_such_method" in finding.fix
+
+
+def test_findings_name_machines_that_differ_and_devices_that_are_taken() -> None:
+    one = {"node": "a", "versions": "torch 2.13", "device": "H100", "memory": (70 * 2**30, 80 * 2**30), "threads": 1}
+    other = {**one, "node": "b", "versions": "torch 2.12", "memory": (2**30, 80 * 2**30)}
+    [versions] = doctor._versions([one, other])
+    assert versions.value == "torch 2.13 on a; torch 2.12 on b"
+    assert versions.fix.startswith("install the same on all machines")
+    fine, taken = doctor._devices([one, other])
+    assert (fine.value, fine.fix) == ("H100, 70.0 of 80.0 GiB free", "")
+    assert taken.fix == "end what else runs on the GPU of b: see `nvidia-smi`"
+
+
+def test_wrong_values_of_an_exchange_are_worse_than_slow_ones() -> None:
+    right = doctor.Exchange(seconds=0.5, sent=1e9, right=True)
+    assert doctor._exchanged("all ranks", "all-reduce", [right, replace(right, seconds=1.0)]) == Finding(
+        "all-reduce of 64 MB, all ranks", "1,000.0 ms, 1.00 GB/s from each rank"
+    )
+    wrong = doctor._exchanged("all ranks", "all-reduce", [right, replace(right, right=False)])
+    assert wrong.value == "wrong values in rank 1"
+    assert wrong.fix

@@ -1,0 +1,47 @@
+"""What plan says of weights, gradients and optimizer is what ranks have really allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backend_batches import lay_out, make_samples
+
+from spurline.data.dealing import deal
+from spurline.protocols.loss import Objective
+from spurline.ranks.launch import open_ranks
+from spurline.ranks.messages import plain_objective, plain_run
+from spurline.testing.backend_runs import backend_run
+from spurline.testing.inputs import write_tiny_model
+
+pytestmark = pytest.mark.processes
+
+ODD = {"vocab_size": 515, "hidden_size": 130, "intermediate_size": 255}
+"""Sizes that two ranks do not divide evenly."""
+
+
+def allocated(run: Any, objective: Objective) -> dict[str, int]:
+    """On the fullest rank."""
+    config = run.backend
+    shares = deal(lay_out(make_samples([9, 21, 4, 33])), config.layout().data).shares
+    worker = "fsdp_measuring:MeasuringRank"
+    ranks = open_ranks(config.rank_request(), worker, (plain_run(run), 8), config.limits)
+    try:
+        wires = [share.to_wire() for share in shares]
+        answers = ranks.call("allocated", plain_objective(objective), per_rank=wires)
+    finally:
+        ranks.close()
+    return {part: max(answer[part] for answer in answers) for part in answers[0]}
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"ranks": 3}], ids=str)
+def test_weights_gradients_and_optimizer_are_what_a_plan_says(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = write_tiny_model(tmp_path, **ODD)
+    backend = {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, "probe": False, **settings}
+    loaded = backend_run(model, backend, ("fsdp_backend",))
+    loss = loaded.host.registry.create("loss", loaded.config.loss)
+    measured = allocated(loaded.config, Objective(loss, 64.0))
+    said = loaded.config.backend.estimate_memory(loaded.config, 33, 67)
+    for part in ("weights", "gradients", "optimizer"):
+        assert said[part] == pytest.approx(measured[part], rel=0.05), part

@@ -1,0 +1,79 @@
+"""What bf16 keeps, what dropout draws, and models that packed rows are not exact for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_layouts import on
+
+from spurline.errors import ModelError
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing.backend_cases import minibatch, uneven_batch, values_batch, with_dropout
+from spurline.testing.backend_runs import backend_run, opened
+
+pytestmark = pytest.mark.processes
+
+
+def norm(gradients: Any) -> float:
+    return float(torch.stack([value.double().norm() for _, value in gradients]).norm())
+
+
+def test_bf16_steps_stay_near_those_of_the_local_backend_in_bf16(spurline_tiny_model: Path) -> None:
+    local_run = backend_run(
+        spurline_tiny_model, {"name": "core/local", "device": "cpu", "precision": "bf16"}, critic=True
+    )
+    run = backend_run(spurline_tiny_model, on(2, precision="bf16"), ("fsdp_backend",), critic=True)
+    exact_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu"})
+    with opened(run) as (backend, layout), opened(local_run) as (local, _), opened(exact_run) as (exact, _):
+        batch, objective = minibatch("packed", layout)
+        assert abs(backend.evaluate(batch, objective).loss / exact.evaluate(batch, objective).loss - 1) > 1e-6
+        assert {value.dtype for _, value in backend.named_weights()} == {torch.float32}
+        for step in range(3):
+            got, wanted = (one.update(*minibatch("packed", layout, step)) for one in (backend, local))
+            assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+            assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
+        for step in range(2):
+            got, wanted = (one.update(*values_batch(layout, step), role="critic") for one in (backend, local))
+            assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-2)
+
+
+def test_dropout_follows_from_the_number_of_the_update_and_gradients_show_the_next_one(
+    spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    def change_by_an_update_without_loss(backend: Backend, layout: ParallelLayout) -> float:
+        batch, objective = minibatch("packed", layout)
+        before = dict(backend.gradients(batch, objective))
+        again = dict(backend.gradients(batch, objective))
+        assert all(torch.equal(again[name], value) for name, value in before.items())
+        # Its gradients are 0: weights hardly move, by their decay, and what dropout draws is the next update's.
+        backend.update(*uneven_batch("no loss", layout))
+        after = dict(backend.gradients(batch, objective))
+        assert backend.update(batch, objective)["grad_norm"] == pytest.approx(norm(after.items()), rel=1e-5)
+        return norm([(name, after[name] - value) for name, value in before.items()]) / norm(before.items())
+
+    changes = []
+    for dropout in (0.0, 0.2):
+        model = with_dropout(spurline_tiny_model, tmp_path / f"dropout-{dropout}", dropout)
+        with opened(backend_run(model, on(2), ("fsdp_backend",))) as (backend, layout):
+            changes.append(change_by_an_update_without_loss(backend, layout))
+    assert changes[0] < 0.01
+    assert changes[1] > 0.05
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_cap_on_logits_that_chunks_leave_out_is_refused_before_training(tmp_path: Path, precision: str) -> None:
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Gemma2Config(**sizes, **heads, attn_logit_softcapping=None, final_logit_softcapping=30.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with (
+        pytest.raises(ModelError, match="final_logit_softcapping: null"),
+        opened(backend_run(tmp_path, on(2, precision=precision), ("fsdp_backend",))),
+    ):
+        pass

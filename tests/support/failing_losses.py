@@ -1,0 +1,87 @@
+"""A plugin whose loss fails on one of several ranks: it raises, stands still, or ends its process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+
+from spurline.errors import DataError
+from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
+from spurline.protocols.loss import TokenLossInputs
+
+PLUGIN = Plugin("failing_losses", api=API_VERSION)
+
+
+class FailingLossConfig(CrossEntropyConfig):
+    """Cross-entropy that fails on one rank."""
+
+    name: str = "fails"
+    how: Literal["value", "data", "sleep", "kill"] = "value"
+    """What goes wrong."""
+    rank: int = 1
+    """Where."""
+    after: int = Field(default=2, ge=0)
+    """Calls of that rank that go well."""
+
+
+class FailingLoss(CrossEntropy):
+    calls = 0
+    """Of this process, which makes the loss again for each step."""
+
+    def __init__(self, config: FailingLossConfig) -> None:
+        super().__init__(config)
+        self._settings = config
+
+    def token_loss(self, inputs: TokenLossInputs) -> Tensor:
+        FailingLoss.calls += 1
+        if dist.get_rank() == self._settings.rank and FailingLoss.calls > self._settings.after:
+            _HOW[self._settings.how]()
+        return super().token_loss(inputs)
+
+
+def _raises_a_value_error() -> None:
+    raise ValueError("broken on purpose")
+
+
+def _raises_an_error_of_ours() -> None:
+    raise DataError("rows.jsonl:3: prompt is empty. Remove the row.")
+
+
+def _stands_still() -> None:
+    time.sleep(600)
+
+
+_HOW: dict[str, Callable[[], None]] = {
+    "value": _raises_a_value_error,
+    "data": _raises_an_error_of_ours,
+    "sleep": _stands_still,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    registry.add(FailingLossConfig, "failing_losses:FailingLoss")
+
+
+@contextmanager
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The plugin as its installation looks to this process and to those it starts. folder: for its metadata."""
+    metadata = folder / "failing_losses-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: failing-losses\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[spurline.plugins]\nfailing_losses = failing_losses\n")
+    monkeypatch.syspath_prepend(str(folder))
+    yield

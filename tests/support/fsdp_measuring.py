@@ -1,0 +1,41 @@
+"""A rank that tells how many bytes it has really allocated for what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from spurline.data.dealing import RankShare
+from spurline_fsdp_backend.rank import FsdpRank
+
+
+class MeasuringRank(FsdpRank):
+    def allocated(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, int]:
+        """Bytes by part, measured where each is at its largest: gradients before the optimizer's step."""
+        trained = self._policy
+        self._accumulate(trained, RankShare.from_wire(wire), objective, "policy")
+        gradients = [value.grad for value in trained.parameters.values()]
+        parts = {"gradients": _bytes(value for value in gradients if value is not None)}
+        trained.step(grad_norm=1.0)
+        trained.drop_gradients()
+        states = trained.optimization.optimizer.state.values()
+        parts["optimizer"] = _bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
+        # On CPU they may lie in a mapped file, of whose storage a rank has touched no more than its share.
+        parts["weights"] = sum(_local(value).nbytes for value in trained.model.causal.parameters())
+        return parts
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages of what this rank has of these tensors, each counted once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        storage = _local(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
