@@ -165,8 +165,12 @@ def test_engines_and_ranks_that_would_not_know_of_each_other_s_gpus_are_refused(
         "model": {"path": str(spurline_tiny_model)},
         "data": {"train": "unused.jsonl"},
         "steps": 2,
-        "source": {"name": "async_rollouts", "rewards": [{"name": "exact_match"}], "engine": engine},
-        "loss": "grpo",
+        "source": {
+            "name": "async_rollouts",
+            "environment": {"name": "single_turn", "rewards": {"right": {"name": "exact_match"}}},
+            "engine": engine,
+            "max_staleness": 0,
+        },
         "backend": {"name": "fsdp", "device": "cuda", "ranks": 8, "launch": launch},
         "run_dir": str(tmp_path / "run"),
     }

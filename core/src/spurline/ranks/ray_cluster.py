@@ -32,10 +32,8 @@ _OWN_CPUS = 1024
 _OWN_SETTINGS = {
     # It would start a process for each of the counted CPUs.
     "prestart_worker_first_driver": False,
-    # Its head ends with this process; what is left then would wait a minute for another one.
-    "gcs_rpc_server_reconnect_timeout_s": 3,
 }
-CONNECT_TIMEOUT_S = 120.0
+CONNECT_TIMEOUT_S = 60.0
 """Seconds until a cluster has been joined or started."""
 _RESTART = "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set RAY_ADDRESS to another one."
 
