@@ -32,6 +32,17 @@ def test_the_smallest_model_has_its_published_size_and_fits_as_estimated(
     assert found["RL, all weights"] > found["SFT, all weights"]
 
 
+def test_the_page_on_many_gpus_shows_what_the_program_prints(
+    what_fits: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (SCRIPT.parents[1] / "docs" / "many-gpus.md").read_text(encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["what_fits.py", "--many"])
+    what_fits.main()
+    printed = capsys.readouterr().out.strip()
+    assert printed.count("\n") > 5
+    assert printed in page
+
+
 @pytest.mark.parametrize(
     ("gib", "cell"),
     [(21.0, "21 GiB: 24 GiB GPU"), (22.0, "22 GiB: 48 GiB GPU"), (140.0, "140 GiB: more than one GPU")],

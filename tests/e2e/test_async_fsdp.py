@@ -14,6 +14,7 @@ import pytest
 from async_runs import assert_every_prompt_ended_once
 from child_engines import engines_of, shared_memory_of
 from run_helpers import deterministic, num_lines, read_metrics, wait_for
+from vllm_engines import vllm_models
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
@@ -151,3 +152,33 @@ def test_controller_ranks_and_engines_killed_in_turn_lose_no_prompt_and_leave_no
             assert "Rank" in said
     assert Run(load_config(path)).train().status == "finished"
     assert_every_prompt_ended_once(rl_config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_vllm_generates_with_the_weights_that_ranks_have_trained(rl_config: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="make test installs vLLM on machines without a GPU", exc_type=ImportError)
+    rl_config["model"] = {"path": str(vllm_models(tmp_path, "untied").old)}
+    rl_config["source"] |= {
+        "name": "async_rollouts",
+        "max_staleness": 0,
+        "record_groups": True,
+        "sampling": {"max_new_tokens": 12},
+        "engine": {
+            "name": "vllm",
+            "dtype": "float32",
+            "max_model_len": 256,
+            "kv_cache_gb": 0.25,
+            "cpu_threads": 1,
+            "start_timeout_s": 900.0,
+        },
+    }
+    rl_config |= {"plugins": ["async_rl", "fsdp_backend"], "backend": FSDP, "report": {"enabled": False}}
+    Run(load_config(rl_config)).train()
+    assert_every_prompt_ended_once(rl_config)
+    lines = read_metrics(rl_config["run_dir"])
+    assert all(line["sync/bytes"] > 0 for line in lines[:-1])
+    # Tokens of the weights that are trained: what vLLM computes is what the ranks compute.
+    assert [line["staleness/max"] for line in lines] == [0] * 6
+    assert all(line["mismatch/logprob_diff/max"] < 1e-4 for line in lines)
+    assert ranks_of(os.getpid()) == []

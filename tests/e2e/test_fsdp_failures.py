@@ -51,6 +51,7 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
     assert result == code
     assert said in err
     assert "ank 1 of 2 (process " in err
+    assert ("Traceback" in err) == (how == "value")
     assert ("in _raises_a_value_error" in err) == (how == "value")
     run_dir = Path(failing(how)["run_dir"])
     go_on = f"The last checkpoint is {run_dir}/checkpoints/step-00000002. Go on with: spurline train {config}"

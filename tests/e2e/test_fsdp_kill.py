@@ -21,46 +21,44 @@ from spurline import Run, load_config
 WriteConfig = Callable[[dict[str, Any]], Path]
 Victim = Literal["controller", "rank", "all"]
 
-VICTIMS: tuple[Victim, ...] = ("rank", "controller", "all")
-
-few_or_many = pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(2, marks=pytest.mark.processes),
-        pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-    ],
-)
+MANY: tuple[Victim, ...] = ("rank", "controller", "all") * 10
 
 
-@few_or_many
+def once_or_often(victim: Victim) -> pytest.MarkDecorator:
+    """Runs a test with one kill always, and with ten of each kind where there is time."""
+    often = pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)], id="often")
+    return pytest.mark.parametrize("victims", [pytest.param((victim,), marks=pytest.mark.processes, id="once"), often])
+
+
+@once_or_often("rank")
 def test_a_killed_run_goes_on_with_the_metrics_of_the_uninterrupted_one_bit_for_bit(
     base_config: dict[str, Any],
     write_config: WriteConfig,
     spurline_chat_file: Path,
     warm_runs: WarmRuns,
     tmp_path: Path,
-    kills: int,
+    victims: Sequence[Victim],
 ) -> None:
-    config = on_ranks(config_to_kill(base_config, spurline_chat_file, 8 * kills))
-    _train_and_kill(warm_runs, write_config, [config] * kills, seed=kills)
+    config = on_ranks(config_to_kill(base_config, spurline_chat_file, 6 + 6 * len(victims)))
+    _train_and_kill(warm_runs, write_config, [config] * len(victims), victims)
     killed = _finish(config)
     assert killed == _finish(config | {"run_dir": str(tmp_path / "whole")})
 
 
-@few_or_many
+@once_or_often("controller")
 def test_a_killed_run_goes_on_with_the_same_metrics_on_other_numbers_of_ranks(
     base_config: dict[str, Any],
     write_config: WriteConfig,
     spurline_chat_file: Path,
     warm_runs: WarmRuns,
     tmp_path: Path,
-    kills: int,
+    victims: Sequence[Victim],
 ) -> None:
-    config = config_to_kill(base_config, spurline_chat_file, 8 * kills)
+    config = config_to_kill(base_config, spurline_chat_file, 6 + 6 * len(victims))
     # Dropout is drawn by rank.
     del config["model"]["config_overrides"]
-    layouts = [on_ranks(config, ranks) for ranks in random.Random(kills).choices([1, 2, 3], k=kills)]
-    _train_and_kill(warm_runs, write_config, layouts, seed=kills + 1)
+    layouts = [on_ranks(config, 1 + number % 3) for number in range(len(victims))]
+    _train_and_kill(warm_runs, write_config, layouts, victims)
     killed, whole = _finish(on_ranks(config, 3)), _finish(on_ranks(config | {"run_dir": str(tmp_path / "whole")}, 2))
     assert len(killed) == len(whole)
     for line, expected in zip(killed, whole, strict=True):
@@ -71,13 +69,15 @@ def test_a_killed_run_goes_on_with_the_same_metrics_on_other_numbers_of_ranks(
                 assert math.isclose(line[name], expected[name], rel_tol=1e-5, abs_tol=1e-5), where
 
 
-def _train_and_kill(runs: WarmRuns, write_config: WriteConfig, configs: Sequence[dict[str, Any]], *, seed: int) -> None:
-    """Train each of these in turn until it is killed. Nothing is left of it."""
-    instants = random.Random(seed)
-    for number, config in enumerate(configs):
+def _train_and_kill(
+    runs: WarmRuns, write_config: WriteConfig, configs: Sequence[dict[str, Any]], victims: Sequence[Victim]
+) -> None:
+    """Train each of these in turn until some of its processes are killed. Nothing is left of it."""
+    instants = random.Random(7)
+    for number, (config, victim) in enumerate(zip(configs, victims, strict=True)):
         metrics = Path(config["run_dir"]) / "metrics.jsonl"
         # Every fourth somewhere in the start: ranks come up, load the model, restore.
-        steps = instants.randint(1, 6) if number % 4 != 3 else None
+        steps = instants.randint(1, 5) if number % 4 != 3 else None
         process = train_for(
             runs,
             write_config(config),
@@ -85,7 +85,7 @@ def _train_and_kill(runs: WarmRuns, write_config: WriteConfig, configs: Sequence
             steps=steps,
             wait_s=instants.uniform(0, 4.0 if steps is None else 0.05),
         )
-        _kill(process, VICTIMS[number % len(VICTIMS)], instants)
+        _kill(process, victim, instants)
 
 
 def _kill(process: WarmProcess, victim: Victim, instants: random.Random) -> None:

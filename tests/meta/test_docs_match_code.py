@@ -89,7 +89,7 @@ def test_yaml_blocks_marked_as_whole_runs_are_valid(path: Path, tmp_path: Path) 
 
 
 def test_every_line_that_the_tour_quotes_stands_in_the_code() -> None:
-    sources = [*(ROOT / "core/src").rglob("*.py"), *(ROOT / "plugins/async_rl/src").rglob("*.py")]
+    sources = [path for folder in ("core", "plugins") for path in (ROOT / folder).rglob("src/**/*.py")]
     code = {line.strip() for path in sources for line in path.read_text(encoding="utf-8").splitlines()}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(encoding="utf-8"), re.S)
     # Formatting takes the indentation away from blocks that are complete in themselves.

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spurline.model.architecture import decoder_layers
 from spurline.model.device_profile import device_profile
 from spurline.ranks.group import Place
 from spurline_fsdp_backend.context_parallel import check_sharing
 from spurline_fsdp_backend.rank import FsdpRank
-from spurline_fsdp_backend.sharded_model import decoder_layers
 
 
 class MixingRank(FsdpRank):

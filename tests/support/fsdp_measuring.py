@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +27,12 @@ class MeasuringRank(FsdpRank):
         # On CPU they may lie in a mapped file, of whose storage a rank has touched no more than its share.
         parts["weights"] = sum(_local(value).nbytes for value in trained.model.causal.parameters())
         return parts
+
+    def peak(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> int:
+        """Bytes of GPU memory that one update holds at most."""
+        torch.cuda.reset_peak_memory_stats()
+        self.update(wire, objective, "policy")
+        return torch.cuda.max_memory_allocated()
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -59,7 +59,10 @@ class Worker:
         """One rank fails, while the others are in an exchange with it."""
         if self.place.rank == rank:
             self._fail(how)
-        dist.all_reduce(torch.ones(1))
+        ones = torch.ones(1, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(ones)
+        # NCCL goes on in the background; this waits for it.
+        ones.item()
 
     def _fail(self, how: str) -> None:
         if how == "data":

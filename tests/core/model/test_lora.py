@@ -9,12 +9,14 @@ import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
+from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
 from spurline.model.lora import adapted_layers
 from spurline.protocols.loss import Objective
+from spurline.testing.inputs import write_tiny_moe_model
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 
@@ -53,6 +55,31 @@ def test_merged_weights_equal_pefts_own_merge_and_training_goes_on_unmerged(mode
     batch = lay_out(make_samples([9, 12]))
     plain._model.causal.load_state_dict(merged)
     torch.testing.assert_close(plain.logprobs(batch), backend.logprobs(batch), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_on_experts_are_merged_as_peft_merges_them(tmp_path: Path) -> None:
+    folder = write_tiny_moe_model(tmp_path / "experts")
+    backend = excite(
+        local_backend(folder, lora=LoraConfig(rank=4, alpha=3.0), run={"model": ModelConfig(path=str(folder))})
+    )
+    merged = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    by_peft = copy.deepcopy(backend._model.causal)
+    layers = [layer for _, layer in adapted_layers(by_peft)]
+    assert {layer.parameter_name for layer in layers if hasattr(layer, "parameter_name")} >= {
+        "gate_up_proj",
+        "down_proj",
+    }
+    for layer in layers:
+        layer.merge()
+    experts = by_peft.get_submodule("model.layers.1.mlp.experts").get_base_layer()  # type: ignore[operator]
+    for number in range(8):
+        name = f"model.layers.1.mlp.experts.{number}"
+        gate, up = experts.gate_up_proj[number].detach().chunk(2)
+        torch.testing.assert_close(merged[f"{name}.gate_proj.weight"], gate)
+        torch.testing.assert_close(merged[f"{name}.up_proj.weight"], up)
+        torch.testing.assert_close(merged[f"{name}.down_proj.weight"], experts.down_proj[number].detach())
+    router = by_peft.get_submodule("model.layers.0.mlp.gate").get_base_layer()  # type: ignore[operator]
+    torch.testing.assert_close(merged["model.layers.0.mlp.gate.weight"], router.weight.detach())
 
 
 def test_the_reference_role_turns_adapters_off_and_on_again(model: Path) -> None:

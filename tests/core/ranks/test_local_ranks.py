@@ -37,9 +37,14 @@ def start() -> Iterator[Start]:
     groups: list[LocalRanks] = []
 
     def start(
-        count: int = 2, *arguments: Any, worker: str = "Worker", call_s: float = 60.0, **request: Any
+        count: int = 2,
+        *arguments: Any,
+        worker: str = "Worker",
+        call_s: float = 60.0,
+        collective_s: float = 60.0,
+        **request: Any,
     ) -> LocalRanks:
-        limits = TimeLimits(start_s=120.0, call_s=call_s, collective_s=60.0)
+        limits = TimeLimits(120.0, call_s, collective_s)
         group = open_ranks(RankRequest(count, **request), f"rank_workers:{worker}", arguments, limits)
         assert isinstance(group, LocalRanks)
         groups.append(group)
@@ -122,8 +127,9 @@ def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: St
         ranks.call("fails", 1, "data")
     assert str(raised.value) == "rows.jsonl:3: prompt is empty. Remove the row."
     (note,) = raised.value.__notes__
-    for part in ("rank 1 of 2", f"process {pids[1]}", os.uname().nodename, "`fails`", "in _fail", "rank_workers.py"):
-        assert part in note
+    assert note == f"This is from rank 1 of 2 (process {pids[1]} on {os.uname().nodename}), during `fails`."
+    assert "rank_workers.py" in str(raised.value.__cause__)
+    assert "in _fail" in str(raised.value.__cause__)
     _assert_all_gone(pids)
 
 
@@ -201,6 +207,16 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
     assert "_listen" not in text
     assert "rank_server.py" not in text
     _assert_all_gone(pids)
+
+
+def test_a_rank_that_the_others_wait_for_too_long_is_named_beside_the_one_that_gave_up(start: Start) -> None:
+    ranks = start(2, collective_s=2.0)
+    with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* failed during `fails`: .*[Tt]imed out") as raised:
+        ranks.call("fails", 1, "sleep")
+    (note,) = raised.value.__notes__
+    assert "rank 1 of 2" in note
+    assert "micro-batch 5 of 8, forward" in note
+    assert "in _stands_still_here" in note
 
 
 def test_a_rank_that_cannot_run_python_is_named_as_well(start: Start) -> None:

@@ -25,6 +25,7 @@ from spurline.protocols.optimizer import OptimizerConfig
 from spurline.testing import write_tiny_model, write_tiny_moe_model
 from spurline.testing.backend_cases import minibatch, values_batch, weights_of, without_times
 from spurline.testing.backend_runs import backend_run, opened
+from spurline_fsdp_backend.checkpoint import SavedModel
 
 pytestmark = pytest.mark.processes
 
@@ -281,3 +282,22 @@ def test_divided_experts_continue_divided_in_another_way(
         assert_continues(backend, saved, tolerance=0)
     with backend_of(model, **other) as backend:
         assert_continues(backend, saved, tolerance=2e-7)
+
+
+def test_a_run_with_adapters_saves_these_alone_and_recognises_the_rest(
+    tmp_path: Path, tiny: Path, saved: Saved
+) -> None:
+    lora = {"rank": 4, "alpha": 8, "target_modules": "all-linear"}
+    with backend_of(tiny, ranks=2, lora=lora) as backend:
+        adapters = save_after_a_step(tmp_path, tiny, backend, critic=False)
+        index = SavedModel.of(adapters.path / "policy").index
+        assert {key.partition(".lora_")[1] for key in index.tensors} == {".lora_"}
+        assert_continues(backend, adapters, tolerance=0)
+    with backend_of(tiny, ranks=1, lora=lora) as backend:
+        assert_continues(backend, adapters, tolerance=2e-7)
+        with pytest.raises(CheckpointError, match=r"other weights than this run trains.*model and backend\.lora"):
+            backend.load(saved.path)
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    words = r"other frozen weights than this run's model has.*model\.path"
+    with backend_of(other, ranks=1, lora=lora) as backend, pytest.raises(CheckpointError, match=words):
+        backend.load(adapters.path)

@@ -76,9 +76,14 @@ class TestThreeRanksThatRecompute(FsdpContract):
     in_every_run = NONE
 
 
+class TestGatheredWeightsAreKept(FsdpContract):
+    backend_settings = on(2, reshard_after_forward=False)
+    in_every_run = ("loss_and_gradient_norm",)
+
+
 @pytest.mark.slow
 class TestWeightsOnTheHost(FsdpContract):
-    backend_settings = on(2, cpu_offload=True, reshard_after_forward=False)
+    backend_settings = on(2, cpu_offload=True)
     in_every_run = NONE
 
 

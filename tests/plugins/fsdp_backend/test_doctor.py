@@ -36,21 +36,31 @@ def found(run: RunConfig) -> dict[str, Finding]:
     return {finding.what: finding for finding in run.backend.doctor(run)}
 
 
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [
+        (
+            {"context": 2, "replicas": 2},
+            (
+                "ranks that hold one copy of the model",
+                "ranks that hold the same part of the copies",
+                "ranks that share sequences",
+            ),
+        ),
+        ({"expert": 2}, ("ranks that divide the experts", "ranks that hold parts of the same experts")),
+    ],
+    ids=["copies and context", "experts"],
+)
 def test_ranks_meet_in_every_group_of_the_layout_and_leave_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], groups: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(doctor, "EXCHANGED_BYTES", 2**20)
-    findings = found(run_on(tmp_path, ranks=4, context=2, replicas=2))
+    findings = found(run_on(tmp_path, ranks=4, **layout))
     assert [finding for finding in findings.values() if finding.fix] == []
     assert findings["ranks"].value.startswith("4 met each other in ")
     assert "ranks 0 to 3" in findings["ranks"].value
     assert findings["run_dir of the ranks"].value.endswith("is one folder for all of them")
-    for group in (
-        "all ranks",
-        "ranks that hold one copy of the model",
-        "ranks that hold the same part of the copies",
-        "ranks that share sequences",
-    ):
+    for group in ("all ranks", *groups):
         for kind in ("all-reduce", "all-to-all"):
             assert findings[f"{kind} of 64 MB, {group}"].value.endswith("GB/s from each rank")
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ from fsdp_layouts import on
 
 from spurline import load_config
 from spurline.errors import ConfigError, ModelError
-from spurline.testing import write_tiny_moe_model
+from spurline.testing import write_tiny_model, write_tiny_moe_model
 from spurline.testing.backend_runs import backend_run, opened
 
 
@@ -37,15 +37,24 @@ def test_layouts_that_cannot_be_are_refused_before_anything_starts(settings: dic
         load_config(run_of({"name": "fsdp", "device": "cpu", **settings}))
 
 
-@pytest.mark.processes
-def test_a_model_without_experts_is_refused_with_the_way_out(spurline_tiny_model: Path) -> None:
-    run = backend_run(spurline_tiny_model, on(2, expert=2), ("fsdp_backend",))
-    with pytest.raises(ModelError, match=r"no experts to divide in .* Qwen3ForCausalLM. Set it to 1"), opened(run):
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (None, "the model has no experts. Set expert to 1"),
+        (3, "does not divide the 3 experts of a layer"),
+    ],
+)
+def test_models_whose_experts_ranks_cannot_share_equally_are_refused_before_ranks_start(
+    tmp_path: Path, experts: int | None, message: str
+) -> None:
+    model = write_tiny_model(tmp_path) if experts is None else write_tiny_moe_model(tmp_path, num_experts=experts)
+    run = backend_run(model, on(2, expert=2), ("fsdp_backend",))
+    with pytest.raises(ConfigError, match=message), opened(run):
         pass
 
 
 @pytest.mark.processes
-def test_experts_that_ranks_cannot_share_equally_are_refused_with_the_numbers_that_do(tmp_path: Path) -> None:
-    run = backend_run(write_tiny_moe_model(tmp_path, num_experts=3), on(2, expert=2), ("fsdp_backend",))
-    with pytest.raises(ModelError, match=r"does not divide the 3 experts .* Numbers that do: 1, 3"), opened(run):
+def test_experts_that_no_layer_has_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    run = backend_run(write_tiny_moe_model(tmp_path, mlp_only_layers=[0, 1]), on(2, expert=2), ("fsdp_backend",))
+    with pytest.raises(ModelError, match=r"no experts to divide in .* Qwen3MoeForCausalLM. Set it to 1"), opened(run):
         pass

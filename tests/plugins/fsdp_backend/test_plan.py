@@ -128,6 +128,16 @@ def test_a_tensor_with_fewer_rows_than_ranks_does_not_shrink_further(config: dic
     assert sixteen > 0.9 * eight
 
 
+def test_divided_experts_are_gathered_by_fewer_ranks(config: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 2, "num_experts": 32, "moe_intermediate_size": 4096}
+    shape = {**sizes, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 1024}
+    config = with_model(config, tmp_path / "moe", Qwen3MoeConfig(**shape))
+    whole, divided = memory(planned(config)), memory(planned(config, expert=4))
+    # 32 experts on 8 ranks are 4 on each, in either way.
+    assert divided["weights"] == whole["weights"]
+    assert divided["gathered weights"] == pytest.approx(whole["gathered weights"] / 4, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("gib", "suggested"),
     [

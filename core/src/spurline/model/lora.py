@@ -65,6 +65,7 @@ def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor
     """
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
+            # Layers may lie in each other; each draws its own.
             if not part.startswith("base_layer."):
                 name = f"{layer_name}.{part}"
                 yield name, _initial_value(part, parameter.shape, _generator(seed, name))
@@ -94,15 +95,18 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
             yield name, module
 
 
-def merged_weight(layer: BaseTunerLayer, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Base weight plus adapter, as a new tensor; the layer stays as it is.
+def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Base weight plus adapter, as a new tensor of the higher precision of both; the layer stays as it is.
 
-    tensors: `base_layer.weight` and the adapter's, whole, by their names in the layer.
+    tensors: the layer's own, whole, by their names in it; base: which of them is the weight that is adapted.
     """
-    adapter = {f"layer.{name}": tensor for name, tensor in tensors.items() if name != "base_layer.weight"}
-    weight = tensors["base_layer.weight"]
+    dtype = torch.float32
+    for tensor in tensors.values():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    exact = {f"layer.{name}": tensor.to(dtype) for name, tensor in tensors.items()}
+    weight = exact[f"layer.{base}"]
     for name in layer.active_adapters:
-        weight = weight + functional_call(_Delta(layer), adapter, (name,))
+        weight = weight + functional_call(_Delta(layer), exact, (name,))
     return weight
 
 

@@ -275,8 +275,21 @@ class PieceIndex:
 
     def read(self, key: str, box: Box) -> Tensor:
         """A box of a tensor, on CPU, out of the files that hold parts of it. Reads no more than these parts."""
+        result = torch.empty(box.shape, dtype=self.tensors[key].dtype)
+        self._read_into(result, key, box)
+        return result
+
+    def fill(self, target: Tensor, key: str) -> None:
+        """Give a tensor of the same shape and dtype its values, of which this process holds some or all."""
+        local, box = held_values(target), held_box(target)
+        if local.device.type == "cpu":
+            self._read_into(local, key, box)
+        else:
+            local.copy_(self.read(key, box))
+
+    def _read_into(self, result: Tensor, key: str, box: Box) -> None:
+        """The box in its own shape, on CPU."""
         stored = self.tensors[key]
-        result = torch.empty(box.shape, dtype=stored.dtype)
         missing = box.num_values
         for piece in stored.pieces:
             if piece.box.common(box) is None:
@@ -293,7 +306,6 @@ class PieceIndex:
                     missing -= common.num_values
                 begin += part.num_values
         assert missing == 0, (key, box, missing)
-        return result
 
     def read_like(self, key: str, like: Tensor) -> Tensor:
         """What this process holds of a tensor, in the same parts as another one of its shape, and whole beside others.

@@ -1,4 +1,4 @@
-"""A trained model's weights out of a checkpoint, one after the other: for export that never holds the model.
+"""A trained model's weights out of a checkpoint, one after the other, for a process that never holds the model.
 
 Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
 checkpoint of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their
@@ -7,7 +7,7 @@ digest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,26 +32,29 @@ from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import device_profile
 from spurline.model.loading import load_model, quiet_loading
+from spurline.model.saved_state import check_frozen, check_weights
 from spurline.model.weight_files import WeightStream, safetensors_files
 from spurline.model.weights import NamedWeights, digest_of_samples, layer_of, sample
+from spurline.optimizers.state import describe
 
 
 @dataclass(frozen=True)
-class SavedModel:
+class SavedTensors:
     """What a checkpoint holds of a model: trained weights and persistent buffers.
 
-    where: the folder, for errors. names: of the tensors, as in the model. read: gives one of them, on CPU.
-    frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend holds those.
+    where: the folder, for errors. layout: the tensors by their names in the model, on device `meta`. read: gives one
+    of them, on CPU. frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend holds
+    those.
     """
 
     where: Path
-    names: Collection[str]
+    layout: Mapping[str, Tensor]
     read: Callable[[str], Tensor]
     frozen_weights: str
     frozen_dtype: torch.dtype
 
 
-def saved_weights(saved: SavedModel, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
+def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
     """Every weight of the saved model, adapters merged, each read when it is asked for.
 
     Raises CheckpointError for a checkpoint of another model, and, with the last weight, for adapters that were trained
@@ -64,16 +67,20 @@ def saved_weights(saved: SavedModel, model: ModelConfig, lora: LoraConfig | None
         add_adapters(causal, lora, seed)
     named = NamedWeights(causal, adapted=lora is not None)
     frozen = {name for name, value in causal.named_parameters() if not value.requires_grad}
-    _check_names(saved, {source for group in named.groups for source in group.sources} - frozen)
+    wanted = [source for group in named.groups for source in group.sources if source not in frozen]
+    descriptions = {name: describe(named.tensors[name]) for name in wanted}
+    check_weights(saved.where, {name: describe(value) for name, value in saved.layout.items()}, descriptions)
     return WeightStream(named.layout, _weights(saved, named, frozen, model, seed))
 
 
 def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return build_without_memory(load_model_config(model), model).to(dtype)
+    causal = build_without_memory(load_model_config(model), model)
+    nn.Module.to(causal, dtype=dtype)
+    return causal
 
 
 def _weights(
-    saved: SavedModel, named: NamedWeights, frozen: Collection[str], model: ModelConfig, seed: int
+    saved: SavedTensors, named: NamedWeights, frozen: Collection[str], model: ModelConfig, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as stack:
         original = stack.enter_context(_OriginalWeights(model, seed, saved.frozen_dtype)) if frozen else None
@@ -84,34 +91,13 @@ def _weights(
                 for source in part.sources:
                     if source in frozen:
                         assert original is not None
-                        tensors[source] = original.read(part.name)
+                        tensors[source] = original.read(part.name, named.tensors[source].shape)
                         samples.append((source, named.tensors[source], sample(tensors[source])))
                     else:
                         tensors[source] = saved.read(source)
-                    _check_shape(saved, source, tensors[source], named.tensors[source])
             yield from named.weights_of(group, tensors).items()
-        if frozen and digest_of_samples(samples) != saved.frozen_weights:
-            raise CheckpointError(
-                f"{saved.where}: the checkpoint's adapters were trained on other weights than model.path has. Export "
-                "with the model.path, model.revision, model.init and seed the checkpoint was made with."
-            )
-
-
-def _check_names(saved: SavedModel, wanted: Collection[str]) -> None:
-    other = sorted(set(wanted) ^ set(saved.names))
-    if other:
-        raise CheckpointError(
-            f"{saved.where}: the checkpoint is of another model than the config's: {len(other)} weights are in one of "
-            f"them only, such as {', '.join(other[:3])}. Export with the model and backend.lora it was made with."
-        )
-
-
-def _check_shape(saved: SavedModel, name: str, found: Tensor, wanted: Tensor) -> None:
-    if found.shape != wanted.shape:
-        raise CheckpointError(
-            f"{saved.where}: {name} has shape {list(found.shape)}, and {list(wanted.shape)} in the config's model. "
-            "Export with the model and backend.lora the checkpoint was made with."
-        )
+        if frozen:
+            check_frozen(saved.where, saved.frozen_weights, digest_of_samples(samples))
 
 
 class _OriginalWeights:
@@ -127,7 +113,7 @@ class _OriginalWeights:
         self._files = ExitStack()
         self._single: dict[str, Any] = {}
         self._joined: dict[str, dict[str, Any]] = {}
-        self._layer = ""
+        self._layer: str | None = None
         self._of_layer: dict[str, Tensor] = {}
         paths = [] if model.init == "random" else safetensors_files(model)
         for path in paths:
@@ -142,18 +128,22 @@ class _OriginalWeights:
     def __exit__(self, *error: object) -> None:
         self._files.close()
 
-    def read(self, name: str) -> Tensor:
-        """A weight on CPU."""
-        if name in self._single:
-            return self._single[name][...].to(self._dtype)
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        """A weight of this shape on CPU. Raises CheckpointError when there is none."""
+        found = self._single[name][...] if name in self._single else self._read_joined(name)
+        if found is None or found.shape != shape:
+            there = "none" if found is None else f"one of shape {list(found.shape)}"
+            raise CheckpointError(
+                f"model.path: the checkpoint's adapters were trained on a weight {name} of shape {list(shape)}, and "
+                f"its files have {there}. Restore the model that the run was made with."
+            )
+        return found.to(self._dtype)
+
+    def _read_joined(self, name: str) -> Tensor | None:
         layer = layer_of(name)
         if layer in self._joined and self._layer != layer:
             self._layer, self._of_layer = layer, self._convert(self._joined[layer])
-        if name not in self._of_layer:
-            raise CheckpointError(
-                f"model.path: its files lack {name}, on which the checkpoint's adapters were trained."
-            )
-        return self._of_layer[name].to(self._dtype)
+        return self._of_layer.get(name)
 
     def _list(self, slices: dict[str, Any]) -> None:
         """Find out which weights these are."""

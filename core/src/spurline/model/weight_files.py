@@ -89,10 +89,19 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
     """In which the files hold the weights; fp32 where they hold several, or are no safetensors, or there are none."""
     found: set[torch.dtype] = set()
     for path in [] if model.init == "random" else safetensors_files(model):
-        with safe_open(path, "pt") as file:
-            found |= {_DTYPES[file.get_slice(key).get_dtype()] for key in file.keys()}  # noqa: SIM118
+        found |= {tensor.dtype for tensor in layout_of(path).values()}
     floating = {dtype for dtype in found if dtype.is_floating_point}
     return floating.pop() if len(floating) == 1 else torch.float32
+
+
+def layout_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on device `meta`, from its header."""
+    with safe_open(path, "pt") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        return {
+            key: torch.empty(value.get_shape(), dtype=_DTYPES[value.get_dtype()], device="meta")
+            for key, value in slices.items()
+        }
 
 
 def shards_of(index: Path) -> list[Path]:

@@ -96,26 +96,32 @@ class NamedWeights:
         from spurline.model.lora import merged_weight
 
         own = {source.removeprefix(f"{part.layer}."): tensors[source].detach() for source in part.sources}
-        return merged_weight(self._layers[part.layer], own)
+        return merged_weight(self._layers[part.layer], part.sources[0].removeprefix(f"{part.layer}."), own)
 
     def _parts(self) -> Iterator[WeightPart]:
-        seen: set[int] = set()
-        adapters: dict[str, list[str]] = {layer: [] for layer in self._layers}
+        merged = {adapted_name(path, layer): path for path, layer in self._layers.items()}
+        adapters: dict[str, list[str]] = {path: [] for path in self._layers}
         names: dict[str, str] = {}
+        seen: set[int] = set()
         for source, tensor in self.tensors.items():
-            layer = next((layer for layer in self._layers if source.startswith(f"{layer}.")), None)
-            part = source.removeprefix(f"{layer}.")
-            if layer is not None and not part.startswith("base_layer."):
-                adapters[layer].append(source)
+            path = self._layer_of_adapter(source)
+            if path is not None:
+                adapters[path].append(source)
             elif id(tensor) not in seen:
                 seen.add(id(tensor))
-                names[source] = source if layer is None else f"{layer}.{part.removeprefix('base_layer.')}"
+                names[source] = without_adapters(source) if self._layers else source
         for source, name in names.items():
-            layer = source.removesuffix(".base_layer.weight")
-            if layer in adapters:
-                yield WeightPart(name, (source, *adapters[layer]), layer)
-            else:
-                yield WeightPart(name, (source,))
+            layer = merged.pop(name, None)
+            yield WeightPart(name, (source, *adapters.get(layer or "", ())), layer)
+        assert not merged, f"adapters without the weight they adapt: {merged}"
+
+    def _layer_of_adapter(self, source: str) -> str | None:
+        """The layer whose adapter this tensor is a part of. Layers may lie in each other: one for each weight."""
+        paths = [path for path in self._layers if source.startswith(f"{path}.")]
+        innermost = max(paths, key=len, default=None)
+        if innermost is None or source.removeprefix(f"{innermost}.").startswith("base_layer."):
+            return None
+        return innermost
 
     def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
         # Since version 5 transformers renames and fuses some weights when it loads them; what leaves has file names.
@@ -160,6 +166,16 @@ def frozen_digest(module: nn.Module) -> str:
 def weights_digest(module: nn.Module) -> str:
     """Digest of all parameters, whether they need gradients or not."""
     return _digest(module.named_parameters())
+
+
+def without_adapters(name: str) -> str:
+    """The name of a weight in the model before adapters were put around it."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def adapted_name(path: str, layer: BaseTunerLayer) -> str:
+    """The weight that an adapted layer adapts, by its name in the model without adapters. path: of the layer."""
+    return f"{without_adapters(path)}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 def check_initial_weights(found: str, expected: str, path: str) -> None:

@@ -142,9 +142,11 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
     on_host = set(saved.on_host)
     # One at a time: the tensors may be read from a file only now.
     for key, tensor in saved.tensors.items():
-        # A fused kernel wants also its step counters beside the weights.
-        device = "cpu" if key in on_host else parameters[key.rpartition("/")[0]].device
-        put(key, tensor.to(device, copy=True))
+        if not isinstance(tensor, DTensor):  # one that was made as a part of its parameter is where it belongs
+            # A fused kernel wants also its step counters beside the weights.
+            device = "cpu" if key in on_host else parameters[key.rpartition("/")[0]].device
+            tensor = tensor.to(device, copy=True)
+        put(key, tensor)
     for key, value in saved.values.items():
         put(key, value)
     changed = saved.groups or [{} for _ in made]

@@ -97,7 +97,7 @@ class RankCalls(ABC):
             until = min(began + limit_s, told + PATIENCE_S)
             outcomes = self._wait(missing, max(0.0, until - time.monotonic()))
             if failures := _failures(outcomes):
-                self._fail(call, failures, missing)
+                self._fail(call, failures, missing, began)
             values |= {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Value)}
             if not outcomes:
                 told = time.monotonic()
@@ -107,7 +107,7 @@ class RankCalls(ABC):
                 print(text, file=sys.stderr, flush=True)
         return [values[rank] for rank in range(self.size)]
 
-    def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int]) -> None:
+    def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int], began: float) -> None:
         until = time.monotonic() + _GRACE_S
         while all(isinstance(failure, Raised) and not failure.classes for failure in failures.values()):
             others = [rank for rank in missing if rank not in failures]
@@ -119,16 +119,23 @@ class RankCalls(ABC):
         if self._ended is not None:
             raise RunFailedError(f"`{call}` has no answer: {self._ended}")
         who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
-        raise error_of(who, call, failure)
+        error = error_of(who, call, failure)
+        others = [rank for rank in missing if rank not in failures]
+        # Who fails so late has probably waited for one that stands still, until the exchange between them gave up.
+        if others and time.monotonic() - began >= self._limits.collective_s:
+            error.add_note(self._where_they_stand(others))
+        raise error
 
     def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
         who = self._identity(missing[0])
         setting = "backend.start_timeout_s" if call == START else "backend.call_timeout_s"
-        text = f"`{call}` was not done within {limit_s:g} s, its limit by {setting}. {self._who_is_missing(missing)}"
+        text = f"`{call}` was not done within {limit_s:g} s, its limit by {setting}. {self._where_they_stand(missing)}"
+        raise RankFailedError(text, who.rank, who.node, who.pid, call)
+
+    def _where_they_stand(self, missing: Sequence[int]) -> str:
+        who = self._who_is_missing(missing)
         stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
-        raise RankFailedError(
-            "\n".join([text, *stacks]), who.rank, who.node, who.pid, call, stacks[0] if stacks else ""
-        )
+        return "\n".join([who, *stacks])
 
     def _who_is_missing(self, missing: Sequence[int]) -> str:
         doing = self._doing(missing)

@@ -95,6 +95,11 @@ class Identity:
         return f"rank {self.rank} of {self.world} (process {self.pid} on {self.node})"
 
 
+class _TracebackOfRank(Exception):  # noqa: N818 - no error of its own: it shows where another one began
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 def first_cause(failures: Sequence[tuple[Identity, Raised | Died]]) -> tuple[Identity, Raised | Died]:
     """The failure that explains the others, of several in the order in which they came.
 
@@ -108,14 +113,17 @@ def first_cause(failures: Sequence[tuple[Identity, Raised | Died]]) -> tuple[Ide
 
 
 def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
-    """The error to raise for a failure during `call`."""
+    """The error to raise for a failure during `call`. The traceback of an error of ours is its cause: what the user is
+    told needs none."""
     if isinstance(failure, Died):
         text = f"{_begin(who)} {failure.how} during `{call}`."
         if failure.last_words:
             text += f" The end of what it wrote:\n{failure.last_words}"
         return RankFailedError(text, who.rank, who.node, who.pid, call)
     if (error := failure.error()) is not None:
-        error.add_note(f"This is from {who}, during `{call}`:\n{failure.traceback}")
+        error.add_note(f"This is from {who}, during `{call}`.")
+        # As Python shows it where it shows tracebacks at all.
+        error.__cause__ = _TracebackOfRank(failure.traceback)
         return error
     return RankFailedError(
         f"{_begin(who)} failed during `{call}`: {failure.name}: {failure.text}\n{failure.traceback}",

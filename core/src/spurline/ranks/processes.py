@@ -155,14 +155,15 @@ class _Process:
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", math.ceil(_STOPPED_S), 0))
             self.connection = Connection(ours.detach())
             self.number = server.start_rank(theirs.fileno(), self._log.fileno())
-        self._write(
-            {
-                "environment": dict(os.environ),
-                "path": [place or os.getcwd() for place in sys.path],
-                "folder": os.getcwd(),
-                "order": order,
-            }
-        )
+        process = {
+            "environment": dict(os.environ),
+            "path": [place or os.getcwd() for place in sys.path],
+            "folder": os.getcwd(),
+            "order": order,
+        }
+        # As in `send`.
+        with suppress(OSError):
+            self._write(process)
 
     def send(self, message: bytes, own: tuple[Any, ...]) -> None:
         """A call, pickled, and the arguments that only this rank gets."""
@@ -218,6 +219,8 @@ class _Process:
     def _read(self) -> Outcome | None:
         try:
             kind, value = self.connection.recv()
+        except BlockingIOError:
+            return Died(f"stopped for {_STOPPED_S:g} s in the middle of its answer")
         except (EOFError, OSError):
             return self._death()
         if kind == "outcome":

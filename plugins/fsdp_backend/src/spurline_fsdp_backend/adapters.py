@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from spurline.model.lora import adapted_layers, initial_adapters
+from spurline.model.lora import initial_adapters
 from spurline.model.pieces import Box, held_box
+from spurline.model.weights import without_adapters
 
 
 def take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
@@ -21,14 +22,14 @@ def take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
 
     Both are sharded alike. What the adapted model does not train is frozen.
     """
-    layers = dict(adapted_layers(adapted))
+    places = _places(adapted)
     # Tied parameters are one tensor under two names, and stay so.
     for name, value in plain.named_parameters(remove_duplicate=False):
-        owner, leaf = _place(adapted, layers, name)
+        owner, leaf = places[name]
         value.requires_grad_(owner.get_parameter(leaf).requires_grad)
         owner.register_parameter(leaf, value)
     for name, buffer in plain.named_buffers():
-        owner, leaf = _place(adapted, layers, name)
+        owner, leaf = places[name]
         owner.register_buffer(leaf, buffer, persistent=leaf not in owner._non_persistent_buffers_set)
 
 
@@ -46,7 +47,10 @@ def draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> 
         adapted.get_submodule(path).register_parameter(leaf, Parameter(shard))
 
 
-def _place(adapted: PreTrainedModel, layers: dict[str, object], name: str) -> tuple[nn.Module, str]:
-    """The module that holds what has this name without adapters, and the name there."""
-    path, _, leaf = name.rpartition(".")
-    return adapted.get_submodule(f"{path}.base_layer" if path in layers else path), leaf
+def _places(adapted: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
+    """By names without adapters: the module that holds a parameter or buffer, and its name there."""
+    places: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in adapted.named_modules():
+        for leaf in (*module._parameters, *module._buffers):
+            places[without_adapters(f"{path}.{leaf}" if path else leaf)] = (module, leaf)
+    return places

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError
-from spurline.model.pieces import PieceIndex, held_box, held_pieces, held_values, write_pieces
+from spurline.model.pieces import PieceIndex, held_pieces, write_pieces
 from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline.optimizers.state import OptimizerState, describe
 from spurline.protocols.backend import Role
@@ -119,7 +119,7 @@ class SavedModel:
             module.reshard()
         with torch.no_grad():
             for name, target in _model_tensors(trained).items():
-                held_values(target).copy_(self.index.read(name, held_box(target)))
+                self.index.fill(target, name)
         stored = _StoredState(self.index, trained.parameters)
         trained.optimization.restore(OptimizerState.read(stored, self.facts["optimizer"]))
         trained.updates = int(self.facts["updates"])

@@ -37,6 +37,7 @@ class FsdpBackendConfig(BackendConfig):
     """FSDP2: every rank holds a part of the weights, gradients and optimizer, and trains on a part of the batch."""
 
     generates: ClassVar[bool] = True
+    checkpoint_reader: ClassVar[str | None] = "spurline_fsdp_backend.checkpoint_reader:read_weights"
     beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
 
     name: str = "fsdp"

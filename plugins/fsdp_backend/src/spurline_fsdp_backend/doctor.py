@@ -23,10 +23,11 @@ from spurline.errors import SpurlineError
 from spurline.files import scratch_inside
 from spurline.model.device_profile import device_profile
 from spurline.protocols.backend import Finding
+from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.group import Place, RankGroup
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_run, read_run
-from spurline_fsdp_backend.mesh import REPLICA, SHARD, make_meshes
+from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, REPLICA, SHARD, make_meshes
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -56,7 +57,7 @@ def doctor(config: FsdpBackendConfig, run: RunConfig) -> Iterator[Finding]:
     limits = replace(config.limits, call_s=LIMIT_S, collective_s=min(LIMIT_S, config.collective_timeout_s))
     began = time.monotonic()
     try:
-        ranks = open_ranks(config.rank_request(), f"{__name__}:DoctorRank", (plain_run(run),), limits)
+        ranks = open_ranks(config.rank_request(), f"{__name__}:DoctorRank", (plain_run(run),), limits, check_nodes(run))
     except SpurlineError as error:
         yield Finding("ranks", f"{config.num_ranks} were asked for, and did not start", _words(error))
         return
@@ -216,6 +217,11 @@ def _groups(config: FsdpBackendConfig, place: Place) -> dict[str, ProcessGroup]:
         }
     if meshes.context is not None:
         groups["ranks that share sequences"] = meshes.context
+    if meshes.experts is not None:
+        groups |= {
+            "ranks that divide the experts": meshes.experts.get_group(EXPERT),
+            "ranks that hold parts of the same experts": meshes.experts.get_group(EXPERT_SHARD),
+        }
     return {name: group for name, group in groups.items() if group is not None and dist.get_world_size(group) > 1}
 
 

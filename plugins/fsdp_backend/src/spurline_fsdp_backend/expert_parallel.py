@@ -27,21 +27,13 @@ def divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
     assert meshes.alone is not None
     group, path = meshes.experts[EXPERT], causal.config.name_or_path
     plan = causal._expand_parallel_plan(dict(causal.ep_plan or {}))
-    holders = {name: causal.get_submodule(name) for name, style in plan.items() if style == _DISPATCHES}
+    holders = [causal.get_submodule(name) for name, style in plan.items() if style == _DISPATCHES]
     if not holders:
         raise ModelError(
             f"backend.expert is {group.size()}, and transformers knows no experts to divide in {path}, a "
             f"{type(causal).__name__}. Set it to 1, which shards its weights like all others."
         )
-    for name, holder in holders.items():
-        count = int(holder.num_experts)  # type: ignore[arg-type]
-        if count % group.size():
-            fitting = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
-            raise ModelError(
-                f"backend.expert is {group.size()}, which does not divide the {count} experts of {name} in {path}. "
-                f"Numbers that do: {fitting}."
-            )
     # Not `auto`, which in evaluation sums over the group and takes the batches of its ranks to be equal. No two ranks
     # have the same tokens, so each is alone with its batch.
     apply_expert_parallelism(causal, group, meshes.alone, plan, ep_implementation="all_to_all")
-    return list(holders.values())
+    return holders

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from spurline.config.run_config import RunConfig
 from spurline.model import device_profile
@@ -18,6 +21,7 @@ from spurline.model.memory import Shapes, model_shapes
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import num_values
 from spurline_fsdp_backend.layout import ranks_of_machine
+from spurline_fsdp_backend.weight_loading import stored_dtype
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -42,7 +46,8 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     parts = {} if config.cpu_offload else _kept(config, run, shapes)
     parts["gathered weights"] = computed * gathered_values(config, shapes)
     # The gradients of the group that is done are summed over the ranks in fp32 while they are there as computed.
-    parts["gradients on their way"] = (computed + 4) * max(map(num_values, _groups(shapes, shapes.trained)), default=0)
+    groups = _groups(shapes, _gathered(config, shapes.trained))
+    parts["gradients on their way"] = (computed + 4) * max(map(num_values, groups))
     per_token = shapes.activations_per_token(config.activation_checkpointing)
     parts["activations"] = tokens * per_token * computed
     # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
@@ -100,14 +105,17 @@ def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int
 
 
 def frozen_bytes(run: RunConfig) -> int:
-    """Bytes of a frozen weight, which keeps the dtype of its file."""
-    dtype = getattr(load_model_config(run.model), "dtype", None)
-    return dtype.itemsize if dtype is not None and run.model.init != "random" else _WEIGHT_BYTES
+    """Bytes of a frozen weight, which keeps the dtype of its file; the model's config tells, where no file is here."""
+    if run.model.init == "random" or any(Path(run.model.path).glob("*.safetensors")):
+        return stored_dtype(run.model).itemsize
+    dtype = load_model_config(run.model).dtype
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else _WEIGHT_BYTES
 
 
 def gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
     """Weights that are whole on a rank at once: the root's, and those of two layers, as one is fetched ahead."""
-    root, *layers = map(num_values, _groups(shapes, {**shapes.frozen, **shapes.trained}))
+    everything = _gathered(config, {**shapes.frozen, **shapes.trained})
+    root, *layers = map(num_values, _groups(shapes, everything))
     if not config.reshard_after_forward:
         return root + sum(layers)
     return root + sum(sorted(layers)[-2:])
@@ -125,9 +133,26 @@ def _groups(shapes: Shapes, parts: Parts) -> list[Parts]:
 
 
 def _local(config: FsdpBackendConfig, parts: Parts) -> Parts:
-    """What the fullest rank has of each tensor: an even share of its first dimension, rounded up."""
-    return {name: _share(shape, config.num_ranks // config.replicas) for name, shape in parts.items()}
+    """What the fullest rank has of each tensor: an even share of its first dimension, rounded up.
+
+    Divided experts are shared by those ranks alone that have the same ones.
+    """
+    ranks = config.num_ranks // config.replicas
+    return {
+        name: _first_by(shape, ranks // config.expert if _holds_experts(shape) else ranks)
+        for name, shape in _gathered(config, parts).items()
+    }
 
 
-def _share(shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-    return (math.ceil(shape[0] / ranks), *shape[1:]) if shape else ()
+def _gathered(config: FsdpBackendConfig, parts: Parts) -> Parts:
+    """What a rank sees of each tensor when it is gathered: everything but the experts of other ranks."""
+    return {name: _first_by(shape, config.expert) if _holds_experts(shape) else shape for name, shape in parts.items()}
+
+
+def _holds_experts(shape: Sequence[int]) -> bool:
+    """Experts of a layer are stored as one tensor, its first dimension theirs; nothing else has three."""
+    return len(shape) == 3
+
+
+def _first_by(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
+    return (math.ceil(shape[0] / number), *shape[1:]) if shape else ()

@@ -17,7 +17,7 @@ from spurline.plugins.registry import resolve
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import BucketMaker, MakerChoice
 from spurline.ranks.group import Place, RankGroup
-from spurline_fsdp_backend.weight_gathering import WeightGathering
+from spurline_fsdp_backend.weight_gathering import Bucket, WeightGathering
 
 
 def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
@@ -35,7 +35,7 @@ class Publishing:
         self._place, self._gathering, self._dtype = place, gathering, dtype
         self._choice: Mapping[str, Any] | None = None
         self._maker: BucketMaker | None = None
-        self._buckets: list[Any] = []
+        self._buckets: list[Bucket] = []
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
         """How many a publish takes with a maker of this `MakerChoice`; until another is chosen, it is kept."""

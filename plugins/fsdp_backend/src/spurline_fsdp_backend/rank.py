@@ -7,6 +7,7 @@ order, whatever rows they have.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from spurline_fsdp_backend.sharded_model import (
     build_policy,
     build_reference,
     check_sharded,
+    give_back,
 )
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
 from spurline_fsdp_backend.weight_gathering import Bucket, WeightGathering, as_arrays, gather_gradients
@@ -63,6 +65,8 @@ class FsdpRank:
         self._config = cast(FsdpBackendConfig, self._run.backend)
         self._profile = device_profile(self._config.on)
         if self._config.deterministic:
+            # Products of matrices on a GPU are deterministic with a workspace of their own only.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self._meshes = make_meshes(self._config, place)
         place.doing("loading the model")
@@ -156,6 +160,7 @@ class FsdpRank:
         objective = read_objective(plain_objective, self._registry)
         model, share = self._policy.model, RankShare.from_wire(wire)
         part = evaluation_sums(model, self._streams(model, share, objective.loss.needs), objective, self._profile)
+        give_back(model.causal)
         return part if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
@@ -163,6 +168,7 @@ class FsdpRank:
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
+        give_back(model.causal)
         return result.numpy() if self._counts else None
 
     def save(self, path: str) -> SavedPart:

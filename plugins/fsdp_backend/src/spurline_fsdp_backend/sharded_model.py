@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
-from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.probe import check_exactness
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
@@ -200,13 +200,6 @@ def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
     return [module for module in causal.modules() if isinstance(module, FSDPModule)]
 
 
-def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
-    """The modules that transformers itself never divides; those of a decoder are its layers."""
-    names = set(causal._no_split_modules or ())
-    found = [module for module in causal.get_decoder().modules() if type(module).__name__ in names]
-    return found or list(causal.get_decoder().layers)
-
-
 def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
     """See `check_exactness`; all ranks check the same tokens. A collective."""
     # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
@@ -214,7 +207,16 @@ def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile:
     try:
         check_exactness(model, profile, path, in_half_precision=config.computes_in == "bf16")
     finally:
-        model.causal.reshard()
+        give_back(model.causal)
+
+
+def give_back(causal: nn.Module) -> None:
+    """Free what was gathered and no backward pass has given back. Communicates nothing.
+
+    Until then modules have whole parameters in the place of their shards, which an optimizer must not take for its own.
+    """
+    for module in sharded_modules(causal):
+        module.reshard()
 
 
 @contextmanager

@@ -12,16 +12,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.config.run_config import RunConfig
+from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.model import device_profile
 from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
+from spurline.model.saved_weights import SavedTensors, saved_weights
+from spurline.model.weight_files import WeightStream, layout_of
 from spurline.optimizers.state import OptimizerState, describe
 
 if TYPE_CHECKING:
@@ -82,6 +87,25 @@ class SavedState:
         device_profile.restore_generator_values(self.generator_values)
 
 
+def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
+    """The policy's weights out of a checkpoint, one after the other; see `BackendConfig.checkpoint_reader`."""
+    config = cast(LocalBackendConfig, run.backend)
+    facts = read_facts(folder, "local", _FORMAT)
+    path = folder / "model.safetensors"
+    try:
+        file = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+    saved = SavedTensors(
+        folder,
+        layout_of(path),
+        file.get_tensor,
+        facts["frozen_weights"],
+        torch.float64 if config.precision == "fp64" else torch.float32,
+    )
+    return saved_weights(saved, run.model, config.lora, run.seed)
+
+
 def read_training_state(path: Path, trained: TrainedModel) -> SavedState:
     """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer."""
     content = read_facts(path, "local", _FORMAT)
@@ -125,6 +149,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(
-            f"{path}: missing or damaged ({error}). Resume from another checkpoint."
-        ) from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{path}: missing or damaged ({error}). Resume from another checkpoint.")

@@ -21,6 +21,7 @@ class LocalBackendConfig(BackendConfig):
     generates: ClassVar[bool] = True
     lends_model: ClassVar[bool] = True
     lends_parameters: ClassVar[bool] = True
+    checkpoint_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_weights"
     beyond: ClassVar[str] = (
         "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
         "fsdp_backend."

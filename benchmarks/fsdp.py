@@ -1,0 +1,217 @@
+"""What FSDP gains and costs on this machine: two ranks of one thread each against one rank of one thread.
+
+    python benchmarks/fsdp.py [--json] [--updates 8] [--tokens 6000]
+
+The case is supervised fine-tuning as others run it by default: rows of one sample, padded, lognormal lengths (mean 250,
+at most 1,024 tokens), AdamW, gradients clipped at 1.0, on a Qwen3 of 21 million weights in fp32. Backends take turns,
+an update of each on the same rows, so that a busy machine slows all of them; ratios are medians over pairs.
+
+- gain: seconds of an update on one rank, over those on two. Two backends of one rank at the same time, which know
+  nothing of each other and have half of the rows each, say what the machine itself allows: cores share its memory.
+- communication and waiting, of the time of an update on two ranks: a collective takes as long as its last rank is in
+  it, which is communication; what others are in it longer, they wait. From a profile of each rank.
+- overhead of the controller: an update, less the time that its slowest rank computes; and how long the same rows take
+  to all ranks and back with nothing computed.
+- start: from nothing to a loaded model, the first time in a process, and the second.
+
+Gates: gain at least 1.7; overhead beside the rows' way at most 5 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timing import Gate, gates_as_json, print_gates
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.collators.padded import PaddedCollator
+from spurline.data.configs import PaddedCollatorConfig
+from spurline.data.dealing import deal
+from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.loss import Objective
+from spurline.ranks.group import RankRequest, TimeLimits
+from spurline.ranks.launch import open_ranks
+from spurline.ranks.messages import plain_objective, plain_run
+from spurline.testing import make_store
+from spurline.testing.backend_runs import backend_run, opened
+from spurline.update.reduction import token_mean
+
+PLUGINS = ("fsdp_backend",)
+VOCABULARY = 8192
+WARMUP = 2
+
+
+def write_model(folder: Path) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=384,
+            intermediate_size=1152,
+            num_hidden_layers=8,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+        )
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+def batch_of(num_tokens: int, seed: int) -> tuple[TrainingBatch, Objective]:
+    """Samples of about so many tokens together, and the objective of a step on them."""
+    drawn = np.random.default_rng(seed).lognormal(math.log(250) - 0.32, 0.8, 4 * num_tokens // 250)
+    lengths = np.clip(drawn, 16, 1024).astype(int)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
+    store = make_store(lengths.tolist(), seed, VOCABULARY)
+    collator = PaddedCollator(PaddedCollatorConfig(), 0, ParallelLayout())
+    batch, normalizer = token_mean(collator.collate(store.view(np.arange(len(store))), training=True))
+    return batch, Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
+
+
+def on(ranks: int) -> dict[str, Any]:
+    """The section `backend`."""
+    return {"name": "fsdp", "device": "cpu", "ranks": ranks, "num_threads": 1, "probe": False}
+
+
+def measure_updates(model: Path, updates: int, num_tokens: int) -> dict[str, Any]:
+    """Seconds of each update on one rank, on two, and on two backends of one; and what of it is outside of ranks."""
+    seconds: dict[str, list[float]] = {"one": [], "two": [], "apart": []}
+    outside: list[float] = []
+
+    with ExitStack() as stack:
+        one, other, two = (
+            stack.enter_context(opened(backend_run(model, on(ranks), PLUGINS)))[0] for ranks in (1, 1, 2)
+        )
+        both = stack.enter_context(ThreadPoolExecutor(2))
+        for number in range(WARMUP + updates):
+            batch, objective = batch_of(num_tokens, number)
+            halves = [share.batch for share in deal(batch, 2).shares]
+            instants = [time.perf_counter()]
+            one.update(batch, objective)
+            instants.append(time.perf_counter())
+            list(both.map(_update, (one, other), halves, [objective] * 2))
+            instants.append(time.perf_counter())
+            metrics = two.update(batch, objective)
+            instants.append(time.perf_counter())
+            if number < WARMUP:
+                continue
+            for name, taken in zip(("one", "apart", "two"), np.diff(instants).tolist(), strict=True):
+                seconds[name].append(taken)
+            outside.append(seconds["two"][-1] - metrics["time/forward_backward"] - metrics["time/optimizer"])
+    return {
+        "one_rank_s": statistics.median(seconds["one"]),
+        "two_ranks_s": statistics.median(seconds["two"]),
+        "gain": _ratio(seconds["one"], seconds["two"]),
+        "gain_apart": _ratio(seconds["one"], seconds["apart"]),
+        "outside_of_ranks_ms": min(outside) * 1e3,
+    }
+
+
+def _update(backend: Backend, batch: TrainingBatch, objective: Objective) -> None:
+    backend.update(batch, objective)
+
+
+def _ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    """Median over the pairs."""
+    return statistics.median(one / two for one, two in zip(slow, fast, strict=True))
+
+
+def measure_parts(model: Path, updates: int, num_tokens: int) -> dict[str, float]:
+    """Shares of an update on two ranks, and the way of the rows to them."""
+    run = backend_run(model, on(2), PLUGINS).config
+    request, limits = RankRequest(2, num_threads=1), TimeLimits(300, 600, 300)
+    ranks = open_ranks(request, "fsdp_timed_rank:TimedRank", (plain_run(run), 100), limits)
+    totals = {"communication": 0.0, "waiting": 0.0}
+    whole, balance, ways = 0.0, [], []
+    try:
+        for number in range(WARMUP + updates):
+            batch, objective = batch_of(num_tokens, number)
+            started = time.perf_counter()
+            dealing = deal(batch, 2)
+            wires = [share.to_wire() for share in dealing.shares]
+            ranks.call("take", per_rank=wires)
+            way = time.perf_counter() - started
+            answers = ranks.call("timed_update", plain_objective(objective), "policy", per_rank=wires)
+            if number < WARMUP:
+                continue
+            ways.append(way)
+            balance.append(dealing.time_over_ideal)
+            whole += sum(answer["seconds"] for answer in answers)
+            for name, value in _shares([answer["collectives"] for answer in answers]).items():
+                totals[name] += value
+    finally:
+        ranks.close()
+    shares = {name: value / whole for name, value in totals.items()}
+    return {**shares, "time_over_ideal": statistics.mean(balance), "way_of_rows_ms": min(ways) * 1e3}
+
+
+def _shares(by_rank: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
+    """Seconds of all ranks together in collectives: while all are in one, and while some wait for others."""
+    names = [[name for name, _ in collectives] for collectives in by_rank]
+    assert all(each == names[0] for each in names), "ranks made different collectives"
+    together = [min(taken) for taken in zip(*([s for _, s in each] for each in by_rank), strict=True)]
+    everything = sum(seconds for collectives in by_rank for _, seconds in collectives)
+    communication = len(by_rank) * sum(together)
+    return {"communication": communication, "waiting": everything - communication}
+
+
+def measure_start(model: Path) -> list[float]:
+    """Seconds until the model is loaded: with the process that ranks are forked from still to be started, and not."""
+    taken: list[float] = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with opened(backend_run(model, on(2), PLUGINS)):
+            taken.append(time.perf_counter() - started)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--updates", type=int, default=8, help="pairs of updates")
+    parser.add_argument("--tokens", type=int, default=6_000, help="tokens of an update, padding not counted")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="spurline-fsdp-") as folder:
+        model = write_model(Path(folder))
+        start = measure_start(model)
+        figures = measure_updates(model, arguments.updates, arguments.tokens)
+        parts = measure_parts(model, max(3, arguments.updates // 3), arguments.tokens)
+    overhead = figures["outside_of_ranks_ms"] - parts["way_of_rows_ms"]
+    gates = [
+        Gate("two ranks against one", figures["gain"], 1.7, at_least=True),
+        Gate("overhead of the controller beside the rows' way, ms", overhead, 5.0, at_least=False),
+    ]
+    if arguments.json:
+        everything = {**figures, **parts, "start_s": start, "gates": gates_as_json(gates)}
+        print(json.dumps(everything, indent=2))
+        return
+    print(f"start: {start[0]:.1f} s the first time, {start[1]:.1f} s the second")
+    print(f"update: {figures['one_rank_s']:.2f} s on one rank, {figures['two_ranks_s']:.2f} s on two")
+    print(f"two backends that share nothing but the machine would gain {figures['gain_apart']:.2f}")
+    print(f"of the time on two: {parts['communication']:.1%} communication, {parts['waiting']:.1%} waiting")
+    print(f"rows dealt at {parts['time_over_ideal']:.4f} of ideal, {parts['way_of_rows_ms']:.1f} ms to the ranks")
+    print_gates(gates)
+
+
+if __name__ == "__main__":
+    main()

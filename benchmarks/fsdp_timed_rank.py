@@ -1,0 +1,35 @@
+"""A rank of the FSDP backend that says how long its collectives took; for `fsdp.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from spurline.data.dealing import RankShare
+from spurline.protocols.backend import Role
+from spurline_fsdp_backend.rank import FsdpRank
+
+_COLLECTIVE = "gloo:"
+"""What the names of gloo's collectives begin with in a profile."""
+
+
+class TimedRank(FsdpRank):
+    def take(self, wire: Mapping[str, Any]) -> None:
+        """Nothing: what it costs to be told."""
+        RankShare.from_wire(wire)
+
+    def timed_update(self, wire: Mapping[str, Any], objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
+        """An update; returns its seconds, and those of each collective in the order in which they began."""
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            started = time.perf_counter()
+            self.update(wire, objective, role)
+            seconds = time.perf_counter() - started
+        collectives = [event for event in profiled.events() or () if event.name.startswith(_COLLECTIVE)]
+        collectives.sort(key=lambda event: event.time_range.start)
+        return {
+            "seconds": seconds,
+            "collectives": [(event.name, event.time_range.elapsed_us() / 1e6) for event in collectives],
+        }

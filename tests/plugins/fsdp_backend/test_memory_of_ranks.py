@@ -1,0 +1,112 @@
+"""No rank holds more than its part: not after loading, and not while a checkpoint is written and read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import ParallelLayout
+from spurline.testing import write_tiny_model
+from spurline.testing.backend_cases import minibatch
+from spurline.testing.backend_runs import backend_run, opened
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 970 MB of fp32 weights, of which the embedding is the largest tensor, in files of bf16."""
+    folder = tmp_path_factory.mktemp("large")
+    shape = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 11}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    write_tiny_model(folder, **shape, **heads)
+    # What a file holds in the precision that is trained in stays a mapped file until the first step.
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: value.bfloat16() for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def ranks_of(model: Path, ranks: int) -> Iterator[tuple[Backend, list[int]]]:
+    """The backend, and the process ids of its ranks."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    # A model that packs exactly needs no probe, which gathers it.
+    settings: dict[str, Any] = {"name": "fsdp", "device": "cpu", "ranks": ranks, "num_threads": 1, "probe": False}
+    with opened(backend_run(model, settings, ("fsdp_backend",))) as (backend, _):
+        after = {child.pid for child in psutil.Process().children(recursive=True)}
+        yield backend, sorted(after - before)[-ranks:]
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory that is the process's own; pages of mapped files can be given back at any time."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+class Peak:
+    """By how much `anonymous_bytes` of any of some processes grow while the context is open, at most."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._before = {pid: anonymous_bytes(pid) for pid in pids}
+        self.more = 0
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            self.more = max(self.more, *(anonymous_bytes(pid) - before for pid, before in self._before.items()))
+            time.sleep(0.005)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_after_loading_a_rank_holds_libraries_and_its_shard(large: Path, tiny: Path, ranks: int) -> None:
+    with ranks_of(tiny, ranks) as (_, pids):
+        libraries = max(map(anonymous_bytes, pids))
+    with ranks_of(large, ranks) as (backend, pids):
+        shard = 4 * int(backend.facts()["parameters"]) / ranks
+        assert shard * ranks > 900 * MIB
+        held = max(map(anonymous_bytes, pids))
+        print(f"{ranks} ranks: libraries {libraries / MIB:.0f}, shard {shard / MIB:.0f}, held {held / MIB:.0f} MiB")
+        assert held <= libraries + 1.1 * shard
+
+
+def test_writing_and_reading_a_checkpoint_take_the_memory_of_one_tensor(large: Path, tmp_path: Path) -> None:
+    with ranks_of(large, 2) as (backend, pids):
+        backend.update(*minibatch("packed", ParallelLayout()))
+        shard = 4 * int(backend.facts()["parameters"]) / 2
+        for_saving = Peak(pids)
+        with for_saving:
+            digests = backend.save(tmp_path)
+    with ranks_of(large, 2) as (backend, pids):
+        for_loading = Peak(pids)
+        with for_loading:
+            backend.load(tmp_path, digests)
+    embedding = 32000 * 1024 * 4 / 2
+    print(f"shard {shard / MIB:.0f} MiB, saving {for_saving.more / MIB:.0f}, loading {for_loading.more / MIB:.0f} more")
+    assert for_saving.more < embedding
+    # What AdamW keeps is twice the weights, and the first thing there is of it in a new process.
+    assert for_loading.more < 2 * shard + embedding
