@@ -82,7 +82,8 @@ class FsdpRank:
         # After its parameters were listed: a forward pass leaves the outermost group gathered.
         if self._config.probe and model.sharing is not None:
             half = self._config.computes_in == "bf16"
-            check_sharing(model, self._profile, self._run.model.path, half_precision=half)
+            with torch.compiler.set_stance("force_eager"):
+                check_sharing(model, self._profile, self._run.model.path, half_precision=half)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
