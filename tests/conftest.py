@@ -16,6 +16,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Once a process has used a cluster with a token, which is Ray's choice for one it starts, it can join none without.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 # Its workers cost more than they compile here.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["SPURLINE_CACHE"] = tempfile.mkdtemp(prefix="spurline-test-cache-")

@@ -19,11 +19,14 @@ CPUS, GPUS = 4, 2
 @cache
 def two_machines() -> Any:
     """The running `ray.cluster_utils.Cluster`. Its address is for RAY_ADDRESS."""
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
     with _environment():
         cluster = Cluster(initialize_head=True, head_node_args=_machine() | {"include_dashboard": False})
     atexit.register(cluster.shutdown)
+    # It calls itself the machine's own cluster, which whoever starts a run here would join.
+    os.unlink(get_ray_address_file(None))
     add_machine(cluster)
     return cluster
 

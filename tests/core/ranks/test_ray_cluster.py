@@ -70,13 +70,18 @@ def test_a_cluster_that_is_not_there_is_refused_with_the_way_out(monkeypatch: py
         RayCluster(RuntimeEnv()).open()
 
 
-def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path) -> None:
-    """On a cluster that it has joined, which lives on, while one rank waits in an exchange."""
+@pytest.mark.parametrize("whose", ["joined", "own"])
+def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_killed(
+    tmp_path: Path, whose: str
+) -> None:
+    """One rank waits in an exchange meanwhile. A cluster that was joined lives on."""
     out, folder = tmp_path / "said.json", tmp_path / "working"
     folder.mkdir()
     (folder / "plugin_of_mine.py").write_text("")
-    environment = {**os.environ, "RAY_ADDRESS": two_machines().address}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *(place for place in sys.path if place)])
+    if whose == "joined":
+        environment |= {"RAY_ADDRESS": two_machines().address, "RAY_AUTH_MODE": "disabled"}
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, SUPPORT / "ray_driver.py", out, folder]
         driver = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -86,11 +91,15 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
         said = json.loads(out.read_text())
         assert said["said"] == ["yes", "yes"]
         assert said["folders"] == [["plugin_of_mine.py"]] * 2
+        # Ray's agents look for the head for a minute before they end.
+        cluster = psutil.Process(driver.pid).children(recursive=True)
+        family = {process.pid for process in cluster if not process.name().endswith("Agent")} | set(said["pids"])
+        assert (len(family) > 2) == (whose == "own")
         assert all(map(psutil.pid_exists, said["pids"]))
     finally:
         driver.kill()
         driver.wait(10)
-    _assert_all_gone(said["pids"])
+    _assert_all_gone(list(family), within_s=20)
 
 
 def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:

@@ -73,7 +73,7 @@ def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
 
 def test_adapters_on_divided_experts_are_refused_by_the_config(tmp_path: Path) -> None:
     model = write_tiny_moe_model(tmp_path)
-    with pytest.raises(ConfigError, match=r"backend\.expert together with lora is not supported"):
+    with pytest.raises(ConfigError, match=r"backend\.lora together with expert is not supported"):
         backend_run(model, on(2, expert=2, lora=ADAPTERS), ("fsdp_backend",))
 
 

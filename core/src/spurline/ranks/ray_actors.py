@@ -41,7 +41,7 @@ _END_TIMEOUT_S = 30.0
 """Seconds that a process may take to be gone after it was killed."""
 _ANSWER_TIMEOUT_S = 3.0
 """Seconds that a machine has to say what a rank does, wrote or where it stands."""
-_SLICE_S = 0.5
+_SLICE_S = 2.0
 _WATCH = "watch"
 """The thread of an actor that answers while another one computes."""
 

@@ -33,7 +33,7 @@ _OWN_SETTINGS = {
     # It would start a process for each of the counted CPUs.
     "prestart_worker_first_driver": False,
 }
-CONNECT_TIMEOUT_S = 120.0
+CONNECT_TIMEOUT_S = 60.0
 """Seconds until a cluster has been joined or started."""
 _RESTART = "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set RAY_ADDRESS to another one."
 
@@ -177,6 +177,7 @@ class _Connection:
             raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
 
     def _keep(self, started: Future[None]) -> None:
+        before = set(os.environ)
         try:
             self.is_own = _connect(self._runtime_env)
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
@@ -185,6 +186,10 @@ class _Connection:
         started.set_result(None)
         self._leaving.wait()
         ray.shutdown()
+        # Such as how its own cluster is protected: with that, processes of ours could not join another one.
+        for name in set(os.environ) - before:
+            if name.startswith("RAY_"):
+                del os.environ[name]
 
 
 _CONNECTION = _Connection()

@@ -110,7 +110,7 @@ class FsdpBackendConfig(BackendConfig):
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
         if self.lora is not None and self.expert > 1:
-            yield Problem("expert", "together with lora is not supported. Set expert: 1, or remove lora.")
+            yield Problem("lora", "together with expert is not supported: adapters of experts would not be divided.")
         if self.compile and self.expert > 1:
             yield Problem(
                 "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."

@@ -34,11 +34,12 @@ class EngineCluster:
     def __init__(self, config: VllmEngineConfig, ranks: RankRequest | None):
         """ranks: those of the backend, where it has some."""
         self._config = config
-        on_cluster = ranks if ranks is not None and ranks.launch == "ray" else None
-        # What a run places on Ray is one job, with one environment.
-        self._cluster = RayCluster(on_cluster.runtime_env if on_cluster is not None else RuntimeEnv())
-        has_gpus = on_cluster is not None and on_cluster.device == "cuda"
-        self._gpus_of_ranks = on_cluster.count if has_gpus else 0
+        runtime_env, self._gpus_of_ranks = RuntimeEnv(), 0
+        if ranks is not None and ranks.launch == "ray":
+            # What a run places on Ray is one job, with one environment.
+            runtime_env = ranks.runtime_env
+            self._gpus_of_ranks = ranks.count if ranks.device == "cuda" else 0
+        self._cluster = RayCluster(runtime_env)
 
     async def reserve(self) -> Any:
         """A placement group for one engine, ready. Raises ConfigError when the cluster can never have room for it."""

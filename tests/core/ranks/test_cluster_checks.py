@@ -1,0 +1,134 @@
+"""What must be alike on all machines of a cluster, and which machine is named when it is not.
+
+The checks ask real questions of this machine; what another machine would answer otherwise is changed in the answer, or
+by what its process sees.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+from backend_batches import run_config
+
+from spurline.config.run_config import ModelConfig, RunConfig
+from spurline.errors import ConfigError, ModelError
+from spurline.ranks import cluster_checks
+from spurline.ranks.cluster_checks import check_nodes, software
+
+Change = Callable[[str, Any], Any]
+
+
+def ask_two(second: Callable[..., Any]) -> Callable[..., Mapping[str, Any]]:
+    """Machines `a`, which is this one, and `b`, which answers `second(function, *arguments)`."""
+
+    def ask(function: str, *arguments: Any) -> Mapping[str, Any]:
+        return {"a": resolve_name(function)(*arguments), "b": second(resolve_name(function), *arguments)}
+
+    return ask
+
+
+@pytest.fixture
+def run(spurline_tiny_model: Path, tmp_path: Path) -> RunConfig:
+    return run_config(spurline_tiny_model, run_dir=tmp_path / "run")
+
+
+def test_machines_that_are_alike_pass_and_nothing_is_left_in_the_run_directory(run: RunConfig) -> None:
+    asked: list[str] = []
+
+    def alike(function: Any, *arguments: Any) -> Any:
+        asked.append(function.__name__)
+        return function(*arguments)
+
+    check_nodes(run)(ask_two(alike))
+    assert asked == ["software", "answer_token", "digest_of_file"]
+    assert list(Path(run.run_dir).iterdir()) == []
+
+
+def test_a_machine_with_another_version_is_named_with_it(run: RunConfig) -> None:
+    def older(function: Any, *arguments: Any) -> Any:
+        answer = function(*arguments)
+        return answer | {"torch": "2.9.0"} if function is software else answer
+
+    with pytest.raises(ConfigError) as raised:
+        check_nodes(run)(ask_two(older))
+    ours = software([])["torch"]
+    assert f"machines that differ: torch is {ours} on this machine, a and 2.9.0 on b. Give all" in str(raised.value)
+
+
+def test_the_files_of_a_plugin_count_and_not_its_version_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = software(["async_rl", "of_nobody"])
+    assert before["plugin of_nobody"] == before["the files of plugin of_nobody"] == "not there"
+    package = tmp_path / "spurline_async_rl"
+    package.mkdir()
+    (package / "__init__.py").write_text("# another one")
+    monkeypatch.setattr(
+        cluster_checks.importlib.util,
+        "find_spec",
+        lambda name, real=cluster_checks.importlib.util.find_spec: (
+            real(name) if name != package.name else _spec_of(package)
+        ),
+    )
+    after = software(["async_rl", "of_nobody"])
+    assert {what for what in after if after[what] != before[what]} == {"the files of plugin async_rl"}
+
+
+def test_a_machine_that_does_not_see_the_run_directory_is_named(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_checks, "TOKEN_TIMEOUT_S", 0.3)
+
+    def elsewhere(function: Any, folder: Any, *arguments: Any) -> Any:
+        return function(str(tmp_path) if function.__name__ == "answer_token" else folder, *arguments)
+
+    with pytest.raises(ConfigError, match=r"run_dir is .*/run, which the machines of the cluster do not share: .* is "):
+        check_nodes(run)(ask_two(elsewhere))
+    assert list(Path(run.run_dir).iterdir()) == []
+
+
+def test_what_a_machine_has_written_must_be_seen_here(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_checks, "TOKEN_TIMEOUT_S", 0.3)
+
+    def forgets(function: Any, *arguments: Any) -> Any:
+        answer = function(*arguments)
+        if function.__name__ == "answer_token":
+            (Path(run.run_dir) / answer).unlink()
+        return answer
+
+    with pytest.raises(ConfigError, match="what b has written there is not seen here"):
+        check_nodes(run)(ask_two(forgets))
+
+
+def test_locks_that_do_not_hold_between_machines_are_refused(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unlocked(function: Any, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fcntl, "flock", lambda *_: None)
+            return function(*arguments)
+
+    with pytest.raises(ConfigError, match="is locked by the run's controller, but not for other machines"):
+        check_nodes(run)(ask_two(unlocked))
+
+
+def test_a_machine_with_another_model_at_the_same_path_is_named(run: RunConfig) -> None:
+    def another(function: Any, *arguments: Any) -> Any:
+        return "123" if function.__name__ == "digest_of_file" else function(*arguments)
+
+    with pytest.raises(ConfigError, match=r"model.path is .* its config.json is not the same on b \(another\)"):
+        check_nodes(run)(ask_two(another))
+
+
+def test_a_model_that_is_no_folder_is_fetched_by_one_process_of_each_machine(run: RunConfig, tmp_path: Path) -> None:
+    there = run.model_copy(update={"model": ModelConfig(path="nobody/no-such-model")})
+    # Tests have no network; the error says what was tried, and where.
+    with pytest.raises(ModelError, match=r"model.path nobody/no-such-model is no folder, and cannot be downloaded to "):
+        check_nodes(there)(ask_two(lambda function, *arguments: function(*arguments)))
+
+
+def _spec_of(package: Path) -> Any:
+    from importlib.util import spec_from_file_location
+
+    return spec_from_file_location(package.name, package / "__init__.py", submodule_search_locations=[str(package)])

@@ -1,0 +1,193 @@
+"""The FSDP backend on a Ray cluster of two machines: it trains as on one, and leaves engines GPUs of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_clusters import CPUS, GPUS, two_machines
+
+from spurline.config.loading import load_config
+from spurline.errors import ConfigError
+from spurline.protocols.backend import Backend
+from spurline.protocols.collator import ParallelLayout
+from spurline.ranks import machine
+from spurline.ranks.group import RankRequest, RuntimeEnv, TimeLimits
+from spurline.ranks.launch import open_ranks
+from spurline.testing.backend_cases import minibatch, weights_of, without_times
+from spurline.testing.backend_runs import backend_run, opened
+from spurline_async_rl.engines.configs import VllmEngineConfig
+
+pytest.importorskip("ray")
+from spurline.ranks.ray_cluster import RayCluster
+
+LAYOUT = ParallelLayout(data=1)
+"""Batches of all layouts are the same ones."""
+
+
+@pytest.fixture(scope="module")
+def joined() -> Iterator[RayCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", two_machines().address)
+        cluster = RayCluster(RuntimeEnv())
+        cluster.open()
+        yield cluster
+        cluster.close()
+
+
+@contextmanager
+def backend_of(model: Path, run_dir: Path, **settings: Any) -> Iterator[Backend]:
+    section = {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, **settings}
+    run = backend_run(model, section, ("fsdp_backend",))
+    with opened(replace(run, config=run.config.model_copy(update={"run_dir": run_dir}))) as (backend, _):
+        yield backend
+
+
+@pytest.mark.processes
+def test_ranks_of_two_machines_train_bit_for_bit_as_those_of_one_process_and_continue_each_other(
+    joined: RayCluster, spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    with (
+        backend_of(spurline_tiny_model, run_dir) as local,
+        backend_of(spurline_tiny_model, run_dir, launch="ray", ranks_per_node=1) as spread,
+    ):
+        assert list(run_dir.iterdir()) == [], "a check has left something"
+        first = minibatch("packed", LAYOUT, 0)
+        expected = dict(local.gradients(*first))
+        for name, gradient in spread.gradients(*first):
+            assert gradient.equal(expected.pop(name)), name
+        assert not expected
+        assert without_times(spread.update(*first)) == without_times(local.update(*first))
+        digests, other_digests = spread.save(there), local.save(here)
+        assert digests == other_digests
+        spread.update(*minibatch("packed", LAYOUT, 1))
+        local.load(there, digests)
+        spread.load(here, other_digests)
+        second = minibatch("packed", LAYOUT, 2)
+        assert without_times(spread.update(*second)) == without_times(local.update(*second))
+        ours = weights_of(local)
+        assert all(value.equal(ours[name]) for name, value in weights_of(spread).items())
+
+
+@pytest.mark.processes
+def test_engines_get_gpus_that_no_rank_has_and_are_refused_when_too_few_are_left(joined: RayCluster) -> None:
+    import ray
+
+    from spurline_async_rl.engines.vllm.ray import EngineCluster
+
+    request = RankRequest(2, "cuda", "ray", per_node=2)
+
+    class EnoughError(Exception):
+        pass
+
+    async def with_engines() -> tuple[list[set[int]], float]:
+        cluster = EngineCluster(VllmEngineConfig(engines=GPUS, placement="ray"), request)
+        groups = [await asyncio.wait_for(cluster.reserve(), 60) for _ in range(GPUS)]
+        try:
+            gpus = [_gpus_of(cluster.actor_options(group)) for group in groups]
+            return gpus, ray.available_resources().get("GPU", 0.0)
+        finally:
+            for group in groups:
+                cluster.release(group)
+            await cluster.close()
+
+    def look(ask: Any) -> None:
+        assert len(ask("os:getpid")) == 1
+        engines, free = asyncio.run(with_engines())
+        assert free == 0
+        # Those of the other machine: the ranks fill theirs.
+        assert sorted(map(sorted, engines)) == [[gpu] for gpu in range(GPUS)]
+        too_many = EngineCluster(VllmEngineConfig(engines=GPUS + 1, placement="ray"), request)
+        with pytest.raises(ConfigError, match=rf"cluster has {2 * GPUS}, of which ranks of the backend have {GPUS}"):
+            asyncio.run(too_many.reserve())
+        asyncio.run(too_many.close())
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        open_ranks(request, "rank_workers:Worker", (), TimeLimits(120.0, 60.0, 60.0), look)
+
+
+def _gpus_of(options: dict[str, Any]) -> set[int]:
+    """Numbers of the GPUs that an actor with these options gets."""
+    import ray
+
+    class Gpus:
+        def numbers(self) -> set[int]:
+            return {int(gpu) for gpu in ray.get_gpu_ids()}
+
+    kind: Any = ray.remote(Gpus)
+    return ray.get(kind.options(**options).remote().numbers.remote(), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"launch": "ray", "device": "cuda"}, "ranks has to be said with launch: ray"),
+        ({"launch": "ray", "ranks": CPUS}, "device is auto, which looks at this machine, and it has no GPU"),
+        ({"device": "cpu", "runtime_env": {"env_vars": {"A": "b"}}}, "runtime_env is for the machines of a cluster"),
+    ],
+)
+def test_settings_that_a_cluster_cannot_guess_are_asked_for(
+    settings: dict[str, Any], problem: str, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", tuple)
+    with pytest.raises(ConfigError, match=problem):
+        backend_run(spurline_tiny_model, {"name": "fsdp", **settings}, ("fsdp_backend",))
+
+
+@pytest.mark.parametrize(
+    ("engine", "launch", "problem"),
+    [
+        ({"name": "vllm"}, "ray", r"engine.placement is local, and the backend's launch is ray.*Set placement: ray"),
+        ({"name": "vllm", "placement": "ray"}, "local", "engine.placement is ray, and the backend's launch is local"),
+        (
+            {"name": "child_process", "device": "cuda"},
+            "ray",
+            "engine.device is cuda, which takes a GPU of",
+        ),
+        ({"name": "vllm", "placement": "ray"}, "ray", None),
+        ({"name": "child_process", "device": "cpu"}, "ray", None),
+    ],
+)
+def test_engines_and_ranks_that_would_not_know_of_each_other_s_gpus_are_refused(
+    engine: dict[str, Any], launch: str, problem: str | None, spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    config = {
+        "plugins": ["async_rl", "fsdp_backend"],
+        "model": {"path": str(spurline_tiny_model)},
+        "data": {"train": "unused.jsonl"},
+        "steps": 2,
+        "source": {
+            "name": "async_rollouts",
+            "environment": {"name": "single_turn", "rewards": {"right": {"name": "exact_match"}}},
+            "engine": engine,
+            "max_staleness": 0,
+        },
+        "backend": {"name": "fsdp", "device": "cuda", "ranks": 8, "launch": launch},
+        "run_dir": str(tmp_path / "run"),
+    }
+    if problem is None:
+        load_config(config)
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            load_config(config)
+
+
+def test_the_folder_of_a_runtime_env_is_found_beside_the_config(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"plugins: [fsdp_backend]\nmodel: {{path: {spurline_tiny_model}}}\ndata: {{train: unused.jsonl}}\nsteps: 2\n"
+        "backend: {name: fsdp, device: cpu, ranks: 2, launch: ray, runtime_env: {working_dir: mine}}\n"
+    )
+    request = load_config(path).config.backend.rank_request()
+    assert request is not None
+    assert request.runtime_env == RuntimeEnv({}, str(tmp_path / "mine"))
