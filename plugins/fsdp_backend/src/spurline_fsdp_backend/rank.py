@@ -6,8 +6,10 @@ order, whatever rows they have.
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +70,9 @@ class FsdpRank:
             # Products of matrices on a GPU are deterministic with a workspace of their own only.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        if self._config.compile:
+            # Ranks compile the same at the same time, and in one folder they load what another is still writing.
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache() / f"rank-{place.local_rank}")
         self._meshes = make_meshes(self._config, place)
         place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
@@ -270,6 +275,12 @@ class FsdpRank:
         if self._critic is None:
             raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
         return self._critic
+
+
+def _compile_cache() -> Path:
+    """Where torch keeps what it compiles, unless it is told otherwise."""
+    default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
 
 
 def _seed(seed: int, role: Role, updates: int, rank: int) -> int:

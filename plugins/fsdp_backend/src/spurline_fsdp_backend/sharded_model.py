@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +203,7 @@ def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
 def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
     """See `check_exactness`; all ranks check the same tokens. A collective."""
     # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
-    model.causal.unshard()
+    cast(FSDPModule, model.causal).unshard()
     try:
         # Compiling layers for the probe's own shapes and modes would take minutes.
         with torch.compiler.set_stance("force_eager"):
