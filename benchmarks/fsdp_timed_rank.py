@@ -1,4 +1,4 @@
-"""A rank of the FSDP backend that says how long its collectives took; for `fsdp.py`."""
+"""A rank of the FSDP backend that says how long it computed and how long its collectives took; for `fsdp.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from spurline.data.dealing import RankShare
-from spurline.protocols.backend import Role
 from spurline_fsdp_backend.rank import FsdpRank
 
 _COLLECTIVE = "gloo:"
@@ -18,14 +17,20 @@ _COLLECTIVE = "gloo:"
 
 class TimedRank(FsdpRank):
     def take(self, wire: Mapping[str, Any]) -> None:
-        """Nothing: what it costs to be told."""
+        """Nothing but be told."""
         RankShare.from_wire(wire)
 
-    def timed_update(self, wire: Mapping[str, Any], objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
-        """An update; returns its seconds, and those of each collective in the order in which they began."""
+    def timed_update(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> float:
+        """An update of the policy; returns the processor time of all threads of this rank, in seconds."""
+        started = time.process_time()
+        self.update(wire, objective, "policy")
+        return time.process_time() - started
+
+    def profiled_update(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, Any]:
+        """The same; returns its seconds, and those of each collective in the order in which they began."""
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             started = time.perf_counter()
-            self.update(wire, objective, role)
+            self.update(wire, objective, "policy")
             seconds = time.perf_counter() - started
         collectives = [event for event in profiled.events() or () if event.name.startswith(_COLLECTIVE)]
         collectives.sort(key=lambda event: event.time_range.start)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from failing_losses import installed
-from run_helpers import on_ranks, read_metrics, train_command, wait_for
+from run_helpers import num_lines, on_ranks, read_metrics, train_command, wait_for
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -84,7 +84,8 @@ def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
         # A group of its own, as a shell gives to what it starts in the foreground.
         process = subprocess.Popen(train_command(config), stdout=log, stderr=log, process_group=0)
     try:
-        wait_for(lambda: (run_dir / "metrics.jsonl").exists() or process.poll() is not None, "the first step")
+        metrics = run_dir / "metrics.jsonl"
+        wait_for(lambda: num_lines(metrics) > 0 or process.poll() is not None, "the first step")
         family = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT, (tmp_path / "log").read_text()

@@ -105,7 +105,8 @@ def _kill(process: WarmProcess, victim: Victim, instants: random.Random) -> None
     else:
         for each in (controller, *server, *ranks) if victim == "all" else (controller,):
             each.kill()
-    code = process.wait(60)
+    # Taking down an interpreter with torch in it takes two seconds of its own.
+    code = process.wait(180)
     assert code == (1 if victim == "rank" and ranks else -signal.SIGKILL)
     wait_for(lambda: not any(each.is_running() for each in (*server, *ranks)), "the end of all processes", 5)
     for port in ports:

@@ -1,4 +1,5 @@
-"""The quickstart's reinforcement learning, from its own warm-up: nine in ten held-out prompts, whatever the seed."""
+"""The quickstart's reinforcement learning, from its own warm-up: nine in ten held-out prompts, whatever the seed, and
+whether one process trains or ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +15,23 @@ from run_helpers import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2) if os.environ.get("SPURLINE_SOAK") else (0,)
+ON_RANKS = {"plugins": "[collation_fast,fsdp_backend]", "backend.name": "fsdp", "backend.ranks": 2}
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("backend", [{}, ON_RANKS], ids=["local", "fsdp"])
 def test_grpo_takes_a_weak_sorter_to_nine_in_ten(
-    spurline: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    spurline: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: dict[str, object],
+    seed: int,
 ) -> None:
     def train(example: str, overrides: dict[str, object]) -> None:
-        settings = {**overrides, "seed": seed, "evaluation.every_steps": "null"}
+        settings = {**overrides, **backend, "seed": seed, "evaluation.every_steps": "null"}
         options = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
         code, _, err = spurline("train", f"examples/{example}", *options)
         assert code == 0, err

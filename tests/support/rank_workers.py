@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,12 +92,20 @@ class Worker:
         return threading.Lock()
 
     def waits(self, how: str) -> None:
-        """For ever: in an exchange that rank 0 alone takes part in, in torch, or in sleep."""
+        """For ever: in an exchange that rank 0 alone takes part in, in torch, in code that lets no thread run, or in
+        sleep."""
         if how == "exchange" and self.place.rank == 0:
             dist.all_reduce(torch.ones(1))
         if how == "torch":
             torch.matmul(torch.ones(6000, 6000), torch.ones(6000, 60000))
+        if how == "alone":
+            re.match(r"(a+)+$", "a" * 60 + "b")
         time.sleep(600)
+
+    def prints(self) -> None:
+        print("said by a rank", flush=True)
+        print("said by a rank", file=sys.stderr)
+        os.system("echo said by a rank")
 
     def starts_a_process(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid

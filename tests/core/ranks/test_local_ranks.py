@@ -120,6 +120,11 @@ def test_ranks_go_on_after_the_signals_that_end_a_terminal_s_processes(start: St
     assert ranks.call("sum", np.ones(2))[0].tolist() == [2.0, 2.0]
 
 
+def test_what_a_rank_prints_does_not_reach_the_terminal(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    start(2).call("prints")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: Start) -> None:
     ranks = start(2)
     pids = ranks.call("pid")
@@ -307,7 +312,7 @@ def test_ranks_start_anew_when_the_process_they_are_forked_from_was_killed(start
 
 
 def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None:
-    """Its ranks are idle, in an exchange with others, and in a long computation."""
+    """Its ranks are idle, in an exchange with others, and in long computations, of which one lets no thread run."""
     script = Path(__file__).parents[2] / "support" / "rank_controller.py"
     out = tmp_path / "said.json"
     with (tmp_path / "log").open("w") as log:

@@ -112,7 +112,6 @@ def test_the_same_ranks_continue_bit_for_bit(two_ranks: Backend, saved: Saved) -
     [
         {"ranks": 1},
         {"ranks": 3},
-        {"ranks": 4, "replicas": 2},
         pytest.param({"ranks": 4}, marks=pytest.mark.slow),
         pytest.param({"ranks": 2, "context": 2}, marks=pytest.mark.slow),
     ],
@@ -133,16 +132,23 @@ def test_two_ranks_continue_what_other_layouts_saved(
     assert_continues(two_ranks, saved, tolerance=2e-7)
 
 
-def test_replicas_write_nothing_and_no_file_holds_a_pickle(saved: Saved, tmp_path: Path, tiny: Path) -> None:
-    with backend_of(tiny, ranks=4, replicas=2) as backend:
+def test_two_replicas_continue_and_one_of_them_writes(saved: Saved, tmp_path: Path) -> None:
+    with backend_of(saved.model, critic=True, ranks=4, replicas=2) as backend:
+        assert_continues(backend, saved, tolerance=2e-7)
         digests = backend.save(tmp_path)
-    assert sorted(digests) == [f"policy/rank-0000{rank}.part-000.safetensors" for rank in range(2)]
-    for folder in (tmp_path, saved.path):
-        for file in folder.rglob("*"):
-            if file.suffix == ".safetensors":
-                load_file(file)
-            elif file.is_file():
-                json.loads(file.read_text())
+        names = [f"{role}/rank-0000{rank}.part-000.safetensors" for role in ("critic", "policy") for rank in range(2)]
+        assert sorted(digests) == names
+        expected = train(backend, range(3, 4))
+        backend.load(tmp_path, digests)
+        assert train(backend, range(3, 4)) == expected
+
+
+def test_no_file_holds_a_pickle_and_digests_are_those_of_the_files(saved: Saved) -> None:
+    for file in saved.path.rglob("*"):
+        if file.suffix == ".safetensors":
+            load_file(file)
+        elif file.is_file():
+            json.loads(file.read_text())
     assert {name: digest_file(saved.path / name) for name in saved.digests} == saved.digests
     assert len(saved.digests) == len(list(saved.path.rglob("*.safetensors")))
 

@@ -89,5 +89,5 @@ class TestWeightsOnTheHost(FsdpContract):
 
 @pytest.mark.slow
 class TestCompiledLayers(FsdpContract):
-    backend_settings = on(2, compile=True, call_timeout_s=600)
+    backend_settings = on(2, compile=True, call_timeout_s=900, collective_timeout_s=900)
     in_every_run = NONE

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +19,12 @@ from spurline.protocols.loss import Objective
 from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_run
-from spurline.testing import BackendContract, write_tiny_model
+from spurline.testing import BackendContract, write_tiny_model, write_tiny_moe_model
 from spurline.testing.backend_cases import assert_gradients_close, minibatch, with_noisy_columns
 from spurline.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
+
 
 Pair = tuple[Backend, Backend, ParallelLayout]
 
@@ -35,7 +36,6 @@ class TestContext(BackendContract):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="the whole contract of one more layout")
 class TestDataAndContext(BackendContract):
     plugins = ("fsdp_backend",)
     backend_settings = on(4, context=2, max_tokens_per_microbatch=40, activation_checkpointing=True)
@@ -43,9 +43,9 @@ class TestDataAndContext(BackendContract):
     in_every_run = ()
 
 
-def _pair(model: Path, **settings: object) -> Iterator[Pair]:
-    shared = backend_run(model, on(**settings), ("fsdp_backend",), critic=True)
-    alone = backend_run(model, {"name": "core/local", "device": "cpu"}, ("fsdp_backend",), critic=True)
+def _pair(model: Path, *, critic: bool = True, **settings: Any) -> Iterator[Pair]:
+    shared = backend_run(model, on(**settings), ("fsdp_backend",), critic=critic)
+    alone = backend_run(model, {"name": "core/local", "device": "cpu"}, ("fsdp_backend",), critic=critic)
     with opened(shared) as (backend, layout), opened(alone) as (local, _):
         yield backend, local, layout
 
@@ -102,6 +102,17 @@ def test_more_ranks_than_key_heads_repeat_them(tmp_path: Path) -> None:
     for shared, local, layout in _pair(model, ranks=4, context=4):
         batch, objective = minibatch("packed", layout)
         assert_gradients_close(shared.gradients(batch, objective), local.gradients(batch, objective), 1e-5)
+
+
+@pytest.mark.slow
+class TestExpertsAndContext:
+    in_every_run = ()
+
+    def test_ranks_that_share_sequences_divide_experts_too(self, tmp_path: Path) -> None:
+        model = write_tiny_moe_model(tmp_path / "model")
+        for shared, local, layout in _pair(model, critic=False, ranks=4, context=2, expert=2):
+            batch, objective = minibatch("packed", layout)
+            assert_gradients_close(shared.gradients(batch, objective), local.gradients(batch, objective), 1e-5)
 
 
 def test_ranks_that_cannot_divide_the_heads_are_refused_before_any_is_started(spurline_tiny_model: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_run_dir_that_ranks_cannot_use_is_named_with_its_fix(tmp_path: Path) -
 def test_ranks_that_cannot_start_are_a_finding_with_what_to_do(tmp_path: Path) -> None:
     [finding] = found(run_on(tmp_path, device="cuda", ranks=64)).values()
     assert finding.value == "64 were asked for, and did not start"
-    assert "backend.ranks asks for 64 ranks with a GPU each" in finding.fix
+    assert finding.fix.startswith("backend.ranks asks for 64 ranks with a GPU each")
 
 
 def test_ranks_that_end_meanwhile_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from spurline.protocols.loss import Objective
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline.testing.backend_runs import backend_run
-from spurline.testing.inputs import write_tiny_model
+from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
 
 pytestmark = pytest.mark.processes
 
@@ -35,9 +35,11 @@ def allocated(run: Any, objective: Objective) -> dict[str, int]:
     return {part: max(answer[part] for answer in answers) for part in answers[0]}
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"ranks": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "bf16"}, {"ranks": 3}, {"lora": {"rank": 5}}, {"expert": 2}], ids=str
+)
 def test_weights_gradients_and_optimizer_are_what_a_plan_says(tmp_path: Path, settings: dict[str, Any]) -> None:
-    model = write_tiny_model(tmp_path, **ODD)
+    model = write_tiny_moe_model(tmp_path) if "expert" in settings else write_tiny_model(tmp_path, **ODD)
     backend = {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, "probe": False, **settings}
     loaded = backend_run(model, backend, ("fsdp_backend",))
     loss = loaded.host.registry.create("loss", loaded.config.loss)

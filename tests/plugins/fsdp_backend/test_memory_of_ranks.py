@@ -1,7 +1,9 @@
-"""No rank holds more than its part: not after loading, and not while a checkpoint is written and read."""
+"""No rank holds more than its part: not after loading, and not while weights are written or read."""
 
 from __future__ import annotations
 
+import filecmp
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from spurline.model.weight_files import write_weight_files
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing import write_tiny_model
 from spurline.testing.backend_cases import minibatch
 from spurline.testing.backend_runs import backend_run, opened
+from spurline_fsdp_backend.checkpoint_reader import read_weights
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -110,3 +115,28 @@ def test_writing_and_reading_a_checkpoint_take_the_memory_of_one_tensor(large: P
     assert for_saving.more < embedding
     # What AdamW keeps is twice the weights, and the first thing there is of it in a new process.
     assert for_loading.more < 2 * shard + embedding
+
+
+def test_export_takes_the_memory_of_a_few_tensors_of_a_rank_and_of_a_process_alone(large: Path, tmp_path: Path) -> None:
+    saved, by_ranks, alone = (tmp_path / name for name in ("saved", "by_ranks", "alone"))
+    for folder in (saved, by_ranks, alone):
+        folder.mkdir()
+    with ranks_of(large, 2) as (backend, pids):
+        digests = backend.save(saved)
+        for_ranks = Peak([*pids, os.getpid()])
+        with for_ranks:
+            backend.write_weights(by_ranks, torch.bfloat16, 200 * MIB)
+    run = backend_run(large, {"name": "fsdp", "device": "cpu", "ranks": 2}, ("fsdp_backend",)).config
+    for_one = Peak([os.getpid()])
+    with for_one:
+        write_weight_files(alone, read_weights(run, saved, digests), torch.bfloat16, 200 * MIB)
+    embedding = 32000 * 1024 * 2
+    print(f"largest {embedding / MIB:.0f} MiB: ranks {for_ranks.more / MIB:.0f} more, one {for_one.more / MIB:.0f}")
+    # Half of it before the exchange, then gloo's own copy, the whole, and what the heap keeps.
+    assert for_ranks.more < 4 * embedding
+    # In fp32 as it was saved, then in the dtype of the file.
+    assert for_one.more < 4.5 * embedding
+    names = sorted(path.name for path in by_ranks.iterdir())
+    assert len(names) > 3
+    for name in names:
+        assert filecmp.cmp(by_ranks / name, alone / name, shallow=False), name

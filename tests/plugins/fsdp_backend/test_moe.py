@@ -30,6 +30,7 @@ def run_of(backend: dict[str, Any]) -> dict[str, Any]:
         ({"ranks": 4, "expert": 3}, "expert is 3, which does not divide the 4 ranks"),
         ({"ranks": 4, "expert": 2, "replicas": 2}, "expert together with replicas"),
         ({"ranks": 2, "expert": 2, "compile": True}, "compile together with expert"),
+        ({"ranks": 2, "expert": 2, "lora": {"rank": 4}}, "lora together with expert"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -11,6 +11,8 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
 from spurline.run.plan import Plan, make_plan
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_fsdp_backend.memory import sent_bytes
 
 ROOT = Path(__file__).parents[3]
 BACKEND = {"name": "fsdp", "device": "cuda", "ranks": 8, "precision": "bf16"}
@@ -128,6 +130,23 @@ def test_a_tensor_with_fewer_rows_than_ranks_does_not_shrink_further(config: dic
     assert sixteen > 0.9 * eight
 
 
+def test_a_rank_sends_weights_twice_and_gradients_once_for_each_micro_batch(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS))
+
+    def sent(**backend: Any) -> float:
+        run = load_config({**config, "backend": {**config["backend"], **backend}}).config
+        return sent_bytes(cast(FsdpBackendConfig, run.backend), run) / 1e9
+
+    # Of 8.19 B weights, 1.24 B are embedding and output layer, which stay gathered.
+    assert sent() == pytest.approx(7 / 8 * (2 * (2 * 8.19 - 1.24) + 4 * 8.19), rel=0.01)
+    assert sent(reshard_after_forward=False) == pytest.approx(7 / 8 * 6 * 8.19, rel=0.01)
+    assert sent(ranks=1) == 0
+    # Two copies of four shards: gradients of a shard are summed over both.
+    assert sent(replicas=2) == pytest.approx(3 / 4 * (2 * (2 * 8.19 - 1.24) + 4 * 8.19) + 4 * 8.19 / 4, rel=0.01)
+
+
 def test_divided_experts_are_gathered_by_fewer_ranks(config: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"hidden_size": 2048, "num_hidden_layers": 2, "num_experts": 32, "moe_intermediate_size": 4096}
     shape = {**sizes, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 1024}
@@ -182,6 +201,16 @@ def test_answers_of_an_evaluation_need_all_weights_on_every_rank(config: dict[st
     config["data"] |= {"eval": config["data"]["train"]}
     config["evaluation"] = {"generate": {"rewards": {"right": "exact_match"}}}
     assert memory(planned(config))["all weights, while generating"] == pytest.approx(8.19e9 * 2 / 2**20, rel=0.01)
+
+
+def test_an_engine_with_a_copy_of_its_own_takes_no_memory_of_a_rank(config: dict[str, Any]) -> None:
+    del config["batch_size"], config["collator"], config["data"]["max_length"]
+    rewards = {"exact": "exact_match"}
+    config["source"] = {"name": "rollouts", "prompts_per_step": 4, "environment": {"rewards": rewards}}
+    config["source"]["sampling"] = {"max_new_tokens": 6}
+    plan = planned(config)
+    assert "keys and values, while generating" not in memory(plan)
+    assert any("the engine has a copy here" in line for line in plan.sections["generation"])
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ class Worker(Protocol):
     """What runs in every rank: an object whose public methods a `RankGroup` calls.
 
     Factory: `Class(place, *arguments)`, with torch's default process group ready, and the device chosen. Arguments and
-    answers are plain data and numpy arrays. Methods are called one at a time, in the same order on all ranks.
+    answers are plain data and numpy arrays. Methods are called one at a time, in the same order on all ranks. Ranks are
+    ended by force, also by `RankGroup.close`: what needs an orderly end is a method that is called before.
     """
 
 

@@ -26,7 +26,6 @@ from spurline.model.pieces import PieceIndex, held_pieces, write_pieces
 from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline.optimizers.state import OptimizerState, describe
 from spurline.protocols.backend import Role
-from spurline_fsdp_backend.sharded_model import sharded_modules
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
 
 BACKEND = "fsdp"
@@ -113,10 +112,7 @@ class SavedModel:
             raise CheckpointError(f"{where}: {error}") from error
 
     def put_into(self, trained: ShardedTrainedModel) -> None:
-        """Read what this rank holds of it. Takes the memory of one tensor's part besides."""
-        for module in sharded_modules(trained.model.causal):
-            # What an evaluation has gathered would be used again, with the weights of before.
-            module.reshard()
+        """Read what this rank holds of it, straight into place."""
         with torch.no_grad():
             for name, target in _model_tensors(trained).items():
                 self.index.fill(target, name)

@@ -109,6 +109,8 @@ class FsdpBackendConfig(BackendConfig):
                 )
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
+        if self.lora is not None and self.expert > 1:
+            yield Problem("lora", "together with expert is not supported: adapters of experts would not be divided.")
         if self.compile and self.expert > 1:
             yield Problem(
                 "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import SpurlineError
+from spurline.errors import SpurlineError, UserError
 from spurline.files import scratch_inside
 from spurline.model.device_profile import device_profile
 from spurline.protocols.backend import Finding
@@ -27,6 +27,7 @@ from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.group import Place, RankGroup
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_run, read_run
+from spurline_fsdp_backend.memory import sent_bytes
 from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, REPLICA, SHARD, make_meshes
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _REPEATS = 3
 
 _TOKEN = "token"
 
+_ALL = "all ranks"
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -50,6 +53,11 @@ class Exchange:
     seconds: float
     sent: float
     right: bool
+
+    @property
+    def rate(self) -> float:
+        """Bytes that a rank sent in a second."""
+        return self.sent / self.seconds
 
 
 def doctor(config: FsdpBackendConfig, run: RunConfig) -> Iterator[Finding]:
@@ -62,14 +70,14 @@ def doctor(config: FsdpBackendConfig, run: RunConfig) -> Iterator[Finding]:
         yield Finding("ranks", f"{config.num_ranks} were asked for, and did not start", _words(error))
         return
     try:
-        yield from _ask(ranks, time.monotonic() - began, run)
+        yield from _ask(ranks, time.monotonic() - began, config, run)
     except SpurlineError as error:
         yield Finding("ranks", "ended before they had answered", _words(error))
     finally:
         ranks.close()
 
 
-def _ask(ranks: RankGroup, seconds: float, run: RunConfig) -> Iterator[Finding]:
+def _ask(ranks: RankGroup, seconds: float, config: FsdpBackendConfig, run: RunConfig) -> Iterator[Finding]:
     found: list[dict[str, Any]] = ranks.call("look")
     yield from _placement(found, seconds)
     yield from _versions(found)
@@ -77,11 +85,15 @@ def _ask(ranks: RankGroup, seconds: float, run: RunConfig) -> Iterator[Finding]:
     yield from _folder(ranks, Path(run.run_dir).absolute())
     for group in found[0]["groups"]:
         for kind in EXCHANGES:
-            yield _exchanged(group, kind, ranks.call("exchange", group, kind, EXCHANGED_BYTES))
+            outcomes: list[Exchange] = ranks.call("exchange", group, kind, EXCHANGED_BYTES)
+            yield _exchanged(group, kind, outcomes)
+            if (group, kind) == (_ALL, _REDUCE):
+                yield from _weights_and_gradients(config, run, _slowest(outcomes))
 
 
 def _words(error: SpurlineError) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    # Which file the settings are in, an error that was not raised by loading it does not know.
+    return "\n".join([str(error).removeprefix("config: "), *getattr(error, "__notes__", ())])
 
 
 def _placement(found: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[Finding]:
@@ -149,9 +161,25 @@ def _exchanged(group: str, kind: str, outcomes: Sequence[Exchange]) -> Finding:
     if wrong:
         fix = "do not train here: see the driver's and the network's logs, and NCCL_DEBUG=INFO on GPUs"
         return Finding(what, f"wrong values in rank {wrong[0]}", fix)
-    slowest = max(outcomes, key=lambda outcome: outcome.seconds)
-    rate = slowest.sent / slowest.seconds / 1e9
-    return Finding(what, f"{1e3 * slowest.seconds:,.1f} ms, {rate:,.2f} GB/s from each rank")
+    slowest = _slowest(outcomes)
+    return Finding(what, f"{1e3 * slowest.seconds:,.1f} ms, {slowest.rate / 1e9:,.2f} GB/s from each rank")
+
+
+def _slowest(outcomes: Sequence[Exchange]) -> Exchange:
+    return max(outcomes, key=lambda outcome: outcome.seconds)
+
+
+def _weights_and_gradients(config: FsdpBackendConfig, run: RunConfig, measured: Exchange) -> Iterator[Finding]:
+    try:
+        sent = sent_bytes(config, run)
+    except UserError:
+        # A model that cannot be read is a finding of its own, before the ranks are started.
+        return
+    yield Finding(
+        "weights and gradients",
+        f"{sent / 1e6:,.1f} MB from each rank for a micro-batch: an estimated {1e3 * sent / measured.rate:,.1f} ms at "
+        "that rate, of which computing hides a part",
+    )
 
 
 class DoctorRank:
@@ -209,7 +237,7 @@ class DoctorRank:
 def _groups(config: FsdpBackendConfig, place: Place) -> dict[str, ProcessGroup]:
     """The groups of more than one rank that this rank is in, by what they do."""
     meshes = make_meshes(config, place)
-    groups = {"all ranks": dist.group.WORLD}
+    groups = {_ALL: dist.group.WORLD}
     if meshes.sharding.ndim == 2:
         groups |= {
             "ranks that hold one copy of the model": meshes.sharding.get_group(SHARD),

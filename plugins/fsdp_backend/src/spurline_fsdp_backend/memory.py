@@ -18,10 +18,10 @@ from spurline.config.run_config import RunConfig
 from spurline.model import device_profile
 from spurline.model.architecture import load_model_config
 from spurline.model.memory import Shapes, model_shapes
+from spurline.model.weight_files import stored_dtype
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import num_values
 from spurline_fsdp_backend.layout import ranks_of_machine
-from spurline_fsdp_backend.weight_loading import stored_dtype
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -119,6 +119,33 @@ def gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
     if not config.reshard_after_forward:
         return root + sum(layers)
     return root + sum(sorted(layers)[-2:])
+
+
+def sent_bytes(config: FsdpBackendConfig, run: RunConfig) -> int:
+    """Bytes of weights and gradients that a rank sends for one micro-batch; tokens that travel are not counted.
+
+    Weights are gathered as they are computed with, those of layers again for the backward pass, and the gradients of
+    all are summed in fp32, within a copy of the model and then over the copies.
+    """
+    shapes = model_shapes(run.model, config.lora)
+    computed, times = _COMPUTED_BYTES[config.computes_in], 2 if config.reshard_after_forward else 1
+    root, *layers = _groups(shapes, {**shapes.frozen, **shapes.trained})
+    sent = computed * _passed_on(config, root)
+    sent += sum(times * computed * _passed_on(config, layer) for layer in layers)
+    sent += 4 * _passed_on(config, shapes.trained)
+    copies = config.replicas
+    return int(sent + 2 * (copies - 1) / copies * 4 * num_values(_local(config, shapes.trained)))
+
+
+def _passed_on(config: FsdpBackendConfig, parts: Parts) -> float:
+    """Values that a rank sends so that all who share these tensors have them whole."""
+    ranks = config.num_ranks // config.replicas
+    experts = ranks // config.expert
+    total = 0.0
+    for shape in _gathered(config, parts).values():
+        sharing = experts if _holds_experts(shape) else ranks
+        total += (sharing - 1) / sharing * math.prod(shape)
+    return total
 
 
 def _groups(shapes: Shapes, parts: Parts) -> list[Parts]:

@@ -82,7 +82,8 @@ class FsdpRank:
         # After its parameters were listed: a forward pass leaves the outermost group gathered.
         if self._config.probe and model.sharing is not None:
             half = self._config.computes_in == "bf16"
-            check_sharing(model, self._profile, self._run.model.path, half_precision=half)
+            with torch.compiler.set_stance("force_eager"):
+                check_sharing(model, self._profile, self._run.model.path, half_precision=half)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
@@ -173,6 +174,7 @@ class FsdpRank:
 
     def save(self, path: str) -> SavedPart:
         """Write this rank's part of all models that are trained."""
+        self._place.doing("writing a checkpoint")
         layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
         try:
             return SavedPart(save(Path(path), self._trained, {"ranks": self._place.world, **layout}))
@@ -190,6 +192,7 @@ class FsdpRank:
 
     def load(self, path: str) -> CheckpointError | None:
         """Take a checkpoint over; what keeps it from that, if anything does, and then nothing has changed."""
+        self._place.doing("reading a checkpoint")
         try:
             load(Path(path), self._trained)
         except CheckpointError as error:

@@ -77,15 +77,19 @@ class WeightGathering:
         try:
             with ExitStack() as stack:
                 files = {name: stack.enter_context(WeightFile(folder / name, plan.files[name])) for name in own}
-                for first, end in self.buckets(dtype=dtype):
-                    doing(f"writing weights, groups {first + 1} to {end} of {len(self._named.groups)}")
-                    for name, weight in self.gather((first, end), dtype).items():
-                        if plan.file_of[name] in files:
-                            files[plan.file_of[name]].put(name, weight)
+                for number in range(len(self._named.groups)):
+                    doing(f"writing weights, {number + 1} of {len(self._named.groups)}")
+                    self._put((number, number + 1), dtype, plan, files)
             if rank == 0:
                 plan.write_index(folder)
         except OSError as error:
             raise write_failure(folder, error) from error
+
+    # A method of its own, so that a tensor is given back before the next one is gathered.
+    def _put(self, bucket: Bucket, dtype: torch.dtype, plan: FilePlan, files: Mapping[str, WeightFile]) -> None:
+        for name, weight in self.gather(bucket, dtype).items():
+            if plan.file_of[name] in files:
+                files[plan.file_of[name]].put(name, weight)
 
 
 def gather(value: Tensor) -> Tensor:

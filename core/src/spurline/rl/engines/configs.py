@@ -41,6 +41,9 @@ class InProcessEngineConfig(RolloutEngineConfig):
     weights: faster, and approximate, as later tokens then come from neither version."""
 
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
+        if not run.backend.lends_model:
+            # It generates with its copy in this process, and the backend's devices are those of others.
+            return {}
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_cache", "memory estimate of engine 'in_process'")
         together = min(responses, self.max_batch)

@@ -21,6 +21,7 @@ from spurline.ranks.child import ChildProcess
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
+from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.pool import EnginePool
 
@@ -33,8 +34,12 @@ class ChildMember:
 
     transports: Sequence[str] = ("shared_memory", "disk")
 
-    def __init__(self, name: str, config: ChildProcessEngineConfig, run: RunConfig) -> None:
-        self.name = name
+    def __init__(self, number: int, config: ChildProcessEngineConfig, run: RunConfig) -> None:
+        self.name = name = f"engine {number}"
+        # Before torch is imported, or it makes a pool for every core.
+        self._environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+        if (gpu := shared_gpu(run, number)) is not None:
+            self._environment[VISIBLE] = gpu
         self._config = config
         self._run = run
         self._log = run.run_dir / "engines" / f"{name.replace(' ', '-')}.log"
@@ -47,14 +52,13 @@ class ChildMember:
 
     async def start(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        loop, threads = asyncio.get_running_loop(), self._config.num_threads
+        loop = asyncio.get_running_loop()
         self._child = ChildProcess(
             "spurline_async_rl.engines.child.main",
             take=lambda messages: loop.call_soon_threadsafe(self._take, messages),
             on_end=lambda child: loop.call_soon_threadsafe(self._note_end, child.how_it_ended, child.last_words()),
             log=self._log,
-            # Before torch is imported, or it makes a pool for every core.
-            environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
+            environment=self._environment,
         )
         self.name = f"{self.name} (process {self._child.pid})"
         run = self._run.model_dump(mode="json", serialize_as_any=True)
@@ -138,7 +142,7 @@ class ChildProcessEngine(EnginePool):
     def __init__(self, config: ChildProcessEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(
             config,
-            lambda number: ChildMember(f"engine {number}", config, run),
+            lambda number: ChildMember(number, config, run),
             transports=ChildMember.transports,
             tokenizer=tokenizer,
         )

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
 from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.gpus import own_gpus
 from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
@@ -27,6 +28,7 @@ class VllmEngine(EnginePool):
     def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
         """Raises ConfigError when vLLM, or Ray where engines are its actors, is not installed."""
         self._vllm_config = config
+        self._run = run
         self._spec = engine_spec(config, run)
         self._model_tokenizer = tokenizer
         self.num_workers = config.engines * config.tensor_parallel_size
@@ -57,6 +59,10 @@ class VllmEngine(EnginePool):
             url, key = config.urls[number], os.environ.get(config.api_key_env)
             make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
             return ServerMember(f"server {url}", make_api, self._model_tokenizer)
-        spec = replace(self._spec, rank_offset=number * config.tensor_parallel_size)
-        engine = AsyncEngine(spec) if self._cluster is None else self._cluster.engine(spec)
+        each = config.tensor_parallel_size
+        spec = replace(self._spec, rank_offset=number * each)
+        if self._cluster is None:
+            engine = AsyncEngine(replace(spec, gpus=own_gpus(self._run, number, config.engines, each)))
+        else:
+            engine = self._cluster.engine(spec)
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)

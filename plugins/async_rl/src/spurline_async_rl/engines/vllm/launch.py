@@ -24,6 +24,7 @@ import psutil
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ConfigError, RunFailedError, listing
 from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
@@ -64,16 +65,18 @@ class EngineSpec:
     """What one engine is started from, wherever that is.
 
     transport: the way weights take; empty where none is set. rank_offset: number of workers of the engines before this
-    one, for transports with a group of ranks.
+    one, for transports with a group of ranks. gpus: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None:
+    those that whoever starts it sees.
     """
 
     config: VllmEngineConfig
     model: ModelConfig
     transport: str
     rank_offset: int = 0
+    gpus: str | None = None
 
     def to_plain(self) -> tuple[dict[str, Any], dict[str, Any], str, int]:
-        """The spec for another process, where config classes are imported, not unpickled."""
+        """The spec for a process of a cluster, which gives it its GPUs; config classes are imported, not unpickled."""
         config, model = self.config.model_dump(mode="json"), self.model.model_dump(mode="json")
         return config, model, self.transport, self.rank_offset
 
@@ -126,8 +129,8 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def engine_environment(config: VllmEngineConfig) -> Iterator[None]:
-    """The environment that the engine's processes inherit, while they are started."""
+def engine_environment(config: VllmEngineConfig, gpus: str | None = None) -> Iterator[None]:
+    """The environment that the engine's processes inherit, while they are started. gpus: as of `EngineSpec`."""
     spare_cores = max(1, ((os.cpu_count() or 2) - 1) // config.engines)
     variables: dict[str, str | None] = {
         OWNER: str(os.getpid()),
@@ -138,6 +141,7 @@ def engine_environment(config: VllmEngineConfig) -> Iterator[None]:
         "VLLM_CPU_KVCACHE_SPACE": None,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
+        **({} if gpus is None else {VISIBLE: gpus}),
     }
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
@@ -208,7 +212,7 @@ class EngineStart:
 
     def run(self) -> Any:
         """The AsyncLLM. Blocks for a minute. Raises EngineDiedError with vLLM's own words when it cannot start."""
-        with _ONE_AT_A_TIME, engine_environment(self._spec.config), _without_ctrl_c():
+        with _ONE_AT_A_TIME, engine_environment(self._spec.config, self._spec.gpus), _without_ctrl_c():
             from vllm import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,0 +1,48 @@
+"""Which GPUs of this machine an engine sees: those that no rank of the backend has.
+
+A backend that trains in this process shares its GPU with engines, as `gpu_memory_utilization` says. One with ranks has
+a GPU for each, whose memory it fills.
+"""
+
+from __future__ import annotations
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError
+from spurline.ranks.devices import gpus_beside_ranks, gpus_of_ranks
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of one of so many engines, which has `each` GPUs for itself; None: as this process.
+
+    Raises ConfigError when the ranks leave too few.
+    """
+    beside = _candidates(run)
+    if beside is None:
+        return None
+    if len(beside) < engines * each:
+        raise ConfigError.at(
+            "source.engine.engines",
+            f"is {engines}, each on {each} GPU{'s' if each > 1 else ''}, but the ranks of backend "
+            f"'{run.backend.name}' leave {len(beside)} on this machine. Name the GPUs of the ranks in backend.gpus, or "
+            "set backend.ranks, so that enough are left.",
+        )
+    return ",".join(beside[number * each : (number + 1) * each])
+
+
+def shared_gpu(run: RunConfig, number: int) -> str | None:
+    """The same for an engine that shares its GPU with other engines, or has none where the ranks leave none."""
+    beside = _candidates(run)
+    if beside is None:
+        return None
+    return beside[number % len(beside)] if beside else ""
+
+
+def _candidates(run: RunConfig) -> tuple[str, ...] | None:
+    request = run.backend.rank_request()
+    beside = gpus_beside_ranks(request)
+    if beside is None or request is None:
+        return None
+    # Its handles are of memory on the ranks' own GPUs.
+    return gpus_of_ranks(request) if run.source.transport == "cuda_ipc" else beside

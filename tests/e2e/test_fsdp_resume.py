@@ -1,0 +1,30 @@
+"""A run on several ranks that finds its newest checkpoint damaged names the one before."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import on_ranks
+
+from spurline import Run, load_config
+from spurline.errors import CheckpointError
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: dict[str, Any]) -> None:
+    config = on_ranks(base_config | {"steps": 4})
+    Run(load_config(config)).train()
+    checkpoints = Path(config["run_dir"]) / "checkpoints"
+    piece = checkpoints / "step-00000004" / "backend" / "policy" / "rank-00001.part-000.safetensors"
+    content = piece.read_bytes()
+    piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    good = re.escape(str(checkpoints / "step-00000002"))
+    with pytest.raises(CheckpointError, match=rf"rank-00001.*content has changed.*step 2: use `--resume {good}`"):
+        Run(load_config(config | {"steps": 6})).train()
+    # No time is spent on reading where the settings say that sizes are enough.
+    trusting = config | {"steps": 6, "checkpoint": {"every_steps": 2, "verify": "sizes"}}
+    assert Run(load_config(trusting)).train().status == "finished"
