@@ -94,5 +94,25 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_weights_that_differ(
         export_run(load_config(base_config), tmp_path / "exported")
 
 
+@pytest.mark.processes
+def test_ranks_answer_prompts_and_export_as_their_checkpoint_is_exported(
+    base_config: dict[str, Any], spurline_chat_file: Path, tmp_path: Path
+) -> None:
+    base_config["plugins"] = ["fsdp_backend"]
+    base_config["data"]["eval"] = str(spurline_chat_file)
+    base_config["evaluation"] = {
+        "every_steps": 3,
+        "generate": {"rewards": {"exact": "exact_match"}, "max_new_tokens": 4, "max_samples": 5},
+    }
+    model = Path(base_config["model"]["path"])
+    one = trained(base_config | {"run_dir": str(tmp_path / "one")}, model, lora=ADAPTERS)
+    ranks = base_config | {"backend": {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1}}
+    many = trained(ranks, model, lora=ADAPTERS)
+    answers = [Path(run.config.run_dir) / "eval_samples.jsonl" for run in (one, many)]
+    assert answers[0].read_text() == answers[1].read_text()
+    export_run(many, tmp_path / "exported")
+    assert contents(tmp_path / "exported") == contents(Path(many.config.run_dir) / "model")
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -94,7 +94,7 @@ def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: St
         ranks.call("fails", 1, "data")
     assert str(raised.value) == "rows.jsonl:3: prompt is empty. Remove the row."
     (note,) = raised.value.__notes__
-    for part in ("rank 1 of 2", f"process {pids[1]}", os.uname().nodename, "`fails`", "in _fail", "rank_workers.py"):
+    for part in ("rank 1 of 2", f"process {pids[1]}", os.uname().nodename, "`fails`"):
         assert part in note
     _assert_all_gone(pids)
 
@@ -117,7 +117,7 @@ def test_a_rank_that_dies_is_named_with_its_last_words(start: Start) -> None:
 def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start: Start) -> None:
     ranks = start(2, call_s=3.0)
     pids = ranks.call("pid")
-    with pytest.raises(RankFailedError, match="was not done within its limit of 3 s") as raised:
+    with pytest.raises(RankFailedError, match="was not done within 3 s") as raised:
         ranks.call("fails", 1, "sleep")
     text = str(raised.value)
     assert f"rank 1 of 2 (process {pids[1]} on {os.uname().nodename}" in text

@@ -10,9 +10,10 @@ import pytest
 import torch
 from fsdp_layouts import on
 
+from spurline.errors import ConfigError, ModelError
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
-from spurline.testing import BackendContract, write_tiny_moe_model
+from spurline.testing import BackendContract, write_tiny_model, write_tiny_moe_model
 from spurline.testing.backend_cases import assert_gradients_close, minibatch
 from spurline.testing.backend_runs import backend_run, opened
 
@@ -60,6 +61,20 @@ class WithAdapters(BackendContract):
 class TestTwoRanksWithAdapters(WithAdapters):
     backend_settings = on(2, lora=ADAPTERS)
     in_every_run = IN_SHORT
+
+
+@pytest.mark.processes
+def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path, tie_word_embeddings=True)
+    settings = on(2, lora={**ADAPTERS, "target_modules": ["lm_head"]})
+    with pytest.raises(ModelError, match="share one weight"), opened(backend_run(model, settings, ("fsdp_backend",))):
+        pass
+
+
+def test_adapters_on_divided_experts_are_refused_by_the_config(tmp_path: Path) -> None:
+    model = write_tiny_moe_model(tmp_path)
+    with pytest.raises(ConfigError, match=r"backend\.lora together with expert is not supported"):
+        backend_run(model, on(2, expert=2, lora=ADAPTERS), ("fsdp_backend",))
 
 
 @pytest.mark.slow

@@ -315,10 +315,10 @@ class PieceIndex:
         stored = self.tensors[key]
         if not isinstance(like, DTensor) or stored.shape != like.shape:
             return self.read(key, Box.whole(stored.shape))
-        local = self.read(key, held_box(like)).to(like.device)
-        return DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        # Not made of a local tensor, which goes to the device of the mesh: with offloaded weights that is another one.
+        result = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
+        self.fill(result, key)
+        return result
 
     def _values(self, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
         """The piece's values as a vector that is read from the file where it is looked at."""

@@ -25,7 +25,6 @@ from spurline.model.positions import position_limit
 from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
-from spurline.protocols.backend import BackendConfig
 from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, build_data, build_trackers
 from spurline.run.fit import Load, memory_lines
@@ -231,7 +230,7 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
             f"({batch.info.get('packing/fill', 0.0):.0%} fill), {batch.num_loss_tokens:,} with loss"
         )
         if config.backend.rank_request() is not None:
-            said, over_ideal = _dealt(config.backend, data.minibatches.cut(batch))
+            said, over_ideal = _dealt(config, data.minibatches.cut(batch))
             dealt[f"step {step}: {said}"] = over_ideal
         largest = max(largest, Load(batch.length, batch.num_tokens), key=lambda load: load.tokens)
         batch.release()
@@ -247,10 +246,11 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
     return largest
 
 
-def _dealt(backend: BackendConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:
+def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:
     """How the ranks share a batch, and how much longer it takes than an even share would."""
-    ranks, bound = backend.layout().data, backend.microbatch_bound
-    dealings = [deal(minibatch, ranks, max_tokens=bound) for minibatch in minibatches]
+    ranks, bound = run.backend.layout().data, run.backend.microbatch_bound
+    hidden = load_model_config(run.model).get_text_config().hidden_size
+    dealings = [deal(minibatch, ranks, max_tokens=bound, hidden=hidden) for minibatch in minibatches]
     slots = sum(dealing.num_microbatches for dealing in dealings)
     tokens = sum(minibatch.num_tokens for minibatch in minibatches) / max(1, slots * ranks)
     ideal = sum(dealing.costs.sum() for dealing in dealings) / ranks

@@ -19,6 +19,7 @@ from spurline.data.dealing import Dealing, deal
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError, ModelError, NonFiniteLossError
 from spurline.model.accumulate import SumsPart, describe_failure
+from spurline.model.architecture import load_model_config
 from spurline.model.stream_model import ENTROPY
 from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
@@ -44,6 +45,7 @@ class FsdpBackend:
         self._run = run
         # Before ranks start and weights are read.
         config.check_model(run)
+        self._hidden: int = load_model_config(run.model).get_text_config().hidden_size
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
 
@@ -143,6 +145,7 @@ class FsdpBackend:
             self._config.layout().data,
             columns=columns,
             max_tokens=self._config.max_tokens_per_microbatch,
+            hidden=self._hidden,
         )
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
