@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.fsdp import FSDPModule
 
 from spurline.data.dealing import RankShare, Rows
 from spurline.digests import FileDigest, verify_files
@@ -243,7 +244,7 @@ class FsdpRank:
                 self._length_limit.check(stream.plan.max_length)
             self._place.doing(f"micro-batch {index} of {number}")
             # FSDP2 tidies up after the last backward pass of a step only.
-            model.causal.set_is_last_backward(index == number)
+            cast(FSDPModule, model.causal).set_is_last_backward(index == number)
             yield rows, stream
 
     @contextmanager

@@ -156,7 +156,9 @@ def _build(
 
 
 def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return build_without_memory(load_model_config(model), model).to(dtype).train()
+    causal = build_without_memory(load_model_config(model), model)
+    nn.Module.to(causal, dtype=dtype)
+    return causal.train()
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
@@ -239,6 +241,6 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
             module.reshard()
 
 
-def _reshards(module: nn.Module, causal: nn.Module, config: FsdpBackendConfig) -> bool:
+def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
     """Whether the group is given back after its forward: what comes last in it comes first in the backward pass."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

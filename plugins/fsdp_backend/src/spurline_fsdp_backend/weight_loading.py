@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
             # Weights of other shapes are asked for too, so that they can be named.
             ignore_mismatched_sizes=True,
             dtype=torch.float32,
-            weight_mapping=get_model_conversion_mapping(causal),
+            weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
             device_map={"": device},
         )
         # What makes transformers leave parameters alone that are sharded already.
