@@ -23,7 +23,8 @@ def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
     """What `write_facts` wrote. backend: the reader's name. layout: its facts have this as `format`."""
     path = folder / _FACTS
-    if not path.exists():
+    # Where one model of several lacks it, the folder above tells whose checkpoint it is.
+    if not path.exists() and not (folder.parent / _FACTS).exists():
         raise CheckpointError(
             f"{folder}: this is no checkpoint of backend '{backend}': it has no {_FACTS}. Resume with the backend that "
             "wrote it; or take its weights over into a new run: `spurline export` with its config, then model.path."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 
 from spurline.config.section import ComponentConfig
 from spurline.digests import FileDigest
+from spurline.errors import ModelError
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import RankRequest
 
@@ -29,6 +30,14 @@ Role = Literal["policy", "reference", "critic"]
 """policy: the model that acts and is trained. reference: that model as it was when the run began, never trained.
 critic: a model with a value head, there when the run has a section `critic`, with an optimizer and learning rate of its
 own."""
+
+
+def check_trained(role: Role, *, has_critic: bool) -> None:
+    """Raise ModelError for a role whose model is not trained. has_critic: whether the run has a critic."""
+    if role == "reference":
+        raise ModelError("The reference model is the model before training: it is never trained itself.")
+    if role == "critic" and not has_critic:
+        raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Dealing, deal
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointWriteError, ModelError, NonFiniteLossError
+from spurline.errors import CheckpointWriteError, NonFiniteLossError
 from spurline.model.accumulate import SumsPart, describe_failure
 from spurline.model.architecture import load_model_config
 from spurline.model.stream_model import ENTROPY
 from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
-from spurline.protocols.backend import LossSums, Role
+from spurline.protocols.backend import LossSums, Role, check_trained
 from spurline.protocols.loss import Objective
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
@@ -158,10 +158,7 @@ class FsdpBackend:
         return answers[:: self._config.context]
 
     def _check_trained(self, role: Role) -> None:
-        if role == "reference":
-            raise ModelError("The reference model is the model before training: it is never trained itself.")
-        if role == "critic" and self._run.critic is None:
-            raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
+        check_trained(role, has_critic=self._run.critic is not None)
 
 
 def _raise_first(answers: Sequence[Exception | None]) -> None:

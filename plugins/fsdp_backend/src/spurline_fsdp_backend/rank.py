@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from spurline.data.dealing import RankShare, Rows
 from spurline.digests import FileDigest, verify_files
-from spurline.errors import CheckpointError, CheckpointWriteError, ModelError
+from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.generation import stop_tokens
@@ -97,7 +97,7 @@ class FsdpRank:
 
     def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
         """One optimizer step, unless loss or gradient norm are not finite: `totals`, `part`, `rates` and times."""
-        trained, share = self._model_to_train(role), RankShare.from_wire(wire)
+        trained, share = self._trained[role], RankShare.from_wire(wire)
         started = time.perf_counter()
         try:
             part = self._accumulate(trained, share, plain_objective, role)
@@ -124,7 +124,7 @@ class FsdpRank:
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role
     ) -> list[tuple[str, NDArray[Any]]] | None:
         """(name, whole gradient) of each parameter, from the first rank; nothing is changed."""
-        trained = self._model_to_train(role)
+        trained = self._trained[role]
         try:
             self._accumulate(trained, RankShare.from_wire(wire), plain_objective, role)
             whole = gather_gradients(trained.parameters)
@@ -251,7 +251,7 @@ class FsdpRank:
     def _playing(self, role: Role) -> Iterator[StreamModel]:
         """The model of this role, while it is used for forwards."""
         if role != "reference":
-            yield self._model_to_train(role).model
+            yield self._trained[role].model
         elif self._config.lora is not None:
             from spurline.model.lora import adapters_off
 
@@ -267,15 +267,6 @@ class FsdpRank:
     @cached_property
     def _stop_tokens(self) -> list[int]:
         return stop_tokens(self._policy.model.causal, self._run.model)
-
-    def _model_to_train(self, role: Role) -> ShardedTrainedModel:
-        if role == "reference":
-            raise ModelError("The reference model is the model before training: it is never trained itself.")
-        if role == "policy":
-            return self._policy
-        if self._critic is None:
-            raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
-        return self._critic
 
 
 def _compile_cache() -> Path:

@@ -25,7 +25,7 @@ from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Rows
 from spurline.digests import FileDigest
-from spurline.errors import ModelError, NonFiniteLossError, RunFailedError
+from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
@@ -37,7 +37,7 @@ from spurline.model.weight_files import WeightStream, write_weight_files
 from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import MakeOptimization, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
-from spurline.protocols.backend import GenerationModel, LossSums, Role
+from spurline.protocols.backend import GenerationModel, LossSums, Role, check_trained
 from spurline.protocols.loss import Objective
 
 _CRITIC_FOLDER = "critic"
@@ -220,13 +220,8 @@ class LocalBackend:
             )
 
     def _model_to_train(self, role: Role) -> TrainedModel:
-        if role == "reference":
-            raise ModelError("The reference model is the model before training: it is never trained itself.")
-        if role == "policy":
-            return self._policy
-        if self._critic is None:
-            raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
-        return self._critic
+        check_trained(role, has_critic=self._critic is not None)
+        return self._policy if self._critic is None or role == "policy" else self._critic
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
