@@ -48,6 +48,7 @@ class FsdpBackend:
         self._hidden: int = load_model_config(run.model).get_text_config().hidden_size
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
+        self._ranks.call("build")
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)

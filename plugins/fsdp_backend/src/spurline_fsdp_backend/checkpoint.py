@@ -65,16 +65,15 @@ def save(path: Path, models: Models, layout: Mapping[str, int]) -> dict[str, Fil
     return digests
 
 
-def load(path: Path, models: Models) -> None:
-    """Make the models what they were. A collective.
+def read_fitting(path: Path, models: Models) -> Mapping[Role, SavedModel]:
+    """What was saved of the models, from headers alone; nothing is changed. A collective.
 
-    Raises CheckpointError, on all ranks alike and before anything is changed, unless all of it fits.
+    Raises CheckpointError, on all ranks alike, unless all of it fits.
     """
     saved = _read_together(path, models)
     for role, trained in models.items():
         saved[role].check(trained)
-    for role, trained in models.items():
-        saved[role].put_into(trained)
+    return saved
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class FsdpBackendConfig(BackendConfig):
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Ranks that divide the experts of a mixture-of-experts model."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Fill each micro-batch of a rank with whole rows up to this many tokens, padding not counted; null takes all."""
+    """Fill each micro-batch of a rank, or of the ranks that share sequences, with whole rows up to this many tokens,
+    padding not counted; null takes all rows."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
@@ -71,7 +72,8 @@ class FsdpBackendConfig(BackendConfig):
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Give gathered weights of a layer back after its forward pass; false gathers once a step and keeps them."""
+    """Give gathered weights of a layer back after its forward pass; false keeps them for its backward pass:
+    more memory, less to send."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions of one rank whose logits exist at the same time."""
     lora: LoraConfig | None = None
@@ -83,9 +85,9 @@ class FsdpBackendConfig(BackendConfig):
     probe: Annotated[bool, OnResume.FREE] = True
     """Check at start-up that packed rows and chunked logits are exact for this model."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that the ranks may take to start, before any weight is loaded."""
+    """Seconds that the ranks may take to start and find each other, before any weight is loaded."""
     call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
-    """Seconds that one update, evaluation or checkpoint may take."""
+    """Seconds that one update, evaluation or checkpoint may take, or loading the model."""
     collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one exchange between ranks may take."""
 
@@ -137,6 +139,8 @@ class FsdpBackendConfig(BackendConfig):
         if self.launch != "ray":
             if self.runtime_env != RuntimeEnvConfig():
                 yield Problem("runtime_env", "is for the machines of a cluster. Set launch: ray, or remove it.")
+            if self.ranks_per_node is not None:
+                yield Problem("ranks_per_node", "is for the machines of a cluster. Set launch: ray, or remove it.")
             return
         # A config is read before any cluster is asked, and by commands that never ask one.
         if self.ranks is None:
@@ -149,6 +153,8 @@ class FsdpBackendConfig(BackendConfig):
             )
 
     def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
+        if self.on == "cpu":
+            yield Problem("gpus", "names GPUs, and the ranks are on CPU. Remove it, or set device: cuda.")
         if self.launch == "ray":
             yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove one.")
         if len(gpus) != len(set(gpus)):

@@ -32,13 +32,7 @@ class Meshes:
     context: ProcessGroup | None
     experts: DeviceMesh | None
     alone: DeviceMesh | None
-    data_rank: int
     context_rank: int
-
-    @property
-    def replica(self) -> int:
-        """Number of the copy of the model that this rank holds a part of."""
-        return self.sharding.get_local_rank(REPLICA) if self.sharding.ndim == 2 else 0
 
 
 def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
@@ -57,6 +51,5 @@ def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
         divided = (place.world // config.expert, config.expert)
         experts = init_device_mesh(device, divided, mesh_dim_names=(EXPERT_SHARD, EXPERT))
         alone = init_device_mesh(device, (place.world, 1), mesh_dim_names=(RANK, ALONE))[ALONE]
-    data_rank, context_rank = divmod(place.rank, context)
     sharding = init_device_mesh(device, shape, mesh_dim_names=names)
-    return Meshes(sharding, group, experts, alone, data_rank, context_rank)
+    return Meshes(sharding, group, experts, alone, place.rank % context)

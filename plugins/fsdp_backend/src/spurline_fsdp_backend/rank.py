@@ -6,7 +6,6 @@ order, whatever rows they have.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import tempfile
@@ -35,7 +34,7 @@ from spurline.optimizers.optimization import critic_optimization, policy_optimiz
 from spurline.protocols.backend import Role
 from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
-from spurline_fsdp_backend.checkpoint import SavedPart, load, save
+from spurline_fsdp_backend.checkpoint import SavedPart, read_fitting, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.context_parallel import check_sharing
 from spurline_fsdp_backend.generation import generate
@@ -63,7 +62,7 @@ class FsdpRank:
     """A `Worker`."""
 
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
-        self._place = place
+        self._place, self._total = place, total_updates
         self._run, self._registry = read_run(plain_run)
         self._config = cast(FsdpBackendConfig, self._run.backend)
         self._profile = device_profile(self._config.on)
@@ -73,30 +72,33 @@ class FsdpRank:
             torch.use_deterministic_algorithms(True)
         if self._config.compile:
             # Ranks compile the same at the same time, and in one folder they load what another is still writing.
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache() / f"rank-{place.local_rank}")
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache(self._run.run_dir, place.local_rank))
         self._meshes = make_meshes(self._config, place)
-        place.doing("loading the model")
+
+    def build(self) -> None:
+        """Load the models; the first call."""
+        self._place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
         if self._config.probe:
-            place.doing("checking that packed rows are exact for this model")
+            self._place.doing("checking that packed rows are exact for this model")
             check_sharded(model, self._config, self._profile, self._run.model.path)
-        self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, total_updates))
+        self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
         self._gathering = WeightGathering(model.causal, adapted=self._config.lora is not None)
-        self._publishing = Publishing(place, self._gathering, _PUBLISHED[self._config.computes_in])
+        self._publishing = Publishing(self._place, self._gathering, _PUBLISHED[self._config.computes_in])
         self._reference: ShardedStreamModel | None = None
-        # After its parameters were listed: a forward pass leaves the outermost group gathered.
         if self._config.probe and model.sharing is not None:
             half = self._config.computes_in == "bf16"
             with torch.compiler.set_stance("force_eager"):
                 check_sharing(model, self._profile, self._run.model.path, half_precision=half)
+            give_back(model.causal)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
             self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.critic, self._registry))
 
     def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
-        """One optimizer step, unless loss or gradient norm are not finite: `totals`, `part`, `rates` and times."""
+        """One optimizer step, unless loss or gradient norm are not `finite`; what came of it, by name."""
         trained, share = self._trained[role], RankShare.from_wire(wire)
         started = time.perf_counter()
         try:
@@ -175,7 +177,8 @@ class FsdpRank:
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-        give_back(model.causal)
+            # Before adapters are switched on again: that marks as trained what is in the model then.
+            give_back(model.causal)
         return result.numpy() if self._counts else None
 
     def save(self, path: str) -> SavedPart:
@@ -197,12 +200,17 @@ class FsdpRank:
         return None
 
     def load(self, path: str) -> CheckpointError | None:
-        """Take a checkpoint over; what keeps it from that, if anything does, and then nothing has changed."""
+        """Take a checkpoint over; what does not fit, if anything does not, and then nothing has changed.
+
+        Raises CheckpointError for files that fail only while values are read: the models are half the old ones then.
+        """
         self._place.doing("reading a checkpoint")
         try:
-            load(Path(path), self._trained)
+            saved = read_fitting(Path(path), self._trained)
         except CheckpointError as error:
             return error
+        for role, trained in self._trained.items():
+            saved[role].put_into(trained)
         return None
 
     def facts(self) -> dict[str, int | str]:
@@ -269,10 +277,11 @@ class FsdpRank:
         return stop_tokens(self._policy.model.causal, self._run.model)
 
 
-def _compile_cache() -> Path:
-    """Where torch keeps what it compiles, unless it is told otherwise."""
-    default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
+def _compile_cache(run_dir: Path, local_rank: int) -> Path:
+    """Where torch keeps what this rank compiles: a folder that no other rank and no other run writes to."""
+    default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
+    run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default), f"{run}-rank-{local_rank}")
 
 
 def _seed(seed: int, role: Role, updates: int, rank: int) -> int:

@@ -90,7 +90,7 @@ def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
     """The same with a value head in the place of the output layer."""
-    built = ShardedValueModel(_build_trained(model, config, meshes, seed, put_value_head))
+    built = ShardedValueModel(_build_trained(model, config, meshes, seed, _put_exact_head))
     built.sharing = sharing_of(config, meshes)
     return built
 
@@ -106,7 +106,7 @@ def build_reference(
     check_initial_weights(weights_digest(causal), initial_weights, model.path)
     causal.requires_grad_(False).eval()
     if config.computes_in == "bf16":
-        nn.Module.to(causal, dtype=torch.bfloat16)
+        cast_parameters(causal, torch.bfloat16)
     built = ShardedStreamModel(causal, config.logits_chunk_tokens)
     built.sharing = sharing_of(config, meshes)
     return built
@@ -123,6 +123,12 @@ Change = Callable[[PreTrainedModel], object]
 
 def _no_change(causal: PreTrainedModel) -> None:
     pass
+
+
+def _put_exact_head(causal: PreTrainedModel) -> None:
+    """A value head in fp32, whatever dtype the decoder has: it is trained, and its values are subtracted."""
+    put_value_head(causal)
+    causal.get_output_embeddings().float()
 
 
 def _build_trained(
@@ -151,13 +157,17 @@ def _build(
     causal = _without_values(model, dtype)
     change(causal)
     shard(causal, config, meshes)
-    load_weights(causal, model, seed, config.on)
+    # Offloaded shards live on the host from the beginning: there may be no room for them elsewhere.
+    load_weights(causal, model, seed, "cpu" if config.cpu_offload else config.on)
+    for module in causal.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(config.on)
     return causal
 
 
 def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     causal = build_without_memory(load_model_config(model), model)
-    nn.Module.to(causal, dtype=dtype)
+    cast_parameters(causal, dtype)
     return causal.train()
 
 
@@ -214,6 +224,14 @@ def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile:
         give_back(model.causal)
 
 
+def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers stay as they are: positions times rotary frequencies that were rounded to bf16 are other angles."""
+    buffers = [(module, dict(module._buffers)) for module in causal.modules()]
+    nn.Module.to(causal, dtype=dtype)
+    for module, own in buffers:
+        module._buffers.update(own)
+
+
 def give_back(causal: nn.Module) -> None:
     """Free what was gathered and no backward pass has given back. Communicates nothing.
 
@@ -221,6 +239,11 @@ def give_back(causal: nn.Module) -> None:
     """
     for module in sharded_modules(causal):
         module.reshard()
+        state = module._get_fsdp_state()
+        # FSDP2 notes each forward for the backward pass that never comes here.
+        state._comm_ctx.post_forward_order.clear()
+        if state._fsdp_param_group is not None:
+            state._fsdp_param_group._post_forward_indices.clear()
 
 
 @contextmanager

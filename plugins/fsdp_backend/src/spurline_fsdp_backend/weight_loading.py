@@ -81,7 +81,11 @@ def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: st
         if own and name == f"{own[0]}.weight":
             nn.init.zeros_(value)
             continue
-        full = whole[name].detach().to(device) if whole else torch.empty(value.shape, dtype=value.dtype, device=device)
+        full = (
+            whole[name].detach().to(device, value.dtype)
+            if whole
+            else torch.empty(value.shape, dtype=value.dtype, device=device)
+        )
         with torch.no_grad():
             if isinstance(value, DTensor):
                 value.copy_(distribute_tensor(full, value.device_mesh, value.placements))
