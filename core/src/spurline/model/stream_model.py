@@ -108,11 +108,11 @@ class ValueHead(nn.Linear):
         return (hidden.to(self.weight.dtype) * self.weight).sum(-1)
 
 
-def put_value_head(causal: PreTrainedModel) -> None:
-    """Replace the output layer by a value head, on the device of the model and in its dtype."""
+def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+    """Replace the output layer by a value head, on the device of the model. dtype: None for the model's."""
     with torch.device(causal.device):
         head = ValueHead(causal.config.get_text_config().hidden_size)
-    causal.set_output_embeddings(head.to(causal.dtype))
+    causal.set_output_embeddings(head.to(dtype or causal.dtype))
 
 
 class TokenLogprobs:

@@ -127,8 +127,7 @@ def _no_change(causal: PreTrainedModel) -> None:
 
 def _put_exact_head(causal: PreTrainedModel) -> None:
     """A value head in fp32, whatever dtype the decoder has: it is trained, and its values are subtracted."""
-    put_value_head(causal)
-    causal.get_output_embeddings().float()
+    put_value_head(causal, torch.float32)
 
 
 def _build_trained(

@@ -81,11 +81,9 @@ def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: st
         if own and name == f"{own[0]}.weight":
             nn.init.zeros_(value)
             continue
-        full = (
-            whole[name].detach().to(device, value.dtype)
-            if whole
-            else torch.empty(value.shape, dtype=value.dtype, device=device)
-        )
+        full = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if whole:
+            full.copy_(whole[name].detach())
         with torch.no_grad():
             if isinstance(value, DTensor):
                 value.copy_(distribute_tensor(full, value.device_mesh, value.placements))
