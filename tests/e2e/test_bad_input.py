@@ -44,7 +44,7 @@ def test_an_unknown_plugin_says_what_is_installed_and_offers_no_stranger_to_inst
     text = fails(base_config | {"plugins": ["collation_fats"]})
     assert "Plugin 'collation_fats' is not installed" in text
     assert "pip install" not in text
-    assert "pip install spurline-fsdp-backend" in fails(base_config | {"plugins": ["fsdp_backend"]})
+    assert "pip install spurline-megatron-backend" in fails(base_config | {"plugins": ["megatron_backend"]})
 
 
 def test_a_missing_config_file_lists_its_neighbours(spurline: Spurline, write_config: WriteConfig) -> None:
