@@ -59,6 +59,11 @@ def test_the_header_names_run_status_and_what_was_trained(make_run_dir: RunDirMa
     assert "models/tiny · data/arith.jsonl" in html
 
 
+def test_the_header_says_on_what_it_was_trained(make_run_dir: RunDirMaker) -> None:
+    run_dir = make_run_dir(summary={"status": "finished", "device": "2 x cpu"})
+    assert "· on 2 x cpu" in own_html(write_report(read_record(run_dir), [], run_dir / "report.html"))
+
+
 def test_an_unfinished_run_shows_how_far_it_came(make_run_dir: RunDirMaker) -> None:
     run_dir = make_run_dir(num_steps=10, summary={"status": "running", "total_steps": 40})
     html = own_html(write_report(read_record(run_dir), [], run_dir / "report.html"))

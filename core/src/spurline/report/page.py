@@ -6,7 +6,7 @@ its script; a content security policy forbids it to load anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -108,7 +108,7 @@ def _header(record: RunRecord, name: str) -> str:
         progress = f'<div class="progress" title="{share} of all steps"><span style="width:{share}"></span></div>'
     error = record.summary.get("error")
     failure = f'<pre class="failure">{text(error)}</pre>' if error else ""
-    facts = " · ".join(text(fact) for fact in _facts(record.config))
+    facts = " · ".join(text(fact) for fact in _facts(record.config, record.summary))
     return (
         f'<header><div class="title"><h1>{text(name)}</h1>'
         f'<span class="status {known}">{text(shown)}</span></div>'
@@ -116,15 +116,16 @@ def _header(record: RunRecord, name: str) -> str:
     )
 
 
-def _facts(config: Any) -> list[str]:
-    """What was trained on what: model, training data, loss, backend; those that the config names."""
+def _facts(config: Any, summary: Mapping[str, Any]) -> list[str]:
+    """What was trained on what: model, training data, loss, backend and its devices; those that are known."""
     data = setting(config, "data", "train")
     entries = data if isinstance(data, (list, tuple)) else []
     names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
     data_name = " + ".join(shown_path(str(name)) for name in names if name)
     model = setting(config, "model", "path")
     found = [shown_path(str(model)) if model else None, data_name, setting(config, "loss", "name")]
-    return [str(fact) for fact in [*found, setting(config, "backend", "name")] if fact]
+    backend, device = setting(config, "backend", "name"), summary.get("device")
+    return [str(fact) for fact in [*found, backend, device and f"on {device}"] if fact]
 
 
 def _asset(name: str) -> str:

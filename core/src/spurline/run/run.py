@@ -344,6 +344,9 @@ class Run:
         try:
             scores, samples = run_all(due, self.backend)
             self._best.observe(step, scores, [evaluation.label for evaluation in due], self._labels())
+        except RankFailedError:
+            # Its weights have gone with the ranks.
+            raise
         except Exception as error:
             self._save_before_evaluation(step, {**metrics, **(self._scores or {})}, error)
             raise
