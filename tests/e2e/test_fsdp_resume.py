@@ -28,3 +28,16 @@ def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: d
     # No time is spent on reading where the settings say that sizes are enough.
     trusting = config | {"steps": 6, "checkpoint": {"every_steps": 2, "verify": "sizes"}}
     assert Run(load_config(trusting)).train().status == "finished"
+
+
+def test_a_checkpoint_of_ranks_is_not_read_by_another_backend_and_the_way_out_is_named(
+    base_config: dict[str, Any],
+) -> None:
+    config = on_ranks(base_config | {"steps": 2})
+    Run(load_config(config)).train()
+    with pytest.raises(CheckpointError) as refused:
+        Run(load_config(config | {"backend": {"name": "local", "device": "cpu"}})).train()
+    text = str(refused.value)
+    assert "A checkpoint is read by the backend that wrote it" in text
+    assert "other data" not in text
+    assert "`spurline export`, then model.path" in text

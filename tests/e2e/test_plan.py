@@ -166,3 +166,20 @@ def test_a_missing_checkpoint_lists_those_there_are(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"^step-6 is not a checkpoint folder\. .*: .*/step-00000006\.$"):
         CheckpointStore(tmp_path / "checkpoints").chosen("step-6")
+
+
+@pytest.mark.parametrize(
+    ("library", "backend", "fix"),
+    [
+        ("peft", {"name": "local", "lora": {"rank": 2}}, "pip install 'spurline[lora]'"),
+        ("peft", {"name": "fsdp", "device": "cpu", "lora": {"rank": 2}}, "pip install 'spurline[lora]'"),
+        ("ray", {"name": "fsdp", "device": "cpu", "ranks": 2, "launch": "ray"}, "pip install 'spurline[ray]'"),
+    ],
+)
+def test_a_library_that_the_backend_lacks_is_a_problem_of_the_plan(
+    base_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, library: str, backend: dict[str, Any], fix: str
+) -> None:
+    for module in ("spurline.model.configs", "spurline.ranks.machine"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else name)
+    plan = make_plan(load_config(base_config | {"plugins": ["fsdp_backend"], "backend": backend}))
+    assert any(fix in str(problem) for problem in plan.problems)

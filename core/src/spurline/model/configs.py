@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume, Section
+from spurline.errors import ConfigError
 
 
 class LoraConfig(Section):
@@ -20,3 +22,9 @@ class LoraConfig(Section):
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Module names to adapt."""
+
+
+def check_peft() -> None:
+    """Raise ConfigError where the library for adapters is missing."""
+    if find_spec("peft") is None:
+        raise ConfigError.at("backend.lora", "needs peft, which is not installed. Run `pip install 'spurline[lora]'`.")

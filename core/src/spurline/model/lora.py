@@ -24,7 +24,7 @@ try:
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
 except ImportError as error:
-    raise ModelError("backend.lora needs peft. Run `pip install spurline[lora]`.") from error
+    raise ModelError("backend.lora needs peft. Run `pip install 'spurline[lora]'`.") from error
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:

@@ -281,7 +281,8 @@ class BackendConfig(ComponentConfig):
         return None
 
     def check_model(self, run: RunConfig) -> None:
-        """Raise ConfigError or ModelError for a model that these settings cannot train, as its own config tells.
+        """Raise ConfigError or ModelError for a model that these settings cannot train, as its own config tells, and
+        for a library that they need and that is missing.
 
         Reads no weights. A plan asks, and the backend itself before it starts anything.
         """

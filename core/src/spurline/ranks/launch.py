@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
-from spurline.errors import ConfigError
 from spurline.ranks.cluster_checks import AskNodes
 from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
+from spurline.ranks.machine import check_ray
 
 
 def open_ranks(
@@ -26,10 +25,7 @@ def open_ranks(
     Raises what a rank raises meanwhile, ConfigError for a request that this machine cannot meet, and RankFailedError.
     """
     if request.launch == "ray":
-        if find_spec("ray") is None:
-            raise ConfigError.at(
-                "backend.launch", "is ray, and ray is not installed. pip install 'spurline[ray]', or set launch: local."
-            )
+        check_ray()
         from spurline.ranks.ray_actors import RayRanks
 
         return RayRanks(request, worker, arguments, limits, on_nodes)

@@ -6,7 +6,10 @@ import os
 import re
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+
+from spurline.errors import ConfigError
 
 _GPU_DEVICE = re.compile(r"nvidia\d+")
 
@@ -47,3 +50,11 @@ def this_machine() -> str:
     """A name that two processes share when each can reach the other's memory: one machine, and no container between."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def check_ray() -> None:
+    """Raise ConfigError where the library is missing that starts processes on a cluster."""
+    if find_spec("ray") is None:
+        raise ConfigError.at(
+            "backend.launch", "is ray, which is not installed. Run `pip install 'spurline[ray]'`, or set launch: local."
+        )

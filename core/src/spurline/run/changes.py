@@ -105,13 +105,17 @@ def _refusal(
     ungranted: Sequence[Difference],
 ) -> str:
     lines = [f"{loaded.origin}: the config differs from that of {checkpoint.path}."]
-    for mark, changes in ((OnResume.REFUSED, refused), (OnResume.BY_NAME, ungranted)):
+    own = [change for change in refused if change.key == "backend"]
+    if own:
+        lines += ["A checkpoint is read by the backend that wrote it:", *(f"  {change}" for change in own)]
+    others = [change for change in refused if change not in own]
+    for mark, changes in ((OnResume.REFUSED, others), (OnResume.BY_NAME, ungranted)):
         if changes:
             lines += [f"{_REFUSAL[mark]}:", *(f"  {change}" for change in changes)]
     if refused:
         lines.append(
             "Set these back to continue this run; or choose another run_dir, and start a new run: from the model as it "
-            "was, or from the weights of this one (`spurline export`, then model.path)."
+            "was, or from the weights of this one (`spurline export`, then model.path), with a new optimizer."
         )
     if ungranted:
         names = dict.fromkeys([*request.allow_change, *(change.key for change in ungranted)])

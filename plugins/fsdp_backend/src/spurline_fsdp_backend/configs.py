@@ -11,12 +11,12 @@ from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume, Section
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig
+from spurline.model.configs import LoraConfig, check_peft
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig, Finding
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.group import Launch, RankRequest, RuntimeEnv, TimeLimits
-from spurline.ranks.machine import num_gpus
+from spurline.ranks.machine import check_ray, num_gpus
 
 RANKS_ON_CPU = 2
 """How many there are without GPUs, where nothing is said: enough to show that it works."""
@@ -228,6 +228,10 @@ class FsdpBackendConfig(BackendConfig):
     # What looks at the model's architecture is found by name, as factories are: it needs torch, and a config must not.
 
     def check_model(self, run: RunConfig) -> None:
+        if self.lora is not None:
+            check_peft()
+        if self.launch == "ray":
+            check_ray()
         self._part("layout:check_model")(self, run)
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:

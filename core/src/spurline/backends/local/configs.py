@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig
+from spurline.model.configs import LoraConfig, check_peft
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -52,6 +52,10 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+
+    def check_model(self, run: RunConfig) -> None:
+        if self.lora is not None:
+            check_peft()
 
     def describe_device(self) -> str:
         device = "a GPU if there is one" if self.device == "auto" else self.device
