@@ -20,7 +20,7 @@ from spurline.ranks.group import RankGroup, RankRequest, RuntimeEnv, TimeLimits
 from spurline.ranks.launch import open_ranks
 
 pytest.importorskip("ray")
-from spurline.ranks import ray_actors
+from spurline.ranks import ray_actors, ray_node
 from spurline.ranks.ray_actors import ranks_per_node
 from spurline.ranks.ray_cluster import Node, RayCluster
 
@@ -44,9 +44,15 @@ def start(joined: RayCluster) -> Iterator[Start]:
     groups: list[RankGroup] = []
 
     def start(
-        count: int = 2, *arguments: Any, call_s: float = 60.0, on_nodes: Any = None, per_node: int = 1, **request: Any
+        count: int = 2,
+        *arguments: Any,
+        start_s: float = 120.0,
+        call_s: float = 60.0,
+        on_nodes: Any = None,
+        per_node: int = 1,
+        **request: Any,
     ) -> RankGroup:
-        limits = TimeLimits(start_s=120.0, call_s=call_s, collective_s=60.0)
+        limits = TimeLimits(start_s, call_s, collective_s=60.0)
         asked = RankRequest(count, launch="ray", per_node=per_node, **request)
         groups.append(open_ranks(asked, "rank_workers:Worker", arguments, limits, on_nodes))
         return groups[-1]
@@ -126,6 +132,23 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
     assert "in all_reduce" in first.partition("Stack of rank 0:")[2]
     assert "in _stands_still_here" in second
     _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_ranks_that_are_never_there_are_named_without_a_stack(start: Start) -> None:
+    with pytest.raises(RankFailedError, match=r"`start` was not done within 0.1 s.*start_timeout_s") as raised:
+        start(2, start_s=0.1)
+    assert "2 of 2 ranks have not answered" in str(raised.value)
+    assert "Stack of" not in str(raised.value)
+
+
+def test_a_machine_sends_no_signal_for_a_rank_whose_process_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
+    began = time.monotonic()
+    assert ray_node.NodeActor().stacks(0, "", 3.0) == ""
+    assert sent == []
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.processes

@@ -27,7 +27,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import ConfigError, RunFailedError
-from spurline.ranks.calls import RankCalls
+from spurline.ranks.calls import PATIENCE_S, START, RankCalls
 from spurline.ranks.cluster_checks import AskNodes
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of
@@ -157,6 +157,9 @@ class RayRanks(RankCalls):
         asked: dict[int, Any] = {}
         for number in missing:
             rank = self._ranks[number]
+            if not rank.pid:
+                # It has never answered, so nobody knows which process it is.
+                continue
             asked[number] = self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
         return _what_comes(asked, 2 * _ANSWER_TIMEOUT_S)
 
@@ -219,7 +222,7 @@ class RayRanks(RankCalls):
         """Wait until every actor is there; returns what each says of a store."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
-            met = self._collect("start", self._limits.start_s)
+            met = self._collect(START, self._limits.start_s, time.monotonic())
         for rank, (pid, log, _) in zip(self._ranks, met, strict=True):
             rank.pid, rank.log = pid, log
         return [store for _, _, store in met]
