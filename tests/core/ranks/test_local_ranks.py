@@ -244,7 +244,7 @@ def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_o
     for pid in pids[1:]:
         os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"Rank 1 of 3 .* took nothing of what it was sent for .*`echo`") as raised:
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 3 .* took nothing of what it was sent .*`echo`") as raised:
         ranks.call("echo", bytes(20_000_000))
     assert after_s - 0.1 < time.monotonic() - began < after_s + 3
     assert (raised.value.rank, raised.value.pid) == (1, pids[1])
@@ -260,8 +260,7 @@ def test_asking_ranks_that_do_not_read_takes_seconds_and_leaves_them_alone(start
         # Until no further question fits.
         process._limit(socket.SO_SNDTIMEO, 0.1)
         with pytest.raises(BlockingIOError):
-            while True:
-                process.connection.send_bytes(pickle.dumps((None, None)))
+            _ask_without_end(process)
     began = time.monotonic()
     assert ranks._doing([0, 1]) == {}
     assert time.monotonic() - began < 5
@@ -395,6 +394,11 @@ def test_each_rank_sees_one_gpu_and_too_few_are_refused(
     else:
         environments = devices.local_environments(request)
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
+
+
+def _ask_without_end(process: Any) -> None:
+    while True:
+        process.connection.send_bytes(pickle.dumps((None, None)))
 
 
 def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:

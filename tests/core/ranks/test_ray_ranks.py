@@ -190,6 +190,25 @@ def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start)
 
 
 @pytest.mark.processes
+def test_what_takes_machines_long_has_the_time_of_a_call_and_is_said_while_it_is_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_actors, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(ray_actors, "_SLICE_S", 0.5)
+    began: list[float] = []
+
+    def prepare(ask: Any) -> None:
+        began.append(time.monotonic())
+        ask("time:sleep", 60.0, doing="download m")
+
+    with pytest.raises(RunFailedError, match=r" did not download m within 2 s \(backend.call_timeout_s\)"):
+        start(2, call_s=2.0, on_nodes=prepare)
+    assert time.monotonic() - began[0] < 10, "the end of ranks waits for it"
+    assert " s, 2 s at most, for " in (said := capsys.readouterr().err)
+    assert " to download m." in said
+
+
+@pytest.mark.processes
 def test_ranks_with_gpus_are_put_together_on_as_few_machines_as_are_asked_for(start: Start) -> None:
     class EnoughError(Exception):
         pass
