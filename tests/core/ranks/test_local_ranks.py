@@ -256,6 +256,8 @@ def test_asking_ranks_that_do_not_read_takes_seconds_and_leaves_them_alone(start
     pids = ranks.call("pid")
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    stopped = psutil.STATUS_STOPPED
+    wait_for(lambda: {psutil.Process(pid).status() for pid in pids} == {stopped}, "ranks to stop", 5)
     for process in ranks._ranks:
         # Until no further question fits.
         process._limit(socket.SO_SNDTIMEO, 0.1)
