@@ -18,7 +18,7 @@ from backend_batches import run_config
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ConfigError, ModelError
 from spurline.ranks import cluster_checks
-from spurline.ranks.cluster_checks import check_nodes, software
+from spurline.ranks.cluster_checks import check_nodes, prepare_nodes, software
 
 Change = Callable[[str, Any], Any]
 
@@ -26,7 +26,8 @@ Change = Callable[[str, Any], Any]
 def ask_two(second: Callable[..., Any]) -> Callable[..., Mapping[str, Any]]:
     """Machines `a`, which is this one, and `b`, which answers `second(function, *arguments)`."""
 
-    def ask(function: str, *arguments: Any) -> Mapping[str, Any]:
+    def ask(function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
+        assert (doing is not None) == (function.endswith(":fetch_model")), "this alone takes long"
         return {"a": resolve_name(function)(*arguments), "b": second(resolve_name(function), *arguments)}
 
     return ask
@@ -123,9 +124,17 @@ def test_a_machine_with_another_model_at_the_same_path_is_named(run: RunConfig) 
 
 def test_a_model_that_is_no_folder_is_fetched_by_one_process_of_each_machine(run: RunConfig, tmp_path: Path) -> None:
     there = run.model_copy(update={"model": ModelConfig(path="nobody/no-such-model")})
+    asked: list[str] = []
+
+    def count(function: Any, *arguments: Any) -> Any:
+        asked.append(function.__name__)
+        return function(*arguments)
+
+    check_nodes(there)(ask_two(count))
+    assert asked == ["software", "answer_token"], "checks download nothing"
     # Tests have no network; the error says what was tried, and where.
     with pytest.raises(ModelError, match=r"model.path nobody/no-such-model is no folder, and cannot be downloaded to "):
-        check_nodes(there)(ask_two(lambda function, *arguments: function(*arguments)))
+        prepare_nodes(there)(ask_two(lambda function, *arguments: function(*arguments)))
 
 
 def _spec_of(package: Path) -> Any:

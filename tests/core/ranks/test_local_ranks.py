@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from rank_workers import TwoPartError
 from run_helpers import wait_for
 
 from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
-from spurline.ranks import calls, machine
+from spurline.ranks import calls, machine, processes
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.processes import LocalRanks
@@ -233,6 +234,43 @@ def test_a_rank_that_cannot_run_python_is_named_as_well(start: Start) -> None:
     _assert_all_gone(pids)
 
 
+@pytest.mark.parametrize(("call_s", "stopped_s", "after_s"), [(2.0, 60.0, 2), (60.0, 1.5, 1.5)])
+def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch, call_s: float, stopped_s: float, after_s: float
+) -> None:
+    monkeypatch.setattr(processes, "_STOPPED_S", stopped_s)
+    ranks = start(3, call_s=call_s)
+    pids = ranks.call("pid")
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 3 .* took nothing of what it was sent .*`echo`") as raised:
+        ranks.call("echo", bytes(20_000_000))
+    assert after_s - 0.1 < time.monotonic() - began < after_s + 3
+    assert (raised.value.rank, raised.value.pid) == (1, pids[1])
+    _assert_all_gone(pids)
+
+
+def test_asking_ranks_that_do_not_read_takes_seconds_and_leaves_them_alone(start: Start) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    stopped = psutil.STATUS_STOPPED
+    wait_for(lambda: {psutil.Process(pid).status() for pid in pids} == {stopped}, "ranks to stop", 5)
+    for process in ranks._ranks:
+        # Until no further question fits.
+        process._limit(socket.SO_SNDTIMEO, 0.1)
+        with pytest.raises(BlockingIOError):
+            _ask_without_end(process)
+    began = time.monotonic()
+    assert ranks._doing([0, 1]) == {}
+    assert time.monotonic() - began < 5
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert ranks.call("pid") == pids
+
+
 def test_a_long_wait_says_who_is_missing(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,6 +396,11 @@ def test_each_rank_sees_one_gpu_and_too_few_are_refused(
     else:
         environments = devices.local_environments(request)
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
+
+
+def _ask_without_end(process: Any) -> None:
+    while True:
+        process.connection.send_bytes(pickle.dumps((None, None)))
 
 
 def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:

@@ -20,7 +20,7 @@ from spurline.ranks.group import RankGroup, RankRequest, RuntimeEnv, TimeLimits
 from spurline.ranks.launch import open_ranks
 
 pytest.importorskip("ray")
-from spurline.ranks import ray_actors
+from spurline.ranks import ray_actors, ray_node
 from spurline.ranks.ray_actors import ranks_per_node
 from spurline.ranks.ray_cluster import Node, RayCluster
 
@@ -44,9 +44,15 @@ def start(joined: RayCluster) -> Iterator[Start]:
     groups: list[RankGroup] = []
 
     def start(
-        count: int = 2, *arguments: Any, call_s: float = 60.0, on_nodes: Any = None, per_node: int = 1, **request: Any
+        count: int = 2,
+        *arguments: Any,
+        start_s: float = 120.0,
+        call_s: float = 60.0,
+        on_nodes: Any = None,
+        per_node: int = 1,
+        **request: Any,
     ) -> RankGroup:
-        limits = TimeLimits(start_s=120.0, call_s=call_s, collective_s=60.0)
+        limits = TimeLimits(start_s, call_s, collective_s=60.0)
         asked = RankRequest(count, launch="ray", per_node=per_node, **request)
         groups.append(open_ranks(asked, "rank_workers:Worker", arguments, limits, on_nodes))
         return groups[-1]
@@ -129,6 +135,23 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
 
 
 @pytest.mark.processes
+def test_ranks_that_are_never_there_are_named_without_a_stack(start: Start) -> None:
+    with pytest.raises(RankFailedError, match=r"`start` was not done within 0.1 s.*start_timeout_s") as raised:
+        start(2, start_s=0.1)
+    assert "2 of 2 ranks have not answered" in str(raised.value)
+    assert "Stack of" not in str(raised.value)
+
+
+def test_a_machine_sends_no_signal_for_a_rank_whose_process_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
+    began = time.monotonic()
+    assert ray_node.NodeActor().stacks(0, "", 3.0) == ""
+    assert sent == []
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.processes
 def test_closing_ends_a_call_that_another_thread_waits_for_and_stopped_ranks(start: Start) -> None:
     ranks = start(2)
     pids = ranks.call("pid")
@@ -164,6 +187,25 @@ def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start)
         ranks.call("waits", "exchange")
     assert time.monotonic() - began < 60
     _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_what_takes_machines_long_has_the_time_of_a_call_and_is_said_while_it_is_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_actors, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(ray_actors, "_SLICE_S", 0.5)
+    began: list[float] = []
+
+    def prepare(ask: Any) -> None:
+        began.append(time.monotonic())
+        ask("time:sleep", 60.0, doing="download m")
+
+    with pytest.raises(RunFailedError, match=r" did not download m within 2 s \(backend.call_timeout_s\)"):
+        start(2, call_s=2.0, on_nodes=prepare)
+    assert time.monotonic() - began[0] < 10, "the end of ranks waits for it"
+    assert " s, 2 s at most, for " in (said := capsys.readouterr().err)
+    assert " to download m." in said
 
 
 @pytest.mark.processes

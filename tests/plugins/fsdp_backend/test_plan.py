@@ -10,6 +10,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
+from spurline.ranks import machine
 from spurline.run.plan import Plan, make_plan
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.memory import sent_bytes
@@ -96,6 +97,23 @@ def test_a_plan_says_how_copies_of_a_model_lie_on_the_machines_of_a_cluster(conf
     said = planned(config, ranks=16, replicas=2, launch="ray", ranks_per_node=8).sections["parallel layout"]
     assert said[0] == "16 ranks on 2 machines of a Ray cluster, cuda, bf16: 16 data"
     assert said[1].startswith("2 copies of the model, each divided among 8 ranks")
+
+
+def test_a_plan_for_a_cluster_whose_machines_are_not_known_guesses_none(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", tuple)
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 2048}
+    unknown = planned(config, ranks=16, launch="ray", cpu_offload=True, gib=1).sections
+    assert unknown["parallel layout"][:2] == [
+        "16 ranks on a Ray cluster, cuda, bf16: 16 data",
+        "on how many machines they are, only the cluster knows: set backend.ranks_per_node to plan for it",
+    ]
+    known = planned(config, ranks=16, launch="ray", cpu_offload=True, ranks_per_node=8, gib=1).sections
+    of_machine, context = "in the memory of the fullest machine", "backend.context="
+    for words in (of_machine, context):
+        assert any(words in line for line in known["memory (estimate)"])
+        assert not any(words in line for line in unknown["memory (estimate)"])
 
 
 def test_a_plan_for_gpus_that_are_elsewhere_says_so_and_is_no_problem(config: dict[str, Any]) -> None:

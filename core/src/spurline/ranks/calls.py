@@ -35,7 +35,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
-        """Ask all ranks, without waiting for an answer."""
+        """Ask all ranks, without waiting for an answer, and within the limit of a call."""
 
     @abstractmethod
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
@@ -65,9 +65,10 @@ class RankCalls(ABC):
         with self._lock:
             if self._ended is not None:
                 raise RunFailedError(f"No rank is left to do `{method}`: {self._ended}")
+            began = time.monotonic()
             try:
                 self._send(method, common, per_rank)
-                return self._collect(method, self._limits.call_s)
+                return self._collect(method, self._limits.call_s, began)
             except BaseException as error:
                 # An interruption too: the answers that are still under way would be taken for those of the next call.
                 self._ended = self._ended or f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -85,13 +86,13 @@ class RankCalls(ABC):
         """The first call, for the constructor: wait until all are ready."""
         try:
             with self._lock:
-                self._collect(START, self._limits.start_s)
+                self._collect(START, self._limits.start_s, time.monotonic())
         except BaseException:
             self.close()
             raise
 
-    def _collect(self, call: str, limit_s: float) -> list[Any]:
-        began = told = time.monotonic()
+    def _collect(self, call: str, limit_s: float, began: float) -> list[Any]:
+        told = began
         values: dict[int, Any] = {}
         while missing := [rank for rank in range(self.size) if rank not in values]:
             until = min(began + limit_s, told + PATIENCE_S)

@@ -33,22 +33,42 @@ _HERE = "this machine"
 class AskNodes(Protocol):
     """Asks all machines at once."""
 
-    def __call__(self, function: str, *arguments: Any) -> Mapping[str, Any]:
+    def __call__(self, function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
         """Call `module:function` in a process of each machine; returns the answers by the machine's name, or raises
-        what one of them raises."""
+        what one of them raises.
+
+        doing: what takes the machines long, in words such as `download x`: it may take as long as a call of the ranks,
+        and who waits for it says so. None for what is done as soon as a machine is there.
+        """
         ...
 
 
 def check_nodes(run: RunConfig) -> Callable[[AskNodes], None]:
-    """The checks of a run, to be given machines to ask. Raises ConfigError naming those that differ."""
+    """The checks of a run, to be given machines to ask. Raises ConfigError naming those that differ.
+
+    They leave nothing on the machines, and fetch nothing.
+    """
 
     def check(ask: AskNodes) -> None:
         plugins = list(run.plugins)
         _compare(software(plugins), ask(f"{__name__}:software", plugins))
         _check_run_dir(run.run_dir, ask)
-        _check_model(run.model, ask)
+        if os.path.isdir(run.model.path):
+            _check_model(run.model.path, ask)
 
     return check
+
+
+def prepare_nodes(run: RunConfig) -> Callable[[AskNodes], None]:
+    """The checks of a run, and its hub model brought to every machine that is alike. Raises ModelError too."""
+    check = check_nodes(run)
+
+    def prepare(ask: AskNodes) -> None:
+        check(ask)
+        if not os.path.isdir(run.model.path):
+            ask(f"{__name__}:fetch_model", run.model.model_dump(mode="json"), doing=f"download {run.model.path}")
+
+    return prepare
 
 
 def software(plugins: Sequence[str]) -> dict[str, str]:
@@ -163,18 +183,15 @@ def _not_shared(folder: Path, why: str, cause: UserError | None = None) -> Confi
     return error
 
 
-def _check_model(model: ModelConfig, ask: AskNodes) -> None:
-    if not os.path.isdir(model.path):
-        ask(f"{__name__}:fetch_model", model.model_dump(mode="json"))
-        return
-    path = str(Path(model.path).absolute() / "config.json")
+def _check_model(folder: str, ask: AskNodes) -> None:
+    path = str(Path(folder).absolute() / "config.json")
     here = digest_of_file(path)
     others = {node: there for node, there in ask(f"{__name__}:digest_of_file", path).items() if there != here}
     if others:
         found = [f"{node} ({there if there.startswith(_MISSING) else 'another'})" for node, there in others.items()]
         raise ConfigError.at(
             "model.path",
-            f"is {model.path}, but its config.json is not the same on {', '.join(found)}. Put it on a shared folder.",
+            f"is {folder}, but its config.json is not the same on {', '.join(found)}. Put it on a shared folder.",
         )
 
 

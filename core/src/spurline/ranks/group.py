@@ -19,7 +19,7 @@ class RuntimeEnv:
     """What the processes of a Ray cluster get from this one, besides what is on their machines.
 
     env_vars: variables of their environment. working_dir: a folder of this machine that they see, in `sys.path` too, or
-    the URI of one, as Ray takes it; None for none.
+    the URI of one, as Ray takes it; None for none. Nothing in it is installed.
     """
 
     env_vars: Mapping[str, str] = field(default_factory=dict[str, str])

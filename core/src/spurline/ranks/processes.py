@@ -7,7 +7,6 @@ one connection for its calls; the controller hosts the store where they meet, wh
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import platform
@@ -41,6 +40,8 @@ _ANSWER_TIMEOUT_S = 2.0
 _STOPPED_S = 60.0
 """Seconds in which a rank takes nothing of what it is sent, or sends nothing of what it has begun to say, after which
 it counts as dead."""
+_SHORTEST_S = 0.01
+"""Seconds of the shortest wait: none at all is without end to a socket."""
 _WRITING_S = 0.1
 _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 20000
@@ -82,9 +83,13 @@ class LocalRanks(RankCalls):
             raise
 
     def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
-        message = pickle.dumps((method, common), protocol=pickle.HIGHEST_PROTOCOL)
+        until = time.monotonic() + self._limits.call_s
+        message = _pickled((method, common))
         for rank, process in enumerate(self._ranks):
-            process.send(message, () if per_rank is None else (per_rank[rank],))
+            process.send(message, () if per_rank is None else (per_rank[rank],), until)
+            if process.has_outcome:
+                # It has not taken the call, which is over for all.
+                break
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
         until = time.monotonic() + timeout_s
@@ -109,7 +114,7 @@ class LocalRanks(RankCalls):
     def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
         until = time.monotonic() + _ANSWER_TIMEOUT_S
         for rank in missing:
-            self._ranks[rank].ask()
+            self._ranks[rank].ask(until)
         return {rank: said for rank in missing if (said := self._ranks[rank].said(until)) is not None}
 
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
@@ -150,10 +155,11 @@ class _Process:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `release`
         ours, theirs = socket.socketpair()
         with theirs:
-            # A process that was stopped takes no call, and may stop in the middle of an answer.
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", math.ceil(_STOPPED_S), 0))
-            self.connection = Connection(ours.detach())
+            self._socket = ours
+            self._stopped_s = min(_STOPPED_S, order.limits.call_s)
+            # A process may be stopped in the middle of an answer.
+            self._limit(socket.SO_RCVTIMEO, self._stopped_s)
+            self.connection = Connection(ours.dup().detach())
             self.number = server.start_rank(theirs.fileno(), self._log.fileno())
         process = {
             "environment": dict(os.environ),
@@ -161,22 +167,25 @@ class _Process:
             "folder": os.getcwd(),
             "order": order,
         }
-        # As in `send`.
-        with suppress(OSError):
-            self._write(process)
+        self._write(_pickled(process), time.monotonic() + order.limits.start_s)
 
-    def send(self, message: bytes, own: tuple[Any, ...]) -> None:
-        """A call, pickled, and the arguments that only this rank gets."""
-        # A rank that is dead or does not read is found by who waits for its answer.
-        with suppress(OSError):
-            self.connection.send_bytes(message)
-            self._write(own)
+    def send(self, message: bytes, own: tuple[Any, ...], until: float) -> None:
+        """A call, pickled, and the arguments that only this rank gets. Where it does not read, its outcome is there.
 
-    def ask(self) -> None:
+        until: on the monotonic clock.
+        """
+        self._write(message, until)
+        if self._early is None:
+            self._write(_pickled(own), until)
+
+    def ask(self, until: float) -> None:
         """What it does; the answer comes by `said`."""
         self._said = None
-        with suppress(OSError):
-            self._write((None, None))
+        if self._early is None:
+            self._limit(socket.SO_SNDTIMEO, until - time.monotonic())
+            # So short a message goes whole or not at all, and one that does not go is not answered.
+            with suppress(OSError):
+                self.connection.send_bytes(_pickled((None, None)))
 
     def said(self, until: float) -> str | None:
         """What it answered to `ask` until then, on the monotonic clock."""
@@ -214,13 +223,14 @@ class _Process:
 
     def release(self) -> None:
         self.connection.close()
+        self._socket.close()
         self._log.close()
 
     def _read(self) -> Outcome | None:
         try:
             kind, value = self.connection.recv()
         except BlockingIOError:
-            return Died(f"stopped for {_STOPPED_S:g} s in the middle of its answer")
+            return Died(f"stopped for {self._stopped_s:g} s in the middle of its answer")
         except (EOFError, OSError):
             return self._death()
         if kind == "outcome":
@@ -245,8 +255,26 @@ class _Process:
             how = f"ended with exit code {code}"
         return Died(how, words.strip())
 
-    def _write(self, message: object) -> None:
-        self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    def _write(self, message: bytes, until: float) -> None:
+        limit_s = max(_SHORTEST_S, min(_STOPPED_S, until - time.monotonic()))
+        self._limit(socket.SO_SNDTIMEO, limit_s)
+        try:
+            self.connection.send_bytes(message)
+        except BlockingIOError:
+            # A part of the message may be on its way: nothing can be sent any more.
+            self._early = Died(f"took nothing of what it was sent for {limit_s:.1f} s, as if it was stopped,")
+        except OSError:
+            # It is dead, which is found by who waits for its answer.
+            pass
+
+    def _limit(self, option: int, seconds: float) -> None:
+        """Of each wait to send or to receive, as the option says."""
+        whole, rest = divmod(max(_SHORTEST_S, seconds), 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(rest * 1e6)))
+
+
+def _pickled(message: object) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class _Server:
@@ -293,7 +321,7 @@ class _Server:
             self._num_started += 1
             # Under the lock: ranks are numbered in the order of their start.
             with suppress(OSError):
-                socket.send_fds(self._control, [rank_server.COMMAND.pack(rank_server.START, number)], [connection, log])
+                socket.send_fds(self._control, [rank_server.COMMAND.pack(rank_server.FORK, number)], [connection, log])
         return number
 
     def command(self, what: bytes, number: int) -> None:

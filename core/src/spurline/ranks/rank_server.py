@@ -30,8 +30,8 @@ from spurline.ranks.rank_main import RankMain
 
 COMMAND = struct.Struct("<cI")
 """One command of the controller: what, and the number of a rank. Ranks are numbered in the order of their start."""
-START, KILL, STACKS = b"s", b"k", b"t"
-"""START comes with two open files, the rank's connection and its log."""
+FORK, KILL, STACKS = b"f", b"k", b"t"
+"""FORK comes with two open files, the rank's connection and its log."""
 
 _PRELOADED = ("torch", "transformers")
 
@@ -80,7 +80,7 @@ class _Server:
 
     def _obey(self, command: bytes, files: list[int]) -> tuple[int, int] | None:
         what, number = COMMAND.unpack(command)
-        if what == START:
+        if what == FORK:
             return self._start(*files)
         if (pid := self._pids.get(number)) is not None:
             if what == KILL:

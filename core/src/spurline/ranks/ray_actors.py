@@ -27,7 +27,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import ConfigError, RunFailedError
-from spurline.ranks.calls import RankCalls
+from spurline.ranks.calls import PATIENCE_S, START, RankCalls
 from spurline.ranks.cluster_checks import AskNodes
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of
@@ -157,6 +157,9 @@ class RayRanks(RankCalls):
         asked: dict[int, Any] = {}
         for number in missing:
             rank = self._ranks[number]
+            if not rank.pid:
+                # It has never answered, so nobody knows which process it is.
+                continue
             asked[number] = self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
         return _what_comes(asked, 2 * _ANSWER_TIMEOUT_S)
 
@@ -189,7 +192,8 @@ class RayRanks(RankCalls):
         nodes = {node.id: node for node in self._cluster.nodes()}
         for number in range(machines):
             node = nodes[place_of_bundle[number]]
-            options = self._cluster.actor_options(self._group, number, {})
+            # It sees ranks end also while it does what takes long, such as a download.
+            options = self._cluster.actor_options(self._group, number, {}) | {"max_concurrency": 2}
             self._watchers[node.id] = ray.remote(NodeActor).options(**options).remote()
             options = self._cluster.actor_options(self._group, number, each)
             kind: Any = ray.remote(concurrency_groups={_WATCH: 1})(RankActor)  # pyright: ignore[reportCallIssue]
@@ -219,7 +223,7 @@ class RayRanks(RankCalls):
         """Wait until every actor is there; returns what each says of a store."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
-            met = self._collect("start", self._limits.start_s)
+            met = self._collect(START, self._limits.start_s, time.monotonic())
         for rank, (pid, log, _) in zip(self._ranks, met, strict=True):
             rank.pid, rank.log = pid, log
         return [store for _, _, store in met]
@@ -246,13 +250,17 @@ class RayRanks(RankCalls):
             )
             self._answers[rank.actor.start.remote(order)] = number
 
-    def _ask_nodes(self, function: str, *arguments: Any) -> Mapping[str, Any]:
+    def _ask_nodes(self, function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
+        limits = self._limits
+        limit_s, setting = (limits.start_s, "start_timeout_s") if doing is None else (limits.call_s, "call_timeout_s")
         names = {rank.node.id: rank.node.name for rank in self._ranks}
         asked = {node: watcher.run.remote(function, arguments) for node, watcher in self._watchers.items()}
-        answers = {names[node]: unpacked(wire) for node, wire in _what_comes(asked, self._limits.start_s).items()}
+        what = doing or f"answer `{function}`"
+        _wait_for_nodes({names[node]: answer for node, answer in asked.items()}, what, limit_s)
+        answers = {names[node]: unpacked(wire) for node, wire in _what_comes(asked, _SLICE_S).items()}
         if silent := [name for name in names.values() if name not in answers]:
-            limit = f"within {self._limits.start_s:g} s (start_timeout_s)"
-            raise RunFailedError(f"{', '.join(silent)}: no answer to `{function}` {limit}. Look at `ray status`.")
+            limit = f"within {limit_s:g} s (backend.{setting})"
+            raise RunFailedError(f"{', '.join(dict.fromkeys(silent))} did not {what} {limit}. Look at `ray status`.")
         for name, outcome in answers.items():
             if isinstance(outcome, Raised):
                 first = next(number for number, rank in enumerate(self._ranks) if rank.node.name == name)
@@ -307,6 +315,20 @@ def ranks_per_node(request: RankRequest, nodes: Sequence[Node]) -> int:
             f"multiple of {per_node}, or ranks_per_node to a divisor of {request.count}.",
         )
     return per_node
+
+
+def _wait_for_nodes(asked: Mapping[str, Any], what: str, limit_s: float) -> None:
+    """Until each machine has answered or the limit is over; says now and then who has not. what: a verb first."""
+    began = told = time.monotonic()
+    waiting = dict(asked)
+    while waiting and (left := began + limit_s - time.monotonic()) > 0:
+        # A slice at a time: an interruption is seen only in between.
+        ready, _ = ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=min(_SLICE_S, left))
+        waiting = {name: answer for name, answer in waiting.items() if answer not in ready}
+        if waiting and time.monotonic() - told >= PATIENCE_S:
+            told = time.monotonic()
+            text = f"Waiting for {told - began:.0f} s, {limit_s:g} s at most, for {', '.join(waiting)} to {what}."
+            print(text, file=sys.stderr, flush=True)
 
 
 def _what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:

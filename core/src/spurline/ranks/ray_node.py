@@ -60,7 +60,12 @@ class NodeActor:
         return "\n".join(line for line in lines if not line.startswith(_RAYS_OWN)).strip()
 
     def stacks(self, pid: int, log: str, limit_s: float) -> str:
-        """Where each thread of a rank stands; the rank writes that to its log when it is sent SIGUSR1."""
+        """Where each thread of a rank stands; the rank writes that to its log when it is sent SIGUSR1.
+
+        Nothing for a rank whose process is not known: 0 would be this process and its group.
+        """
+        if not pid:
+            return ""
         path = Path(log)
         begin = size = path.stat().st_size
         os.kill(pid, signal.SIGUSR1)

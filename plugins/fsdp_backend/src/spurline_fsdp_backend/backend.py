@@ -27,7 +27,7 @@ from spurline.protocols.backend import LossSums, Role, check_trained
 from spurline.protocols.loss import Objective
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
-from spurline.ranks.cluster_checks import check_nodes
+from spurline.ranks.cluster_checks import prepare_nodes
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline_fsdp_backend.checkpoint import SavedPart
@@ -47,7 +47,7 @@ class FsdpBackend:
         config.check_model(run)
         self._hidden: int = load_model_config(run.model).get_text_config().hidden_size
         request = config.rank_request()
-        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, check_nodes(run))
+        self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, prepare_nodes(run))
         self._ranks.call("build")
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:

@@ -29,8 +29,8 @@ class RuntimeEnvConfig(Section):
     """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`: those of this process do not reach other
     machines."""
     working_dir: Annotated[str | None, PathSetting(reads=True)] = None
-    """A folder that Ray copies to every machine and makes their working directory, with a plugin of your own, say; or
-    the URI of one."""
+    """A folder that Ray copies to every machine and makes their working directory, or the URI of one: for files that
+    `env_vars` name, and modules that an installed plugin imports. It installs nothing, and so brings no plugin."""
 
 
 class FsdpBackendConfig(BackendConfig):
@@ -87,7 +87,8 @@ class FsdpBackendConfig(BackendConfig):
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that the ranks may take to start and find each other, before any weight is loaded."""
     call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
-    """Seconds that one update, evaluation or checkpoint may take, or loading the model."""
+    """Seconds that one update, evaluation or checkpoint may take, loading the model, or its download to machines of a
+    cluster."""
     collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one exchange between ranks may take."""
 

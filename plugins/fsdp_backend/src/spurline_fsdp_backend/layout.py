@@ -20,19 +20,21 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What models call the number of experts of a layer."""
 
 
-def ranks_of_machine(config: FsdpBackendConfig) -> int:
-    """Ranks of the fullest machine, as far as settings tell: all, where nothing says how a cluster is filled."""
-    if config.launch == "local":
+def ranks_of_machine(config: FsdpBackendConfig) -> int | None:
+    """Ranks of the fullest machine; None for those of a cluster that neither settings nor GPUs of this machine tell."""
+    if config.launch == "local" or config.num_ranks == 1:
         return config.num_ranks
-    return min(config.num_ranks, config.ranks_per_node or num_gpus() or config.num_ranks)
+    # A machine of the cluster that has GPUs is taken for one like the others.
+    fitting = config.ranks_per_node or (num_gpus() if config.on == "cuda" else 0)
+    return min(config.num_ranks, fitting) if fitting else None
 
 
 def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
     """Sentences on ranks, machines and groups."""
     ranks, local = config.num_ranks, ranks_of_machine(config)
-    machines = -(-ranks // local)
-    where = "this machine" if config.launch == "local" else f"{_number(machines, 'machine')} of a Ray cluster"
-    yield f"{_number(ranks, 'rank')} on {where}, {config.on}, {config.computes_in}: {_product(config)}"
+    yield f"{_number(ranks, 'rank')} on {_where(config, local)}, {config.on}, {config.computes_in}: {_product(config)}"
+    if local is None:
+        yield "on how many machines they are, only the cluster knows: set backend.ranks_per_node to plan for it"
     shards = ranks // config.replicas
     if config.replicas > 1:
         yield (
@@ -43,7 +45,7 @@ def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
         yield f"weights, gradients and optimizer are divided among {_number(shards, 'rank')}"
     if config.context > 1:
         yield f"{config.context} neighbouring ranks share each sequence"
-        if local % config.context:
+        if local is not None and local % config.context:
             yield f"groups of context lie across machines, as each has {local} ranks: slow"
     if config.expert > 1:
         yield f"{config.expert} neighbouring ranks divide the experts of each layer"
@@ -54,6 +56,14 @@ def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
             "there is no GPU here, so these are processes on the CPU. To plan for GPUs elsewhere: --set "
             "backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
         )
+
+
+def _where(config: FsdpBackendConfig, local: int | None) -> str:
+    if config.launch == "local":
+        return "this machine"
+    if local is None:
+        return "a Ray cluster"
+    return f"{_number(-(-config.num_ranks // local), 'machine')} of a Ray cluster"
 
 
 def _product(config: FsdpBackendConfig) -> str:
@@ -124,7 +134,8 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"max_tokens_per_microbatch": bound}
     heads, local = _heads(load_model_config(run.model).get_text_config()) or 1, ranks_of_machine(config)
     for context in _divisors(heads):
-        if context > config.context and local % context == 0:
+        # Only within a machine.
+        if context > config.context and local is not None and local % context == 0:
             yield {"context": context}
     if config.replicas > 1:
         yield {"replicas": 1}

@@ -58,10 +58,11 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
 
 
 def estimate_host_memory(config: FsdpBackendConfig, run: RunConfig) -> int:
-    """Bytes that the ranks of one machine keep in its memory for `cpu_offload`."""
-    if not config.cpu_offload:
+    """Bytes that the ranks of one machine keep in its memory for `cpu_offload`; 0 where machines are not known."""
+    local = ranks_of_machine(config)
+    if not config.cpu_offload or local is None:
         return 0
-    return ranks_of_machine(config) * sum(_kept(config, run, model_shapes(run.model, config.lora)).values())
+    return local * sum(_kept(config, run, model_shapes(run.model, config.lora)).values())
 
 
 def estimate_generation(config: FsdpBackendConfig, run: RunConfig) -> dict[str, int]:
