@@ -101,7 +101,8 @@ def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
     tokens = MICROBATCH_TOKENS * loaded.config.backend.layout().data
     row_length, tokens = (SAMPLE_TOKENS, tokens) if update is None else (update.row_length, update.tokens)
     parts = loaded.config.backend.estimate_memory(loaded.config, row_length, tokens)
-    return peak_memory(parts, source.generation_memory(loaded.config, PROMPT_TOKENS, None)) / 2**30
+    generation = source.generation_memory(loaded.config, PROMPT_TOKENS, None)
+    return peak_memory(parts, generation, loaded.config.backend.update_parts) / 2**30
 
 
 def as_cell(gib: float) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.cli import main
 from spurline.config.loading import load_config
 from spurline.protocols.backend import Finding
+from spurline.ranks.group import RankRequest
 from spurline.run import doctor
 
 
@@ -59,14 +61,23 @@ def test_a_model_that_cannot_be_read_is_a_finding_and_not_an_end(config: dict[st
     assert "run_dir" in findings
 
 
-def test_few_open_files_and_little_shared_memory_are_found(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", 2**60)
+def test_few_open_files_are_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 1024))
     findings = found(config)
     assert findings["open files"] == Finding("open files", "256", "run `ulimit -n 1024` before")
-    assert "--shm-size" in findings["/dev/shm"].fix
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", None])
+def test_little_shared_memory_is_found_where_ranks_exchange_on_gpus_alone(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: Literal["cuda", "cpu"] | None
+) -> None:
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", 2**60)
+    request = None if device is None else RankRequest(2, device)
+    monkeypatch.setattr(LocalBackendConfig, "rank_request", lambda self: request)
+    findings = found(config)
+    assert ("/dev/shm" in findings) == (device == "cuda")
+    if device == "cuda":
+        assert "--shm-size" in findings["/dev/shm"].fix
 
 
 def test_the_command_prints_findings_and_ends_with_2_on_a_problem(

@@ -6,17 +6,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
+from spurline.losses.configs import DpoConfig
+from spurline.losses.cross_entropy import CrossEntropy
 from spurline.ranks import machine
+from spurline.run import fit
 from spurline.run.plan import Plan, make_plan
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.memory import sent_bytes
 
 ROOT = Path(__file__).parents[3]
 BACKEND = {"name": "fsdp", "device": "cuda", "ranks": 8, "precision": "bf16"}
+STAYING = ("weights", "gradients", "optimizer")
 BILLIONS = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -212,6 +217,75 @@ def test_offloaded_parts_are_counted_where_they_are(config: dict[str, Any], tmp_
     assert "weights" not in offloaded
     kept = sum(on_device[part] for part in ("weights", "gradients", "optimizer"))
     assert offloaded["in the memory of the fullest machine, beside it"] == pytest.approx(8 * kept, rel=0.001)
+
+
+def test_a_reference_lies_with_the_weights_on_the_host(config: dict[str, Any], tmp_path: Path) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS))
+    run = load_config(config).config
+    run = run.model_copy(update={"loss": DpoConfig()})
+    assert run.loss.uses_reference
+    offloaded = run.backend.model_copy(update={"cpu_offload": True})
+    kept = sum(run.backend.estimate_memory(run, 0, 0)[part] for part in (*STAYING, "reference"))
+    assert "reference" not in offloaded.estimate_memory(run, 0, 0)
+    assert offloaded.estimate_host_memory(run) == 8 * kept
+
+
+def test_frozen_weights_in_bin_files_are_planned_as_ranks_hold_them(config: dict[str, Any], tmp_path: Path) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS, dtype="bfloat16"))
+    config["model"] = {"path": config["model"]["path"]}
+    run = load_config(config | {"backend": BACKEND | {"lora": {"rank": 4}}}).config
+    unknown = run.backend.estimate_memory(run, 0, 0)["weights"]
+    torch.save({}, tmp_path / "8b" / "pytorch_model.bin")
+    # All but the adapters, which are fp32 anyway.
+    assert run.backend.estimate_memory(run, 0, 0)["weights"] == pytest.approx(2 * unknown, rel=0.01)
+
+
+def test_no_more_ranks_are_suggested_than_gpus_are_named(config: dict[str, Any]) -> None:
+    def suggested(ranks: int, gpus: list[int] | None) -> list[int]:
+        run = load_config({**config, "backend": {**BACKEND, "ranks": ranks, "gpus": gpus}}).config
+        return [change["ranks"] for change in run.backend.savings(run, 64, 1024) if "ranks" in change]
+
+    assert suggested(2, [0, 1]) == []
+    assert suggested(2, [0, 1, 2, 3]) == [4]
+    assert suggested(2, None) == [4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        (2**40, "in the memory of the fullest machine, of the 1,024.0 GiB here"),
+        (2**36, ", more than can be counted on"),
+    ],
+)
+def test_a_suggestion_to_offload_says_what_the_host_needs(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: int, said: str
+) -> None:
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 2048}
+    elsewhere = planned(config, gib=24).sections["memory (estimate)"][-1]
+    assert "and 122.1 GiB in the memory of the fullest machine" in elsewhere
+    assert "here" not in elsewhere
+    monkeypatch.setattr(fit, "memory_bytes", lambda: here)
+    monkeypatch.setattr(FsdpBackendConfig, "device_bytes", lambda self: 24 * 2**30)
+    assert said in planned(config).sections["memory (estimate)"][-1]
+    offloaded = planned(config, cpu_offload=True).sections["memory (estimate)"]
+    assert any(line.startswith("does not fit the memory of this machine") for line in offloaded) == (here == 2**36)
+
+
+def test_a_loss_with_a_state_is_found_before_anything_starts(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CrossEntropy, "state_dict", lambda self: {}, raising=False)
+    monkeypatch.setattr(CrossEntropy, "load_state_dict", lambda self, state: None, raising=False)
+    said = "loss is made by CrossEntropy, which keeps a state"
+    assert any(said in str(problem) for problem in planned(config).problems)
+    started: list[object] = []
+    monkeypatch.setattr("spurline_fsdp_backend.backend.open_ranks", lambda *arguments: started.append(arguments))
+    loaded = load_config(config)
+    with pytest.raises(ConfigError, match=said):
+        loaded.host.registry.create(
+            "backend", loaded.config.backend, run=loaded.config, registry=loaded.host.registry, total_updates=1
+        )
+    assert started == []
 
 
 def test_answers_of_an_evaluation_need_all_weights_on_every_rank(config: dict[str, Any], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.model.weight_files import DTYPE_NAMES, DTYPES
 from spurline.optimizers.state import describe
 
 PART_BYTES = 2 << 30
@@ -36,20 +37,6 @@ PART_BYTES = 2 << 30
 _METADATA = "spurline_pieces"
 _BLOCK_BYTES = 64 << 20
 """What is copied from a device, hashed and written at a time."""
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Shape = tuple[int, ...]
 
@@ -205,7 +192,7 @@ def _header(pieces: list[Piece]) -> bytes:
     for number, piece in enumerate(pieces):
         name = piece.key if piece.key not in tensors else f"{piece.key}~{number}"
         end = begin + piece.values.nbytes
-        dtype = _DTYPE_NAMES[piece.values.dtype]
+        dtype = DTYPE_NAMES[piece.values.dtype]
         tensors[name] = {"dtype": dtype, "shape": list(piece.values.shape), "data_offsets": [begin, end]}
         places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, piece.range]
         begin = end
@@ -349,7 +336,7 @@ def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, Stored
             key, shape, offset, box_shape, (low, high) = places[name]
             box = Box(tuple(offset), tuple(box_shape))
             begin, end = entry["data_offsets"]
-            dtype = _DTYPES[entry["dtype"]]
+            dtype = DTYPES[entry["dtype"]]
             if end - begin != (high - low) * dtype.itemsize:
                 raise DamagedCheckpointError(f"{path} is damaged: {key} has {end - begin} bytes there.")
             yield key, tuple(shape), dtype, StoredPiece(path.name, 8 + length + begin, box, (low, high))

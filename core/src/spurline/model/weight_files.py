@@ -32,7 +32,7 @@ _CANDIDATES = (
 )
 """In the order in which transformers looks for them."""
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -45,7 +45,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 """By their names in safetensors files."""
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The inverse of `DTYPES`."""
 
 _LFS = b"version https://git-lfs"
 _PICKLE = b"\x80"
@@ -99,7 +100,7 @@ def layout_of(path: Path) -> dict[str, Tensor]:
     with safe_open(path, "pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {
-            key: torch.empty(value.get_shape(), dtype=_DTYPES[value.get_dtype()], device="meta")
+            key: torch.empty(value.get_shape(), dtype=DTYPES[value.get_dtype()], device="meta")
             for key, value in slices.items()
         }
 
@@ -211,7 +212,7 @@ class WeightFile:
         for name, tensor in sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])):
             self._places[name], end = end, end + tensor.nbytes
             offsets = [self._places[name], end]
-            header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data_begin = 8 + len(text)

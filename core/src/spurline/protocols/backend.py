@@ -238,6 +238,8 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
     beyond: ClassVar[str] = ""
     """What to do with a model that its settings cannot make fit, as a sentence."""
+    update_parts: ClassVar[frozenset[str]] = frozenset()
+    """Names of the parts of `estimate_memory` that are given back when an update ends, before anything generates."""
     checkpoint_reader: ClassVar[str | None] = None
     """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
     exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of

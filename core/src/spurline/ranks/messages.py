@@ -59,11 +59,18 @@ def read_objective(plain: Mapping[str, Any], registry: Registry) -> Objective:
     return Objective(registry.create("loss", config), plain["normalizer"], plain["temperature"])
 
 
-def refuse_stateful(loss: Loss) -> None:
-    """Raise ConfigError for a loss with a state: each rank would go on with a state of its own."""
+def check_losses(run: RunConfig, registry: Registry) -> None:
+    """Raise ConfigError for a loss of this run that has a state, before any rank is started."""
+    sections = {"loss": run.loss} if run.critic is None else {"loss": run.loss, "critic.loss": run.critic.loss}
+    for key, config in sections.items():
+        refuse_stateful(registry.create("loss", config), key)
+
+
+def refuse_stateful(loss: Loss, key: str = "loss") -> None:
+    """Raise ConfigError for a loss with a state: each rank would go on with a state of its own. key: its section."""
     if isinstance(loss, Stateful):
         raise ConfigError.at(
-            "loss",
+            key,
             f"is made by {type(loss).__name__}, which keeps a state: each rank would have one of its own. Choose "
             "a loss without, or backend.name: local.",
         )

@@ -30,7 +30,7 @@ OPEN_FILES = 4096
 """That a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
 
 SHARED_MEMORY = 2**30
-"""Bytes of /dev/shm below which buckets of weights and batches of data workers may not fit."""
+"""Bytes of /dev/shm below which what NCCL passes between the ranks of one machine may not fit."""
 
 FREE_DISK = 2**30
 
@@ -40,8 +40,11 @@ def find(loaded: LoadedConfig) -> Iterator[Finding]:
     config = loaded.config
     yield _versions(loaded)
     yield from _machine()
-    if config.backend.rank_request() is None:
+    request = config.backend.rank_request()
+    if request is None:
         yield from _devices()
+    elif request.device == "cuda":
+        yield from _shared_memory()
     yield from _run_dir(config.run_dir)
     yield from _model(config, loaded.origin)
     yield from config.backend.doctor(config)
@@ -58,12 +61,16 @@ def _machine() -> Iterator[Finding]:
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
     yield Finding("open files", _limit(soft), f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
     yield Finding("memory", f"{_gib(memory_bytes())}, {num_cores()} cores")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    """NCCL alone needs it by name; shared memory of our own is anonymous."""
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         small = free < SHARED_MEMORY
         fix = "give the container more, as with `docker run --shm-size=8g`, or free what lies there"
-        yield Finding(str(shared), f"{_gib(free)} free", fix if small else "")
+        yield Finding(str(shared), f"{_gib(free)} free, by which NCCL exchanges within a machine", fix if small else "")
 
 
 def _limit(value: int) -> str:

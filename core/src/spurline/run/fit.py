@@ -6,15 +6,13 @@ In: the estimates of the backend's config, for the largest step that a plan know
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.backend import BackendConfig
-
-UPDATE_ONLY = ("gradients", "activations", "logits", "rounded weights", "gathered weights", "gradients on their way")
-"""Parts of a backend's memory estimate that are given back at the end of an update."""
+from spurline.ranks.machine import memory_bytes
 
 SHARE_USED = 0.9
 """Of a device's memory: the rest is for kernels, buffers of the network and what the allocator leaves unused."""
@@ -32,9 +30,12 @@ class Load:
     generation: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-def peak_memory(training: Mapping[str, int], generation: Mapping[str, int]) -> int:
-    """Bytes at the peak. Both take turns: what only an update needs is not there while responses are written."""
-    update_only = sum(training.get(name, 0) for name in UPDATE_ONLY)
+def peak_memory(training: Mapping[str, int], generation: Mapping[str, int], update_parts: Collection[str]) -> int:
+    """Bytes at the peak. Both take turns: what only an update needs is not there while responses are written.
+
+    update_parts: those of `training`, as `BackendConfig.update_parts` names them.
+    """
+    update_only = sum(training.get(name, 0) for name in update_parts)
     return sum(training.values()) - update_only + max(update_only, sum(generation.values()))
 
 
@@ -49,7 +50,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     # Without a batch, what grows with its tokens comes out as 0.
     lines = [f"{name}: {size / 2**20:,.0f} MiB" for name, size in parts.items() if size or load.tokens]
     lines += [f"{name}, while generating: {size / 2**20:,.0f} MiB" for name, size in generation.items()]
-    peak = peak_memory(parts, generation)
+    peak = peak_memory(parts, generation, run.backend.update_parts)
     total = f"total: {peak / 2**20:,.0f} MiB"
     if generation:
         total += ", as an update and generating take turns"
@@ -60,12 +61,19 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     if host:
         lines.append(f"in the memory of the fullest machine, beside it: {host / 2**20:,.0f} MiB")
     limit = run.backend.device_bytes() if device_bytes is None else device_bytes
-    if limit is not None:
-        lines += _beside_device(run, load, peak, limit)
-    return lines
+    if limit is None:
+        return lines
+    # A plan for devices of another size is one for another machine.
+    here = memory_bytes() if device_bytes is None else None
+    if here is not None and host > SHARE_USED * here:
+        lines.append(
+            f"does not fit the memory of this machine, {_gib(here)}, of which {SHARE_USED:.0%} can be counted on"
+        )
+    return lines + _beside_device(run, load, peak, limit, here)
 
 
-def _beside_device(run: RunConfig, load: Load, peak: int, limit: int) -> list[str]:
+def _beside_device(run: RunConfig, load: Load, peak: int, limit: int, here: int | None) -> list[str]:
+    """here: memory of this machine, where it is the one that trains."""
     if peak <= SHARE_USED * limit:
         return [f"fits a device of {_gib(limit)}"]
     lines = [f"does not fit a device of {_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"]
@@ -73,9 +81,20 @@ def _beside_device(run: RunConfig, load: Load, peak: int, limit: int) -> list[st
     if not found:
         return [*lines, f"suggestion: none of its settings needs less. {run.backend.beyond}".rstrip()]
     words = " ".join(f"--set backend.{key}={_as_value(value)}" for key, value in found.items())
+    needs = _gib(needed) + _host_words(run.backend.model_copy(update=found).estimate_host_memory(run), here)
     if needed <= SHARE_USED * limit:
-        return [*lines, f"suggestion: {words}, which needs {_gib(needed)}"]
-    return [*lines, f"suggestion: even {words} needs {_gib(needed)}. {run.backend.beyond}".rstrip()]
+        return [*lines, f"suggestion: {words}, which needs {needs}"]
+    return [*lines, f"suggestion: even {words} needs {needs}. {run.backend.beyond}".rstrip()]
+
+
+def _host_words(host: int, here: int | None) -> str:
+    """What a suggestion takes of the host, to follow what it takes of a device."""
+    if not host:
+        return ""
+    said = f" and {_gib(host)} in the memory of the fullest machine"
+    if here is None:
+        return said
+    return f"{said}, {'more than can be counted on of' if host > SHARE_USED * here else 'of'} the {_gib(here)} here"
 
 
 def _suggest(run: RunConfig, load: Load, limit: float) -> tuple[dict[str, Any], int]:
@@ -98,7 +117,7 @@ def _suggest(run: RunConfig, load: Load, limit: float) -> tuple[dict[str, Any], 
 
 
 def _peak_with(run: RunConfig, changes: Mapping[str, Any], load: Load) -> int:
-    return peak_memory(*_parts(run, run.backend.model_copy(update=changes), load))
+    return peak_memory(*_parts(run, run.backend.model_copy(update=changes), load), run.backend.update_parts)
 
 
 def _parts(run: RunConfig, backend: BackendConfig, load: Load) -> tuple[dict[str, int], dict[str, int]]:

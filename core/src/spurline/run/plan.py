@@ -26,6 +26,7 @@ from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
+from spurline.ranks.messages import check_losses
 from spurline.run.build import DataComponents, build_data, build_trackers
 from spurline.run.fit import Load, memory_lines
 from spurline.run.lengths import check_lengths
@@ -73,6 +74,8 @@ def make_plan(
         model = _attempt(plan, lambda: _model(loaded))
         if model is not None:
             _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
+        if loaded.config.backend.rank_request() is not None:
+            _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]
         layout = loaded.config.backend.describe_layout(loaded.config)
         if layout:

@@ -29,7 +29,7 @@ from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
 from spurline.ranks.cluster_checks import prepare_nodes
 from spurline.ranks.launch import open_ranks
-from spurline.ranks.messages import plain_objective, plain_run
+from spurline.ranks.messages import check_losses, plain_objective, plain_run
 from spurline_fsdp_backend.checkpoint import SavedPart
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.publishing import buckets_of_ranks
@@ -45,6 +45,7 @@ class FsdpBackend:
         self._run = run
         # Before ranks start and weights are read.
         config.check_model(run)
+        check_losses(run, registry)
         self._hidden: int = load_model_config(run.model).get_text_config().hidden_size
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, prepare_nodes(run))
@@ -91,7 +92,7 @@ class FsdpBackend:
         return dealing.gather(self._counting(answers))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self._ranks.call("weight_buckets")[0]:
+        for bucket in self._ranks.call("gathering_plan")[0]:
             for name, value in self._ranks.call("weights", bucket)[0]:
                 yield name, torch.from_numpy(value)
 

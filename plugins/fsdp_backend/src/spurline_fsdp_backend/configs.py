@@ -39,6 +39,9 @@ class FsdpBackendConfig(BackendConfig):
     generates: ClassVar[bool] = True
     checkpoint_reader: ClassVar[str | None] = "spurline_fsdp_backend.checkpoint_reader:read_weights"
     beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
+    update_parts: ClassVar[frozenset[str]] = frozenset(
+        {"gradients", "activations", "logits", "gathered weights", "gradients on their way"}
+    )
 
     name: str = "fsdp"
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)

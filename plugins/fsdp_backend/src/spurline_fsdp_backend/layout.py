@@ -5,6 +5,7 @@ Reads the config of the model, no weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -141,5 +142,7 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"replicas": 1}
     if not config.cpu_offload and config.on == "cuda":
         yield {"cpu_offload": True}
-    for factor in (2, 4, 8):
-        yield {"cpu_offload": config.cpu_offload, "ranks": config.num_ranks * factor}
+    most = math.inf if config.gpus is None else len(config.gpus)
+    for ranks in (config.num_ranks * factor for factor in (2, 4, 8)):
+        if ranks <= most:
+            yield {"cpu_offload": config.cpu_offload, "ranks": ranks}

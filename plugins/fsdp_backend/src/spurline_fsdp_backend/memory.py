@@ -52,8 +52,6 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     parts["activations"] = tokens * per_token * computed
     # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
     parts["logits"] = min(tokens, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed)
-    if (run.loss.uses_reference or run.source.uses_reference) and config.lora is None:
-        parts["reference"] = computed * num_values(_local(config, shapes.trained))
     return parts
 
 
@@ -85,6 +83,8 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> dict[str
     if run.critic is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
         parts["critic"] = parts["weights"] + run.critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
+    if (run.loss.uses_reference or run.source.uses_reference) and config.lora is None:
+        parts["reference"] = _COMPUTED_BYTES[config.computes_in] * num_values(trained)
     return parts
 
 
@@ -107,7 +107,9 @@ def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int
 
 def frozen_bytes(run: RunConfig) -> int:
     """Bytes of a frozen weight, which keeps the dtype of its file; the model's config tells, where no file is here."""
-    if run.model.init == "random" or any(Path(run.model.path).glob("*.safetensors")):
+    folder = Path(run.model.path)
+    files = (path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+    if run.model.init == "random" or any(files):
         return stored_dtype(run.model).itemsize
     dtype = load_model_config(run.model).dtype
     return dtype.itemsize if isinstance(dtype, torch.dtype) else _WEIGHT_BYTES

@@ -134,7 +134,7 @@ class FsdpRank:
             trained.drop_gradients()
         return as_arrays(whole) if self._place.rank == 0 else None
 
-    def weight_buckets(self) -> list[Bucket]:
+    def gathering_plan(self) -> list[Bucket]:
         """See `WeightGathering.buckets`."""
         return list(self._gathering.buckets())
 

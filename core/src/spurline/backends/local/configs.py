@@ -26,6 +26,7 @@ class LocalBackendConfig(BackendConfig):
         "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
         "fsdp_backend."
     )
+    update_parts: ClassVar[frozenset[str]] = frozenset({"gradients", "activations", "logits", "rounded weights"})
 
     name: str = "local"
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
