@@ -16,6 +16,9 @@ pytestmark = pytest.mark.processes
 
 Metrics = list[dict[str, Any]]
 
+AROUND_ZERO = ("loss", "policy/kl_old", "mismatch/")
+"""Metrics whose terms cancel in some of these runs, so that their roundings are left."""
+
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Metrics]:
@@ -74,8 +77,9 @@ def _assert_close(left: Metrics, right: Metrics) -> None:
     for one, other in zip(map(_trained, left), map(_trained, right), strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
-            if isinstance(value, float):
-                assert math.isclose(one[name], value, rel_tol=1e-5, abs_tol=1e-5), (other["step"], name)
+            if isinstance(value, float) and not name.endswith("lr"):
+                roundings = 2e-6 if name.startswith(AROUND_ZERO) else 0.0
+                assert math.isclose(one[name], value, rel_tol=1e-5, abs_tol=roundings), (other["step"], name)
             else:
                 assert one[name] == value, (other["step"], name)
 

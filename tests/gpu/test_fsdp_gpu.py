@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_layouts import LONG, in_bf16
 
 from spurline.data.dealing import deal
 from spurline.errors import RankFailedError
-from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, Role
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
 from spurline.testing import BackendContract, write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import minibatch, weights_of, without_times
+from spurline.testing.backend_cases import assert_critics_close, minibatch, values_batch, weights_of, without_times
 from spurline.testing.backend_runs import backend_run, opened
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 
@@ -113,6 +114,38 @@ def test_bf16_steps_stay_near_those_of_one_gpu_in_bf16(spurline_tiny_model: Path
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_the_reference_in_bf16_is_the_policy_before_training_over_long_rows(
+    spurline_tiny_model: Path, ranks: int
+) -> None:
+    run = backend_run(spurline_tiny_model, on(ranks, precision="bf16", deterministic=True), ("fsdp_backend",))
+    with opened(run) as (backend, layout):
+        batch, _ = minibatch("padded", layout, lengths=LONG)
+        assert torch.equal(backend.logprobs(batch, "reference"), backend.logprobs(batch))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]], ids=["layers", "outside"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_adapters_on_files_of_bf16_train_as_on_one_gpu_over_long_rows(tmp_path: Path, ranks: int, targets: Any) -> None:
+    model = in_bf16(write_tiny_model(tmp_path))
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": targets}
+    alone = backend_run(model, {"name": "core/local", "device": "cuda", "precision": "fp32", "lora": lora}, critic=True)
+    run = backend_run(model, on(ranks, lora=lora), ("fsdp_backend",), critic=True)
+    roles: tuple[Role, ...] = ("policy", "reference", "critic")
+    with opened(run) as (backend, layout), opened(alone) as (local, _):
+        for step in range(2):
+            critic = values_batch(layout, step)
+            got, wanted = (without_times(one.update(*critic, role="critic")) for one in (backend, local))
+            assert_critics_close(got, wanted)
+            batch, objective = minibatch("padded", layout, step, lengths=LONG)
+            for role in roles:
+                found, expected = (one.logprobs(batch, role) for one in (backend, local))
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            got, wanted = (one.update(batch, objective) for one in (backend, local))
+            for name in ("loss", "grad_norm"):
+                assert got[name] == pytest.approx(wanted[name], rel=1e-4), (step, name)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_bf16_runs_are_equal_bit_for_bit_and_go_on_so_from_a_checkpoint(
     spurline_tiny_model: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -167,6 +200,7 @@ def test_the_peak_of_an_update_is_what_a_plan_says(tmp_path: Path, ranks: int, r
     worker = "fsdp_measuring:MeasuringRank"
     group = open_ranks(config.rank_request(), worker, (plain_run(run), 8), config.limits)
     try:
+        group.call("build")
         # The second update has the optimizer's state from its beginning.
         measured = [group.call("peak", plain_objective(objective), per_rank=wires) for _ in range(2)][1]
     finally:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from spurline.data.dealing import RankShare
 from spurline_fsdp_backend.rank import FsdpRank
+from spurline_fsdp_backend.sharded_model import sharded_modules
 
 
 class MeasuringRank(FsdpRank):
@@ -27,6 +28,16 @@ class MeasuringRank(FsdpRank):
         # On CPU they may lie in a mapped file, of whose storage a rank has touched no more than its share.
         parts["weights"] = sum(_local(value).nbytes for value in trained.model.causal.parameters())
         return parts
+
+    def noted_forwards(self) -> int:
+        """How many forward passes FSDP2 keeps in mind for a backward pass."""
+        noted = 0
+        for module in sharded_modules(self._policy.model.causal):
+            state = module._get_fsdp_state()
+            noted += len(state._comm_ctx.post_forward_order)
+            if state._fsdp_param_group is not None:
+                noted += len(state._fsdp_param_group._post_forward_indices)
+        return noted
 
     def peak(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> int:
         """Bytes of GPU memory that one update holds at most."""

@@ -361,13 +361,11 @@ def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None
         said = json.loads(out.read_text())
         family = psutil.Process(controller.pid).children(recursive=True)
         assert {process.pid for process in family} >= set(said["pids"])
-        in_memory = set(os.listdir("/dev/shm"))
         time.sleep(0.5)
     finally:
         controller.kill()
         controller.wait(10)
     _assert_all_gone([process.pid for process in family], within_s=5)
-    assert set(os.listdir("/dev/shm")) <= in_memory
     for port in said["ports"]:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)

@@ -1,10 +1,13 @@
-"""What of the contract every run of the tests has, and what only long ones."""
+"""What of this folder every run of the tests has, and what only long ones (SPURLINE_SOAK=1)."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -18,6 +21,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_in_every_run(item: pytest.Item) -> bool:
-    """Whether the class of a test lists nothing, or something that its name contains."""
+    """Whether the class of a test lists something that its name contains; slow tests of no such class are not."""
+    if HERE not in item.path.parents:
+        return True
     listed: tuple[str, ...] | None = getattr(getattr(item, "cls", None), "in_every_run", None)
-    return listed is None or any(part in item.name for part in listed)
+    if listed is None:
+        return item.get_closest_marker("slow") is None
+    return any(part in item.name for part in listed)

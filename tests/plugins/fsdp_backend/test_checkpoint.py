@@ -12,16 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_layouts import on
 from safetensors.torch import load_file
 from torch import Tensor
 
 from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest, digest_file
-from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError
 from spurline.optimizers.configs import MuonConfig, SgdConfig
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.optimizer import OptimizerConfig
+from spurline.ranks.launch import open_ranks
+from spurline.ranks.messages import plain_run
 from spurline.testing import write_tiny_model, write_tiny_moe_model
 from spurline.testing.backend_cases import minibatch, values_batch, weights_of, without_times
 from spurline.testing.backend_runs import backend_run, opened
@@ -200,6 +203,22 @@ def test_a_missing_piece_is_found_without_digests_too(two_ranks: Backend, saved:
     (damaged / "policy/rank-00001.part-000.safetensors").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"policy.*values are in no file.*rank-00000"):
         two_ranks.load(damaged)
+
+
+def test_files_that_vanish_while_values_are_read_end_the_ranks(saved: Saved, tmp_path: Path) -> None:
+    """These hold half of the checkpoint then, and must not train."""
+    shutil.copytree(saved.path, tmp_path / "lost")
+    run = backend_run(saved.model, on(1), ("fsdp_backend",), critic=True).config
+    config: Any = run.backend
+    ranks = open_ranks(config.rank_request(), "checkpoint_workers:LosingRank", (plain_run(run), 8), config.limits)
+    try:
+        ranks.call("build")
+        with pytest.raises(DamagedCheckpointError, match=r"part-000\.safetensors.*missing"):
+            ranks.call("load", str(tmp_path / "lost"))
+        with pytest.raises(RunFailedError, match="No rank is left to do `facts`"):
+            ranks.call("facts")
+    finally:
+        ranks.close()
 
 
 def test_another_model_is_refused_with_the_weights_that_differ(

@@ -128,6 +128,7 @@ def mixing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     ranks = open_ranks(
         RankRequest(2, num_threads=1), "context_workers:MixingRank", (plain_run(run),), TimeLimits(120, 60, 60)
     )
+    ranks.call("build")
     yield ranks
     ranks.close()
 

@@ -8,16 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_layouts import on
+from fsdp_layouts import LONG, in_bf16, on
+from safetensors.torch import load_file
 
 from spurline.errors import ModelError
-from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, Role
+from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing import BackendContract, write_tiny_model, write_tiny_moe_model
-from spurline.testing.backend_cases import assert_gradients_close, minibatch
-from spurline.testing.backend_runs import backend_run, opened
+from spurline.testing.backend_cases import (
+    assert_critics_close,
+    assert_gradients_close,
+    minibatch,
+    values_batch,
+    without_times,
+)
+from spurline.testing.backend_runs import KeptBackend, backend_run, opened
 
 ADAPTERS = {"rank": 4, "alpha": 8.0}
+ROLES: tuple[Role, ...] = ("policy", "reference", "critic")
 IN_SHORT = (
     "loss_and_gradient_norm",
     "gradients_equal",
@@ -69,6 +78,78 @@ def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
     settings = on(2, lora={**ADAPTERS, "target_modules": ["lm_head"]})
     with pytest.raises(ModelError, match="share one weight"), opened(backend_run(model, settings, ("fsdp_backend",))):
         pass
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[KeptBackend]:
+    kept = KeptBackend()
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(scope="module")
+def half_precision_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_bf16(write_tiny_model(tmp_path_factory.mktemp("bf16")))
+
+
+@contextmanager
+def on_half_precision_files(kept: KeptBackend, model: Path) -> Iterator[tuple[Backend, Backend, ParallelLayout]]:
+    """Ranks and one process that compute in fp32 with weights in bf16; adapters are outside of the layers too."""
+    lora = {**ADAPTERS, "target_modules": ["q_proj", "lm_head"]}
+    local_run = backend_run(model, {"name": "core/local", "device": "cpu", "lora": lora}, critic=True)
+    run = backend_run(model, on(2, lora=lora), ("fsdp_backend",), critic=True)
+    with kept.lend(run) as (backend, layout), opened(local_run) as (local, _):
+        yield backend, local, layout
+
+
+@pytest.mark.processes
+def test_adapters_on_files_of_bf16_compute_in_fp32_over_long_rows(
+    kept: KeptBackend, half_precision_files: Path
+) -> None:
+    with on_half_precision_files(kept, half_precision_files) as (backend, local, layout):
+        backend.update(*values_batch(layout), role="critic")
+        local.update(*values_batch(layout), role="critic")
+        batch, objective = minibatch("padded", layout, lengths=LONG)
+        for role in ROLES:
+            torch.testing.assert_close(backend.logprobs(batch, role), local.logprobs(batch, role), atol=2e-5, rtol=1e-5)
+        assert_gradients_close(backend.gradients(batch, objective), local.gradients(batch, objective), 1e-4)
+
+
+@pytest.mark.processes
+def test_adapters_outside_of_the_layers_are_trained_after_the_reference_was_asked(
+    kept: KeptBackend, half_precision_files: Path, tmp_path: Path
+) -> None:
+    with on_half_precision_files(kept, half_precision_files) as (backend, local, layout):
+        _assert_trains_alike_after_the_reference(backend, local, layout)
+        for step in range(2):
+            got, wanted = (one.update(*values_batch(layout, step), role="critic") for one in (backend, local))
+            assert_critics_close(without_times(got), without_times(wanted))
+        backend.save(tmp_path)
+        saved = {
+            name: value
+            for file in (tmp_path / "critic").glob("*.safetensors")
+            for name, value in load_file(file).items()
+        }
+        assert any("lora" in name for name in saved)
+        assert {value.dtype for value in saved.values()} == {torch.float32}
+
+
+@pytest.mark.processes
+def test_adapters_are_trained_after_the_reference_where_gathered_weights_are_kept(spurline_tiny_model: Path) -> None:
+    local_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu", "lora": ADAPTERS})
+    run = backend_run(spurline_tiny_model, on(2, lora=ADAPTERS, reshard_after_forward=False), ("fsdp_backend",))
+    with opened(run) as (backend, layout), opened(local_run) as (local, _):
+        _assert_trains_alike_after_the_reference(backend, local, layout)
+
+
+def _assert_trains_alike_after_the_reference(backend: Backend, local: Backend, layout: ParallelLayout) -> None:
+    for step in range(3):
+        batch, objective = minibatch("padded", layout, step)
+        got, wanted = (one.logprobs(batch, "reference") for one in (backend, local))
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-5)
+        found, expected = (one.update(batch, objective) for one in (backend, local))
+        for name in ("loss", "grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), (step, name)
 
 
 @pytest.mark.slow

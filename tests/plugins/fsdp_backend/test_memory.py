@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from backend_batches import lay_out, make_samples
+from fsdp_layouts import on
 
 from spurline.data.dealing import deal
 from spurline.protocols.loss import Objective
@@ -29,6 +30,7 @@ def allocated(run: Any, objective: Objective) -> dict[str, int]:
     ranks = open_ranks(config.rank_request(), worker, (plain_run(run), 8), config.limits)
     try:
         wires = [share.to_wire() for share in shares]
+        ranks.call("build")
         answers = ranks.call("allocated", plain_objective(objective), per_rank=wires)
     finally:
         ranks.close()
@@ -47,3 +49,20 @@ def test_weights_gradients_and_optimizer_are_what_a_plan_says(tmp_path: Path, se
     said = loaded.config.backend.estimate_memory(loaded.config, 33, 67)
     for part in ("weights", "gradients", "optimizer"):
         assert said[part] == pytest.approx(measured[part], rel=0.05), part
+
+
+def test_what_is_noted_for_a_backward_pass_does_not_grow_without_one(spurline_tiny_model: Path) -> None:
+    run = backend_run(spurline_tiny_model, on(1), ("fsdp_backend",))
+    config: Any = run.config.backend
+    objective = plain_objective(Objective(run.host.registry.create("loss", run.config.loss), 64.0))
+    (share,) = deal(lay_out(make_samples([9, 21, 4, 33])), config.layout().data).shares
+    wires = [share.to_wire()]
+    ranks = open_ranks(config.rank_request(), "fsdp_measuring:MeasuringRank", (plain_run(run.config), 8), config.limits)
+    try:
+        ranks.call("build")
+        for _ in range(2):
+            ranks.call("logprobs", "policy", 1.0, per_rank=wires)
+            ranks.call("evaluate", objective, per_rank=wires)
+            assert ranks.call("noted_forwards") == [0]
+    finally:
+        ranks.close()

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from fsdp_layouts import in_bf16
 
 from spurline.model.weight_files import write_weight_files
 from spurline.protocols.backend import Backend
@@ -37,9 +37,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     write_tiny_model(folder, **shape, **heads)
     # What a file holds in the precision that is trained in stays a mapped file until the first step.
-    (file,) = folder.glob("*.safetensors")
-    save_file({name: value.bfloat16() for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
-    return folder
+    return in_bf16(folder)
 
 
 @pytest.fixture(scope="module")

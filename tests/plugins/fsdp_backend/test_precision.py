@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fsdp_layouts import on
+from fsdp_layouts import LONG, on
 
 from spurline.errors import ModelError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.backend_cases import minibatch, uneven_batch, values_batch, with_dropout
-from spurline.testing.backend_runs import backend_run, opened
+from spurline.testing.backend_runs import KeptBackend, backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -22,13 +23,34 @@ def norm(gradients: Any) -> float:
     return float(torch.stack([value.double().norm() for _, value in gradients]).norm())
 
 
-def test_bf16_steps_stay_near_those_of_the_local_backend_in_bf16(spurline_tiny_model: Path) -> None:
+@pytest.fixture(scope="module")
+def kept() -> Iterator[KeptBackend]:
+    kept = KeptBackend()
+    yield kept
+    kept.close()
+
+
+def test_the_reference_in_bf16_is_the_policy_before_training_over_long_rows(
+    kept: KeptBackend, spurline_tiny_model: Path
+) -> None:
+    run = backend_run(spurline_tiny_model, on(2, precision="bf16"), ("fsdp_backend",), critic=True)
+    with kept.lend(run) as (backend, layout):
+        batch, objective = minibatch("padded", layout, lengths=LONG)
+        reference = backend.logprobs(batch, "reference")
+        assert torch.equal(reference, backend.logprobs(batch))
+        backend.update(batch, objective)
+        backend.update(batch, objective)
+        assert not torch.equal(reference, backend.logprobs(batch))
+        assert torch.equal(reference, backend.logprobs(batch, "reference"))
+
+
+def test_bf16_steps_stay_near_those_of_the_local_backend_in_bf16(kept: KeptBackend, spurline_tiny_model: Path) -> None:
     local_run = backend_run(
         spurline_tiny_model, {"name": "core/local", "device": "cpu", "precision": "bf16"}, critic=True
     )
     run = backend_run(spurline_tiny_model, on(2, precision="bf16"), ("fsdp_backend",), critic=True)
     exact_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu"})
-    with opened(run) as (backend, layout), opened(local_run) as (local, _), opened(exact_run) as (exact, _):
+    with kept.lend(run) as (backend, layout), opened(local_run) as (local, _), opened(exact_run) as (exact, _):
         batch, objective = minibatch("packed", layout)
         assert abs(backend.evaluate(batch, objective).loss / exact.evaluate(batch, objective).loss - 1) > 1e-6
         assert {value.dtype for _, value in backend.named_weights()} == {torch.float32}
