@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,3 +100,30 @@ def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
     code, out, _ = spurline("train", config, "--set", f"steps={done + 1}", "--allow-change", "steps")
     assert code == 0, out
     assert len(read_metrics(run_dir)) == done + 1
+
+
+def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
+    failing: Any, write_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = write_config(failing("sleep"))
+    with (tmp_path / "log").open("w") as log:
+        path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+        process = subprocess.Popen(
+            train_command(config), stdout=log, stderr=log, process_group=0, env={**os.environ, "PYTHONPATH": path}
+        )
+    try:
+        saved = Path(failing("sleep")["run_dir"]) / "checkpoints/step-00000002"
+        wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
+        # The next step has begun by then, and never ends.
+        time.sleep(1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(lambda: "press Ctrl-C again" in (tmp_path / "log").read_text(), "the answer to the first one", 10)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) == 128 + signal.SIGINT, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    said = (tmp_path / "log").read_text()
+    assert "Traceback" not in said
+    assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spurline train {config}" in said
+    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 5)

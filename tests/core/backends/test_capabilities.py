@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_plugins import FakePlugins
 
 from spurline.config.loading import LoadedConfig, load_config
@@ -13,6 +15,10 @@ from spurline.errors import ConfigError
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
+from spurline.ranks.group import Launch, RankRequest
+from spurline.rl.engines.configs import InProcessEngineConfig
+from spurline.rl.engines.in_process.engine import load_own_model
+from spurline.testing import write_tiny_model
 
 SFT = {"plugins": ["ranks"], "model": {"path": "unused"}, "data": {"train": "unused.jsonl"}, "steps": 1}
 ROLLOUTS = {
@@ -43,6 +49,17 @@ class AbleBackendConfig(PlainBackendConfig):
     lends_model = True
 
 
+class RanksBackendConfig(PlainBackendConfig):
+    """Has ranks, each with a GPU."""
+
+    name: str = "ranks"
+    launch: Launch = "local"
+    gpus: tuple[int, ...] | None = None
+
+    def rank_request(self) -> RankRequest:
+        return RankRequest(2, "cuda", self.launch, gpus=self.gpus)
+
+
 class BorrowerConfig(RolloutEngineConfig):
     """Generates with the backend's own model, and with nothing else."""
 
@@ -55,12 +72,13 @@ def load() -> Iterator[Any]:
     def register(registry: ComponentRegistrar) -> None:
         registry.add(PlainBackendConfig, "nowhere:Plain")
         registry.add(AbleBackendConfig, "nowhere:Able")
+        registry.add(RanksBackendConfig, "nowhere:Ranks")
         registry.add(BorrowerConfig, "nowhere:Borrower")
 
     with FakePlugins() as plugins:
         available = plugins.add("ranks", register=register)
 
-        def load_run(settings: dict[str, Any], backend: str) -> LoadedConfig:
+        def load_run(settings: dict[str, Any], backend: Any) -> LoadedConfig:
             return load_config({**settings, "backend": backend}, available=available)
 
         yield load_run
@@ -89,3 +107,35 @@ def test_an_engine_that_can_only_borrow_the_model_needs_a_backend_that_lends_it(
 def test_an_engine_that_can_hold_a_copy_takes_any_backend(load: Any) -> None:
     for backend in ("plain", "able"):
         load(ROLLOUTS, backend)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device"),
+    [({}, "cpu"), ({"gpus": [1, 0]}, "cpu"), ({"gpus": [1, 2]}, "auto"), ({"launch": "ray"}, "cpu")],
+)
+def test_a_copy_is_on_no_gpu_of_a_rank(load: Any, ranks: dict[str, Any], device: str) -> None:
+    run = load(ROLLOUTS, {"name": "ranks", **ranks}).config
+    assert InProcessEngineConfig().copy_device(run) == device
+    assert InProcessEngineConfig().copy_device(load(ROLLOUTS, "plain").config) == "auto"
+
+
+def test_the_engine_loads_its_copy_beside_the_ranks(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"path": str(write_tiny_model(tmp_path / "model"))}
+    run = load({**ROLLOUTS, "model": model}, "ranks").config
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert load_own_model(InProcessEngineConfig(), run).causal.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ({}, r"source\.engine\.device is cuda.*the first GPU, which is that of a rank.*backend\.gpus"),
+        ({"launch": "ray"}, r"source\.engine\.device is cuda.*Ray.*would not know of it.*cpu"),
+    ],
+)
+def test_a_copy_on_the_gpu_of_a_rank_is_refused(load: Any, ranks: dict[str, Any], said: str) -> None:
+    on_gpu = {**ROLLOUTS, "source": {**ROLLOUTS["source"], "engine": {"name": "in_process", "device": "cuda"}}}
+    with pytest.raises(ConfigError, match=said):
+        load(on_gpu, {"name": "ranks", **ranks})
+    load(on_gpu, {"name": "ranks", "gpus": [2, 1]})

@@ -59,9 +59,25 @@ def test_too_few_gpus_beside_the_ranks_are_an_error_that_says_how_many_are_left(
     assert shared_gpu(run_with(6), 0) == ""
 
 
-def test_handles_of_memory_reach_engines_on_the_gpus_of_the_ranks() -> None:
+def test_handles_of_memory_reach_one_engine_on_the_gpu_of_the_first_rank() -> None:
     run = run_with(2, (4, 1), sync="cuda_ipc")
-    assert [own_gpus(run, number, 2, 1) for number in range(2)] == ["14", "11"]
+    assert own_gpus(run, 0, 1, 1) == "14"
+    assert list(VllmEngineConfig().problems(run)) == []
+
+
+@pytest.mark.parametrize("sizes", [{"engines": 2}, {"tensor_parallel_size": 2}])
+def test_handles_of_memory_for_several_workers_are_refused_with_another_way(sizes: Any) -> None:
+    [problem] = VllmEngineConfig(**sizes).problems(run_with(2, sync="cuda_ipc"))
+    assert "reaches one GPU alone" in problem.message
+    assert "weight_sync: shared_memory, or disk" in problem.message
+    assert list(VllmEngineConfig(**sizes).problems(run_with(2, sync="shared_memory"))) == []
+
+
+def test_handles_of_memory_are_refused_where_ray_gives_each_gpu_to_one() -> None:
+    run = run_with(2, launch="ray", sync="cuda_ipc")
+    [problem] = VllmEngineConfig(placement="ray").problems(run)
+    assert problem.key == "placement"
+    assert "needs both on one GPU" in problem.message
 
 
 def test_what_is_chosen_is_what_an_engine_sees(monkeypatch: pytest.MonkeyPatch) -> None:

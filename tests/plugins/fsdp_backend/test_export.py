@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError, RunFailedError
+from spurline.errors import CheckpointError
 from spurline.model import saved_weights
 from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
@@ -101,11 +101,22 @@ def test_a_flipped_byte_is_named_before_anything_is_exported(trained: Trained, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_ranks_that_cannot_write_say_so_and_stay(tmp_path: Path) -> None:
     with opened(run_of("plain", tmp_path, on(2))) as (backend, _):
-        with pytest.raises(RunFailedError, match=r"missing: cannot be written.*Free some space") as raised:
+        with pytest.raises(OSError, match=r"rank 0 on .*No such file or directory.*missing"):
             backend.write_weights(tmp_path / "missing", torch.float32, FILE_BYTES)
-        assert any("rank" in note for note in raised.value.__notes__)
+        whole, taken = tmp_path / "whole", tmp_path / "taken"
+        whole.mkdir()
+        backend.write_weights(whole, torch.float32, FILE_BYTES)
+        names = sorted(path.name for path in whole.glob("*.safetensors"))
+        second = names[1]
+        taken.mkdir()
+        (taken / second).write_bytes(b"")
+        with pytest.raises(OSError, match=f"rank 1 on .*File exists.*{second}"):
+            backend.write_weights(taken, torch.float32, FILE_BYTES)
+        written, asked = contents(taken), contents(whole)
+        assert all(written[name] == asked[name] for name in names[::2]), "the first rank has written its files"
+        backend.update(*minibatch("packed", ONE, 0))
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthL
                 "log-probabilities only and would leave it out. To train without it set "
                 "model.config_overrides: {output_router_logits: false}."
             )
-    limit = min(_switching_rope(causal.config.get_text_config()), key=lambda limit: limit.tokens, default=None)
+    limit = length_limit(causal.config)
     if limit is not None and max_length > limit.tokens:
         raise ModelError(
             f"{name} has rotary frequencies of type '{limit.rope_type}', which switch for all samples of a micro-batch "
@@ -167,6 +167,11 @@ def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthL
             f"Set data.max_length: {limit.tokens} or less."
         )
     return limit
+
+
+def length_limit(config: PretrainedConfig) -> LengthLimit | None:
+    """The limit that batches of a model with this config must keep, when there is one."""
+    return min(_switching_rope(config.get_text_config()), key=lambda limit: limit.tokens, default=None)
 
 
 def _switching_rope(config: PretrainedConfig) -> Iterator[LengthLimit]:

@@ -49,6 +49,14 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
     return tuple(gpu for gpu in visible_gpus() if gpu not in taken)
 
 
+def first_gpu_is_free(request: RankRequest | None) -> bool:
+    """Whether this process may compute on the first GPU that it sees, if it sees any: no rank has it."""
+    if request is None or request.device != "cuda":
+        return True
+    # A cluster gives out the GPUs of this machine too, and would not know of it.
+    return request.launch == "local" and 0 not in (request.gpus or range(request.count))[: request.count]
+
+
 def num_threads(request: RankRequest, local_ranks: int) -> int:
     """CPU threads of a rank, of `local_ranks` on this machine."""
     return request.num_threads or max(1, num_cores() // local_ranks)

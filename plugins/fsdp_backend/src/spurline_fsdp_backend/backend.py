@@ -20,6 +20,7 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError, NonFiniteLossError
 from spurline.model.accumulate import SumsPart, describe_failure
 from spurline.model.architecture import load_model_config
+from spurline.model.loading import length_limit
 from spurline.model.stream_model import ENTROPY
 from spurline.model.token_stream import check_columns
 from spurline.plugins.registry import Registry
@@ -46,7 +47,9 @@ class FsdpBackend:
         # Before ranks start and weights are read.
         config.check_model(run)
         check_losses(run, registry)
-        self._hidden: int = load_model_config(run.model).get_text_config().hidden_size
+        model_config = load_model_config(run.model)
+        self._hidden: int = model_config.get_text_config().hidden_size
+        self._length_limit = length_limit(model_config)
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, prepare_nodes(run))
         self._ranks.call("build")
@@ -102,7 +105,9 @@ class FsdpBackend:
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
         name = str(dtype).removeprefix("torch.")
-        self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
+        answers = self._ranks.call("write_weights", str(folder.absolute()), name, max_file_bytes)
+        # Ranks answer what they could not write, and do not raise it: they stay.
+        _raise_first([OSError(failure) if failure is not None else None for failure in answers])
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         if self._config.expert > 1:
@@ -142,6 +147,9 @@ class FsdpBackend:
     def _deal(self, batch: TrainingBatch, needs: Collection[str]) -> Dealing:
         columns = [name for name in needs if name != ENTROPY]
         check_columns(batch, columns)
+        if self._length_limit is not None:
+            # Before ranks see it: one that raised between exchanges would end them all.
+            self._length_limit.check(int(batch.segments["length"].values.max(initial=0)))
         return deal(
             batch,
             self._config.layout().data,

@@ -54,8 +54,8 @@ def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
         yield "weights, gradients and optimizer stay in the memory of the host"
     if config.device == "auto" and config.on == "cpu":
         yield (
-            "there is no GPU here, so these are processes on the CPU. To plan for GPUs elsewhere: --set "
-            "backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
+            "there is no GPU here, so these are processes on the CPU, and all memory is that of fp32. To plan for GPUs "
+            "elsewhere: --set backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
         )
 
 

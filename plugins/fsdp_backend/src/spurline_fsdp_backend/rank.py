@@ -79,7 +79,7 @@ class FsdpRank:
         """Load the models; the first call."""
         self._place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
-        self._length_limit = check_config(model.causal, self._run.model.path, self._run.data.max_length)
+        check_config(model.causal, self._run.model.path, self._run.data.max_length)
         if self._config.probe:
             self._place.doing("checking that packed rows are exact for this model")
             check_sharded(model, self._config, self._profile, self._run.model.path)
@@ -143,9 +143,10 @@ class FsdpRank:
         whole = self._gathering.gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
-    def write_weights(self, folder: str, dtype: str, max_file_bytes: int) -> None:
-        """See `Backend.write_weights`. dtype: its name in torch."""
-        self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
+    def write_weights(self, folder: str, dtype: str, max_file_bytes: int) -> str | None:
+        """See `Backend.write_weights`; why this rank could not write, if it could not. dtype: its name in torch."""
+        failure = self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
+        return None if failure is None else f"rank {self._place.rank} on {self._place.node}: {failure}"
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """See `Generates`; of this rank's prompts."""
@@ -248,8 +249,6 @@ class FsdpRank:
         columns = [name for name in needs if name != ENTROPY]
         number = len(share.microbatches)
         for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
-            if self._length_limit is not None:
-                self._length_limit.check(stream.plan.max_length)
             self._place.doing(f"micro-batch {index} of {number}")
             # FSDP2 tidies up after the last backward pass of a step only.
             cast(FSDPModule, model.causal).set_is_last_backward(index == number)

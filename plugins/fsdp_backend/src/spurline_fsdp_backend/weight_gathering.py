@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from spurline.files import write_failure
 from spurline.model.weight_files import FilePlan, WeightFile
 from spurline.model.weights import NamedWeights
 
@@ -66,30 +65,42 @@ class WeightGathering:
             weights |= {name: _cast(weight, dtype) for name, weight in made.items()}
         return weights
 
-    def write(self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]) -> None:
+    def write(
+        self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]
+    ) -> OSError | None:
         """Write the weights as `Backend.write_weights` says; the ranks take turns with the files. A collective.
 
-        Raises RunFailedError naming a folder that cannot be written to.
+        Returns why this rank could not write its files, if it could not.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         plan = FilePlan.of(self._named.layout, dtype, max_file_bytes)
         own = list(plan.files)[rank::world]
+        weights = self._all(dtype, doing)
+        failure: OSError | None = None
         try:
             with ExitStack() as stack:
                 files = {name: stack.enter_context(WeightFile(folder / name, plan.files[name])) for name in own}
-                for number in range(len(self._named.groups)):
-                    doing(f"writing weights, {number + 1} of {len(self._named.groups)}")
-                    self._put((number, number + 1), dtype, plan, files)
+                for name, weight in weights:
+                    if plan.file_of[name] in files:
+                        files[plan.file_of[name]].put(name, weight)
+                    # It is given back before the next one is gathered.
+                    del weight
             if rank == 0:
                 plan.write_index(folder)
         except OSError as error:
-            raise write_failure(folder, error) from error
+            # Without the frames, which hold a weight.
+            failure = error.with_traceback(None)
+        # The others can gather only together with this rank.
+        for _ in weights:
+            pass
+        return failure
 
-    # A method of its own, so that a tensor is given back before the next one is gathered.
-    def _put(self, bucket: Bucket, dtype: torch.dtype, plan: FilePlan, files: Mapping[str, WeightFile]) -> None:
-        for name, weight in self.gather(bucket, dtype).items():
-            if plan.file_of[name] in files:
-                files[plan.file_of[name]].put(name, weight)
+    def _all(self, dtype: torch.dtype, doing: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
+        """All weights, gathered a group at a time; each step to the next group is a collective."""
+        count = len(self._named.groups)
+        for number in range(count):
+            doing(f"writing weights, {number + 1} of {count}")
+            yield from self.gather((number, number + 1), dtype).items()
 
 
 def gather(value: Tensor) -> Tensor:

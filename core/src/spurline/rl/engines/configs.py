@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume
+from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.rollout_engine import RolloutEngineConfig
+from spurline.ranks.devices import first_gpu_is_free
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -33,16 +35,32 @@ class InProcessEngineConfig(RolloutEngineConfig):
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one decode step, or loading the model, may take; whole responses are limited by whoever asks."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Where the engine's own copy of the model is; a model shared with the backend stays where it is."""
+    """Where the engine's own copy of the model is; a model shared with the backend stays where it is. `auto` takes the
+    first GPU, unless a rank of the backend has it."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
     weights: faster, and approximate, as later tokens then come from neither version."""
 
+    def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
+        """Where its own copy is: never on a GPU that a rank of the backend fills."""
+        if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):
+            return "cpu"
+        return self.device
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        ranks = run.backend.rank_request()
+        if self.device == "cuda" and ranks is not None and not first_gpu_is_free(ranks):
+            if ranks.launch == "ray":
+                text = "a GPU of this machine, and Ray, where the backend is launched, would not know of it. Set it"
+            else:
+                text = "the first GPU, which is that of a rank. Name others in backend.gpus, or set this"
+            yield Problem("device", f"is cuda, which takes {text} to cpu.")
+
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
         if not run.backend.lends_model:
-            # It generates with its copy in this process, and the backend's devices are those of others.
+            # It generates with its copy, which is on no device of the backend.
             return {}
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_cache", "memory estimate of engine 'in_process'")
@@ -54,7 +72,8 @@ class InProcessEngineConfig(RolloutEngineConfig):
         lines = [f"engine {self.name}: {min(responses, self.max_batch):,} responses decoded together, in this process"]
         if not run.backend.lends_model:
             count = resolve("spurline.model.memory:count_parameters", "memory estimate of engine 'in_process'")
-            where = "a GPU if there is one" if self.device == "auto" else self.device
+            words = {"auto": "the first GPU if there is one", "cuda": "the first GPU", "cpu": "the CPU"}
+            where = words[self.copy_device(run)]
             lines.append(
                 f"backend '{run.backend.name}' has its model in other processes: the engine has a copy here, on "
                 f"{where}, which takes {4 * count(run.model) / 2**20:,.0f} MiB more and gets the new weights every step"

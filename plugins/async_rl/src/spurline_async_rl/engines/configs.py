@@ -15,6 +15,7 @@ from spurline.ranks.machine import num_gpus
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
+    from spurline.ranks.group import RankRequest
 
 
 class PoolConfig(RolloutEngineConfig):
@@ -165,6 +166,8 @@ class VllmEngineConfig(PoolConfig):
                     f"is {self.placement}, and the backend's launch is {ranks.launch}: Ray would not know which GPUs "
                     f"the others have. Set placement: {ranks.launch}.",
                 )
+            if ranks is not None and run.source.transport == "cuda_ipc":
+                yield from self._handle_problems(run, ranks)
             return
         if not self.urls:
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")
@@ -178,4 +181,20 @@ class VllmEngineConfig(PoolConfig):
                 "kv_cache",
                 "is keep, but responses of servers are continued from their tokens, which computes keys and values "
                 "anew. Remove it.",
+            )
+
+    def _handle_problems(self, run: RunConfig, ranks: RankRequest) -> Iterable[Problem]:
+        """Handles of memory in the first rank reach one process, on that very GPU."""
+        instead = "Set source.weight_sync: shared_memory, or disk across machines."
+        if ranks.launch == "ray":
+            yield Problem(
+                "placement",
+                f"is {self.placement}, and Ray gives every engine GPUs that no rank has, but weight_sync: cuda_ipc "
+                f"needs both on one GPU. {instead}",
+            )
+        elif (workers := self.engines * self.tensor_parallel_size) > 1:
+            yield Problem(
+                "engines",
+                f"times tensor_parallel_size is {workers}, but weight_sync: cuda_ipc reaches one GPU alone with "
+                f"backend '{run.backend.name}': that of its first rank, where weights are gathered. {instead}",
             )

@@ -44,5 +44,5 @@ def _candidates(run: RunConfig) -> tuple[str, ...] | None:
     beside = gpus_beside_ranks(request)
     if beside is None or request is None:
         return None
-    # Its handles are of memory on the ranks' own GPUs.
-    return gpus_of_ranks(request) if run.source.transport == "cuda_ipc" else beside
+    # The first rank makes the handles, of memory on its own GPU.
+    return gpus_of_ranks(request)[:1] if run.source.transport == "cuda_ipc" else beside

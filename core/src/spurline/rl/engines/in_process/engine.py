@@ -66,7 +66,7 @@ class ModelThread:
 
 def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationModel:
     """Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there."""
-    profile = device_profile(config.device, config.precision, setting="source.engine.device")
+    profile = device_profile(config.copy_device(run), config.precision, setting="source.engine.device")
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
     limit = check_config(causal, run.model.path, run.data.max_length)

@@ -80,17 +80,19 @@ class Child:
         return self._engine
 
     async def _start(self, run: Mapping[str, Any], config: ChildProcessEngineConfig) -> None:
-        if config.num_threads is not None:
-            import torch
+        import torch
 
+        if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_config(run, recorded=True)
+        # What this process sees is its own, whatever ranks the backend has.
+        here = "cuda" if torch.cuda.is_available() else "cpu"
         engine = InProcessEngineConfig(
             deterministic=config.deterministic,
             max_batch=config.max_batch,
             max_cache_tokens=config.max_cache_tokens,
             timeout_s=config.generate_timeout_s,
-            device=config.device,
+            device=here if config.device == "auto" else config.device,
             precision=config.precision,
             kv_cache=config.kv_cache,
         )
