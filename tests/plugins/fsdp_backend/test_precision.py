@@ -90,8 +90,8 @@ def test_dropout_follows_from_the_number_of_the_update_and_gradients_show_the_ne
 def test_a_cap_on_logits_that_chunks_leave_out_is_refused_before_training(tmp_path: Path, precision: str) -> None:
     from transformers import AutoModelForCausalLM, Gemma2Config
 
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = Gemma2Config(**sizes, **heads, attn_logit_softcapping=None, final_logit_softcapping=30.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with (
