@@ -20,11 +20,13 @@ def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
-    """What `write_facts` wrote. backend: the reader's name. layout: its facts have this as `format`."""
+def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = False) -> dict[str, Any]:
+    """What `write_facts` wrote. backend: the reader's name. layout: its facts have this as `format`.
+
+    is_ours: whether the rest of the checkpoint has shown that this backend wrote it.
+    """
     path = folder / _FACTS
-    # Where one model of several lacks it, the folder above tells whose checkpoint it is.
-    if not path.exists() and not (folder.parent / _FACTS).exists():
+    if not path.exists() and not is_ours:
         raise CheckpointError(
             f"{folder}: this is no checkpoint of backend '{backend}': it has no {_FACTS}. Resume with the backend that "
             "wrote it; or take its weights over into a new run: `spurline export` with its config, then model.path."

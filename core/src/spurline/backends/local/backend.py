@@ -174,7 +174,7 @@ class LocalBackend:
         policy = read_training_state(path, self._policy)
         if self._critic is not None:
             # Before anything is changed: all of it fits, or nothing is.
-            read_training_state(path / _CRITIC_FOLDER, self._critic).put_into(self._critic)
+            read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True).put_into(self._critic)
         policy.put_into(self._policy)
 
     def close(self) -> None:

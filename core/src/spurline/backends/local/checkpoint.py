@@ -106,9 +106,12 @@ def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]
     return saved_weights(saved, run.model, config.lora, run.seed)
 
 
-def read_training_state(path: Path, trained: TrainedModel) -> SavedState:
-    """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer."""
-    content = read_facts(path, "local", _FORMAT)
+def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> SavedState:
+    """Read what was saved. Raises CheckpointError unless all of it fits this model and optimizer.
+
+    is_ours: see `read_facts`.
+    """
+    content = read_facts(path, "local", _FORMAT, is_ours=is_ours)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     check_weights(path, _described(model), _described(_model_tensors(trained)))
     check_frozen(path, content["frozen_weights"], trained.frozen_weights)
