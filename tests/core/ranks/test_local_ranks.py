@@ -325,6 +325,15 @@ def test_what_a_rank_has_started_ends_with_it(start: Start) -> None:
     _assert_all_gone(started)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_ends_the_ranks_as_its_answers_would_be_taken_for_others(start: Start) -> None:
     ranks = start(2)
     pids = ranks.call("pid")
