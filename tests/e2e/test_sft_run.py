@@ -131,7 +131,9 @@ def test_a_resume_that_fails_to_load_sets_nothing_aside(
 
     path = write_config(base_config)
     spurline("train", path)
-    monkeypatch.setattr(LocalBackend, "load", lambda self, path: (_ for _ in ()).throw(MemoryError("too large")))
+    monkeypatch.setattr(
+        LocalBackend, "load", lambda self, path, digests: (_ for _ in ()).throw(MemoryError("too large"))
+    )
     checkpoints = Path(base_config["run_dir"]) / "checkpoints"
     with pytest.raises(MemoryError):
         Run(load_config(path), resume=str(checkpoints / "step-00000004")).train()

@@ -19,9 +19,10 @@ PAGE = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
 SET_UP = re.compile(
     r"""(spurline/(config|plugins|protocols)/.*
     | spurline/run/(?!loop).*
-    | spurline/(errors|files|progress)\.py
+    | spurline/(errors|files|progress|digests)\.py
     | spurline/backends/local/checkpoint\.py
-    | spurline/model/(architecture|device_profile|loading|memory|positions|probe|weight_files|weights|generation)\.py
+    | spurline/model/(architecture|device_profile|loading|memory|positions|probe|saved_state|saved_weights|weight_files|weights|generation)\.py
+    | spurline/ranks/devices\.py
     | spurline/trackers/(console|readout)\.py
     | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py
     | spurline/rl/(health_words|held_out|functions|prompt_survey)\.py
