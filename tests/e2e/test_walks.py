@@ -21,7 +21,8 @@ SET_UP = re.compile(
     | spurline/run/(?!loop).*
     | spurline/(errors|files|progress|digests)\.py
     | spurline/backends/local/checkpoint\.py
-    | spurline/model/(architecture|device_profile|loading|memory|positions|probe|saved_state|saved_weights|weight_files|weights|generation)\.py
+    | spurline/model/(architecture|device_profile|loading|memory|positions|probe|generation)\.py
+    | spurline/model/(saved_state|saved_weights|weight_files|weights)\.py
     | spurline/ranks/devices\.py
     | spurline/trackers/(console|readout)\.py
     | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py
