@@ -30,9 +30,12 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
+    # Processes that earlier tests keep for later ones have such threads too.
+    before = set(threading.enumerate())
     yield
     assert list(place.iterdir()) == []
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("child-")]
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("child-")]
 
 
 def workers_on(dataset: Any, num_workers: int, stall_timeout_s: float = 60, **settings: Any) -> SliceWorkers:
