@@ -101,8 +101,8 @@ def timed_ranks(model: Path, count: int) -> Iterator[RankGroup]:
     run = backend_run(model, on(count), PLUGINS).config
     limits = TimeLimits(300, 600, 300)
     ranks = open_ranks(RankRequest(count, num_threads=1), "fsdp_timed_rank:TimedRank", (plain_run(run), 100), limits)
-    ranks.call("build")
     try:
+        ranks.call("build")
         yield ranks
     finally:
         ranks.close()

@@ -52,7 +52,12 @@ class FsdpBackend:
         self._length_limit = length_limit(model_config)
         request = config.rank_request()
         self._ranks = open_ranks(request, _WORKER, (plain_run(run), total_updates), config.limits, prepare_nodes(run))
-        self._ranks.call("build")
+        try:
+            self._ranks.call("build")
+        except BaseException:
+            # Nobody else can: there is no backend yet to close.
+            self._ranks.close()
+            raise
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._check_trained(role)

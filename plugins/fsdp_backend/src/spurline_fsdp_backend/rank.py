@@ -83,15 +83,15 @@ class FsdpRank:
         if self._config.probe:
             self._place.doing("checking that packed rows are exact for this model")
             check_sharded(model, self._config, self._profile, self._run.model.path)
+            if model.sharing is not None:
+                half = self._config.computes_in == "bf16"
+                with torch.compiler.set_stance("force_eager"):
+                    check_sharing(model, self._profile, self._run.model.path, half_precision=half)
+                give_back(model.causal)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
         self._gathering = WeightGathering(model.causal, adapted=self._config.lora is not None)
         self._publishing = Publishing(self._place, self._gathering, _PUBLISHED[self._config.computes_in])
         self._reference: ShardedStreamModel | None = None
-        if self._config.probe and model.sharing is not None:
-            half = self._config.computes_in == "bf16"
-            with torch.compiler.set_stance("force_eager"):
-                check_sharing(model, self._profile, self._run.model.path, half_precision=half)
-            give_back(model.causal)
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
