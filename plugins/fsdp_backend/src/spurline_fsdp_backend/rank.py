@@ -26,7 +26,7 @@ from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline.model.device_profile import device_profile, seed_generators
-from spurline.model.generation import stop_tokens
+from spurline.model.generation import generate_greedily, stop_tokens
 from spurline.model.loading import check_config
 from spurline.model.stream_model import ENTROPY, StreamModel
 from spurline.model.token_stream import TokenStream, share_streams
@@ -37,7 +37,6 @@ from spurline.ranks.messages import read_objective, read_run
 from spurline_fsdp_backend.checkpoint import SavedPart, read_fitting, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.context_parallel import check_sharing
-from spurline_fsdp_backend.generation import generate
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.publishing import Publishing
 from spurline_fsdp_backend.sharded_model import (
@@ -46,6 +45,7 @@ from spurline_fsdp_backend.sharded_model import (
     build_policy,
     build_reference,
     check_sharded,
+    gathered,
     give_back,
 )
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
@@ -149,9 +149,10 @@ class FsdpRank:
         return None if failure is None else f"rank {self._place.rank} on {self._place.node}: {failure}"
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """See `Generates`; of this rank's prompts."""
-        model = self._policy.model
-        return generate(model, self._config, self._profile, prompts, max_new_tokens, self._stop_tokens)
+        """See `Generates`; of this rank's prompts, which may be none, by a whole copy of the model meanwhile."""
+        causal = self._policy.model.causal
+        with gathered(causal, self._config), self._profile.computing():
+            return generate_greedily(causal, prompts, max_new_tokens, self._stop_tokens) if prompts else []
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
         """See `Publishing.num_buckets`."""
