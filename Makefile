@@ -30,7 +30,7 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
-	$(PIP) install --quiet -c constraints.txt -e ./core -e ./plugins/collation_fast -e ./plugins/async_rl -e ./plugins/fsdp_backend
+	$(PIP) install --quiet -c constraints.txt -e ./core -e ./plugins/collation_fast -e ./plugins/async_rl -e ./plugins/fsdp_backend -e ./plugins/megatron_backend
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.packages pyproject.toml examples/plugin_template/pyproject.toml

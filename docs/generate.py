@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from spurline import testing
 from spurline.config.run_config import RunConfig
-from spurline.config.section import Component, OnResume, Section, summary_of
+from spurline.config.section import Component, ComponentConfig, OnResume, Section, summary_of
 from spurline.plugins import hookspecs
 from spurline.plugins.host import API_VERSION, PluginHost
 from spurline.plugins.registry import KINDS, Registration
@@ -67,7 +67,7 @@ COVERED = (
 )
 """Modules whose public names the plugin interface covers; `.*` stands for every module in a package."""
 
-PLUGINS = ("collation_fast", "async_rl", "fsdp_backend")
+PLUGINS = ("collation_fast", "async_rl", "fsdp_backend", "megatron_backend")
 """Those of this repository."""
 
 DOCS = Path(__file__).parent
@@ -128,16 +128,21 @@ def _plugin(name: str) -> list[str]:
     return lines
 
 
-def _own_fields(config: type[BaseModel]) -> list[str]:
-    """Settings that a class outside of core declares."""
-    declared = [
-        base for base in config.__mro__ if not base.__module__.startswith(("spurline.", "pydantic", "builtins"))
-    ]
-    return [
-        name
-        for name in config.model_fields
-        if name != "name" and any(name in vars(base).get("__annotations__", {}) for base in declared)
-    ]
+def _own_fields(config: type[ComponentConfig]) -> list[str]:
+    """Settings that no component of core has: the plugin's, and those of a base in core that only plugins use."""
+    core = PluginHost.load([]).registry
+    said = {
+        (name, _declares(entry.config, name))
+        for entry in core.entries()
+        if entry.kind == config.kind
+        for name in entry.config.model_fields
+    }
+    return [name for name in config.model_fields if name != "name" and (name, _declares(config, name)) not in said]
+
+
+def _declares(config: type[BaseModel], field: str) -> type:
+    """The class whose settings this one is among."""
+    return next(base for base in config.__mro__ if field in vars(base).get("__annotations__", {}))
 
 
 def hooks_page() -> str:

@@ -26,6 +26,7 @@ from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
 from spurline.protocols.report_panel import ReportPanelConfig
 from spurline.testing import (
+    AdapterContract,
     BackendContract,
     CollatorContract,
     LossContract,
@@ -167,6 +168,28 @@ class TestLocalWithExperts(BackendContract):
     @pytest.fixture(scope="class")
     @classmethod
     def tiny_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
+
+
+class TestLocalAdapters(AdapterContract):
+    backend_settings = {"name": "local", "device": "cpu", "lora": {"rank": 4, "alpha": 32.0}}
+
+
+class TestLocalAdaptersOnSomeLayers(AdapterContract):
+    backend_settings = {
+        "name": "local",
+        "device": "cpu",
+        "activation_checkpointing": True,
+        "lora": {"rank": 3, "alpha": 16.5, "target_modules": ["q_proj", "lm_head", "down_proj"]},
+    }
+
+
+class TestLocalAdaptersOnExperts(AdapterContract):
+    backend_settings = {"name": "local", "device": "cpu", "lora": {"rank": 4, "alpha": 32.0}}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def adapted_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
 
 

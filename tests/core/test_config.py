@@ -168,7 +168,9 @@ def test_every_example_loads(example: Path) -> None:
 
 @pytest.fixture(scope="module")
 def schema() -> dict[str, Any]:
-    return config_model(PluginHost.load(["collation_fast", "async_rl", "fsdp_backend"])).model_json_schema()
+    return config_model(
+        PluginHost.load(["collation_fast", "async_rl", "fsdp_backend", "megatron_backend"])
+    ).model_json_schema()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

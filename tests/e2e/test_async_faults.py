@@ -77,8 +77,8 @@ class _FailsOnce(InProcessSync):
     version = 4
     hangs = False
 
-    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
-        buckets = super().make_buckets(version, backend)
+    def make_buckets(self, version: int, backend: Backend, *how: Any) -> Iterator[WeightBucket]:
+        buckets = super().make_buckets(version, backend, *how)
         if version != self.version:
             yield from buckets
             return

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from async_runs import assert_every_prompt_ended_once
+from async_runs import assert_every_prompt_ended_once, assert_metrics_close, metrics_of, ranks_of
 from child_engines import engines_of, shared_memory_of
-from run_helpers import deterministic, num_lines, read_metrics, wait_for
-from vllm_engines import vllm_models
+from run_helpers import num_lines, read_metrics, wait_for
+from vllm_engines import SMALL_VLLM, vllm_models
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
@@ -25,28 +24,6 @@ WriteConfig = Callable[[dict[str, Any]], Path]
 
 FSDP = {"name": "fsdp", "ranks": 2, "device": "cpu", "num_threads": 1}
 EVALUATED = {"held_out": {"max_prompts": 3, "success": {"reward": "early"}}}
-
-
-def metrics_of(config: Mapping[str, Any], name: str, **changed: Any) -> list[dict[str, Any]]:
-    """What a run of this config with these sections writes."""
-    run_dir = f"{config['run_dir']}-{name}"
-    Run(load_config({**config, "run_dir": run_dir, **changed})).train()
-    return deterministic(read_metrics(run_dir))
-
-
-def assert_metrics_close(
-    lines: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]], tolerance: float
-) -> None:
-    """All metrics that both have are equal within this, relative to those above 1."""
-    for line, other in zip(lines, expected, strict=True):
-        common = [name for name in other if name in line]
-        assert {"loss", "grad_norm", "reward/mean", "mismatch/logprob_diff/max"} <= set(common)
-        far = {name: (line[name], other[name]) for name in common if not _close(line[name], other[name], tolerance)}
-        assert not far, f"step {line['step']}: {far}"
-
-
-def _close(value: Any, other: Any, tolerance: float) -> bool:
-    return value == other or abs(value - other) <= tolerance * max(1.0, abs(other))
 
 
 def test_on_ranks_zero_staleness_is_synchronous_training_and_both_are_what_one_process_does(
@@ -109,19 +86,6 @@ class Life:
         return self._log.read_text()
 
 
-def ranks_of(controller: int) -> list[psutil.Process]:
-    """Its ranks: forks of the process that it has started for them."""
-    try:
-        servers = [child for child in psutil.Process(controller).children() if _serves_ranks(child)]
-    except psutil.NoSuchProcess:
-        return []
-    return [rank for server in servers for rank in server.children()]
-
-
-def _serves_ranks(process: psutil.Process) -> bool:
-    return "spurline.ranks.rank_server" in process.cmdline()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_controller_ranks_and_engines_killed_in_turn_lose_no_prompt_and_leave_nothing(
@@ -166,14 +130,7 @@ def test_vllm_generates_with_the_weights_that_ranks_have_trained(rl_config: dict
         "max_staleness": 0,
         "record_groups": True,
         "sampling": {"max_new_tokens": 12},
-        "engine": {
-            "name": "vllm",
-            "dtype": "float32",
-            "max_model_len": 256,
-            "kv_cache_gb": 0.25,
-            "cpu_threads": 1,
-            "start_timeout_s": 900.0,
-        },
+        "engine": dict(SMALL_VLLM),
     }
     rl_config |= {"plugins": ["async_rl", "fsdp_backend"], "backend": FSDP, "report": {"enabled": False}}
     Run(load_config(rl_config)).train()

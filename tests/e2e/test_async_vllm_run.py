@@ -14,7 +14,7 @@ import psutil
 import pytest
 from async_runs import assert_every_prompt_ended_once
 from run_helpers import read_metrics, train_command, wait_for
-from vllm_engines import vllm_models
+from vllm_engines import SMALL_VLLM, vllm_models
 
 from spurline import Run, load_config
 from spurline.plugins.hookspecs import hookimpl
@@ -41,14 +41,7 @@ def vllm_config(rl_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         "record_groups": True,
         "max_concurrent_groups": 4,
         "sampling": {"max_new_tokens": 12},
-        "engine": {
-            "name": "vllm",
-            "dtype": "float32",
-            "max_model_len": 256,
-            "kv_cache_gb": 0.25,
-            "cpu_threads": 1,
-            "start_timeout_s": 900.0,
-        },
+        "engine": dict(SMALL_VLLM),
     }
     return rl_config
 

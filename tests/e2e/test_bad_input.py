@@ -12,6 +12,7 @@ import pytest
 from run_helpers import read_metrics
 
 from spurline import Run, load_config
+from spurline.plugins.host import installed_plugins
 from spurline.run.directory import RunDirectory
 
 Spurline = Callable[..., tuple[int, str, str]]
@@ -39,12 +40,15 @@ def test_an_unknown_key_names_file_line_key_and_nearest(fails: Any, base_config:
 
 
 def test_an_unknown_plugin_says_what_is_installed_and_offers_no_stranger_to_install(
-    fails: Any, base_config: Any
+    fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = fails(base_config | {"plugins": ["collation_fats"]})
     assert "Plugin 'collation_fats' is not installed" in text
     assert "pip install" not in text
-    assert "pip install spurline-megatron-backend" in fails(base_config | {"plugins": ["megatron_backend"]})
+    others = {name: plugin for name, plugin in installed_plugins().items() if name != "async_rl"}
+    for module in ("config.loading", "plugins.host"):
+        monkeypatch.setattr(f"spurline.{module}.installed_plugins", lambda: others)
+    assert "pip install spurline-async-rl" in fails(base_config | {"plugins": ["async_rl"]})
 
 
 def test_a_missing_config_file_lists_its_neighbours(spurline: Spurline, write_config: WriteConfig) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from spurline import Run, load_config
+from spurline.cli import app
 from spurline.config.loading import LoadedConfig
-from spurline.errors import CheckpointError
+from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserError
 from spurline.model import saved_weights
+from spurline.model.adapter_weights import write_adapter_files
 from spurline.run import export
 from spurline.run.export import export_run
 from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
@@ -112,6 +118,103 @@ def test_ranks_answer_prompts_and_export_as_their_checkpoint_is_exported(
     assert answers[0].read_text() == answers[1].read_text()
     export_run(many, tmp_path / "exported")
     assert contents(tmp_path / "exported") == contents(Path(many.config.run_dir) / "model")
+
+
+@pytest.mark.usefixtures("reader_alone")
+@pytest.mark.parametrize("write", [write_tiny_model, write_tiny_moe_model], ids=["plain", "experts"])
+def test_an_adapter_is_exported_without_the_weights_under_it_and_computes_what_the_merged_export_computes(
+    base_config: dict[str, Any], tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    model = write(tmp_path / "model")
+    base_config["checkpoint"]["export_adapter"] = True
+    loaded = trained(base_config, model, lora=ADAPTERS)
+    run_dir = Path(base_config["run_dir"])
+    moved = shutil.move(model / "model.safetensors", tmp_path / "moved")
+    answer = CliRunner().invoke(app, ["export", str(run_dir), "--adapter", str(tmp_path / "exported")])
+    assert answer.exit_code == 0, answer.output
+    shutil.move(moved, model / "model.safetensors")
+    assert contents(tmp_path / "exported") == contents(run_dir / "adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= contents(
+        run_dir / "adapter"
+    ).keys()
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "exported")) == len(AutoTokenizer.from_pretrained(model))
+    _assert_computes_alike(model, tmp_path / "exported", run_dir / "model")
+    assert load_config(run_dir / "config.json").config == loaded.config
+
+
+def _assert_computes_alike(base: Path, adapter: Path, merged: Path) -> None:
+    """PEFT loads the adapter on the base, which then computes what the merged model computes, and not what it did."""
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    plain, whole, under = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (base, merged, base)
+    )
+    loaded = PeftModel.from_pretrained(under, adapter)
+    tokens = torch.randint(0, plain.config.vocab_size, (3, 17), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        unchanged, expected, got = (model.eval()(tokens).logits for model in (plain, whole, loaded))
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+    assert float((expected - unchanged).abs().max()) > 1e-2, "training changed nothing that could be compared"
+
+
+@pytest.mark.processes
+def test_the_adapter_of_ranks_is_exported_by_one_process_as_the_run_exports_it(
+    base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    base_config["plugins"] = ["fsdp_backend"]
+    base_config["backend"] = {"name": "fsdp", "device": "cpu", "ranks": 2, "num_threads": 1, "probe": False}
+    base_config["checkpoint"]["export_adapter"] = True
+    model = Path(base_config["model"]["path"])
+    loaded = trained(base_config, model, lora=ADAPTERS)
+    export_run(loaded, tmp_path / "exported", adapter=True)
+    run_dir = Path(base_config["run_dir"])
+    assert contents(tmp_path / "exported") == contents(run_dir / "adapter")
+    _assert_computes_alike(model, tmp_path / "exported", run_dir / "model")
+
+
+def test_a_run_without_an_adapter_says_what_to_export_instead(base_config: dict[str, Any], tmp_path: Path) -> None:
+    trained(base_config, Path(base_config["model"]["path"]))
+    answer = CliRunner().invoke(app, ["export", base_config["run_dir"], str(tmp_path / "exported"), "--adapter"])
+    assert isinstance(answer.exception, UserError), answer.output
+    assert "has no adapter" in str(answer.exception)
+    assert "without --adapter" in str(answer.exception)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_an_adapter_of_random_weights_is_refused(base_config: dict[str, Any], tmp_path: Path) -> None:
+    base_config["model"]["init"] = "random"
+    base_config["backend"]["lora"] = ADAPTERS
+    with pytest.raises(UserError, match="belongs to random weights"):
+        export_run(load_config(base_config), tmp_path / "exported", adapter=True)
+    base_config["checkpoint"]["export_adapter"] = True
+    with pytest.raises(ConfigError, match=r"checkpoint\.export_adapter.*no folder holds"):
+        load_config(base_config)
+    base_config["backend"]["lora"] = None
+    with pytest.raises(ConfigError, match=r"checkpoint\.export_adapter.*Set backend\.lora"):
+        load_config(base_config)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError("disk full")], ids=["interrupted", "full"])
+def test_an_export_that_ends_half_way_leaves_nothing(
+    base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interruption: Any
+) -> None:
+    loaded = trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
+
+    def interrupt(*arguments: object) -> None:
+        write_adapter_files(*arguments)  # type: ignore[arg-type]
+        raise interruption
+
+    monkeypatch.setattr(export, "write_adapter_files", interrupt)
+    before = set(tmp_path.iterdir())
+    with pytest.raises((KeyboardInterrupt, RunFailedError)):
+        export_run(loaded, tmp_path / "exported", adapter=True)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_an_adapter_of_another_checkpoint_is_refused(base_config: dict[str, Any], tmp_path: Path) -> None:
+    trained(base_config, Path(base_config["model"]["path"]), lora=ADAPTERS)
+    base_config["backend"]["lora"] = ADAPTERS | {"rank": 2}
+    with pytest.raises(CheckpointError, match=r"lora_A.*is .*\[4, .*but .*\[2, "):
+        export_run(load_config(base_config), tmp_path / "exported", adapter=True)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

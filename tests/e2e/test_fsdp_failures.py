@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from failing_losses import installed
-from run_helpers import num_lines, on_ranks, read_metrics, train_command, wait_for
-
-Spurline = Callable[..., tuple[int, str, str]]
-WriteConfig = Callable[[dict[str, Any]], Path]
+from rank_interrupts import (
+    Spurline,
+    WriteConfig,
+    assert_a_second_one_ends_it_at_once,
+    assert_the_step_is_finished_and_saved,
+)
+from run_helpers import on_ranks, read_metrics
 
 pytestmark = pytest.mark.processes
 
@@ -79,51 +77,10 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(
 def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
     base_config: dict[str, Any], write_config: WriteConfig, spurline: Spurline, tmp_path: Path
 ) -> None:
-    run_dir = Path(base_config["run_dir"])
-    config = write_config(on_ranks(base_config | {"steps": 100_000, "checkpoint": {}}))
-    with (tmp_path / "log").open("w") as log:
-        # A group of its own, as a shell gives to what it starts in the foreground.
-        process = subprocess.Popen(train_command(config), stdout=log, stderr=log, process_group=0)
-    try:
-        metrics = run_dir / "metrics.jsonl"
-        wait_for(lambda: num_lines(metrics) > 0 or process.poll() is not None, "the first step")
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT, (tmp_path / "log").read_text()
-    finally:
-        process.kill()
-    said = (tmp_path / "log").read_text()
-    assert "and saving; press Ctrl-C again to stop now" in said
-    done = len(read_metrics(run_dir))
-    assert (run_dir / f"checkpoints/step-{done:08d}").is_dir()
-    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 5)
-    code, out, _ = spurline("train", config, "--set", f"steps={done + 1}", "--allow-change", "steps")
-    assert code == 0, out
-    assert len(read_metrics(run_dir)) == done + 1
+    assert_the_step_is_finished_and_saved(on_ranks(base_config), write_config, spurline, tmp_path)
 
 
 def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
     failing: Any, write_config: WriteConfig, tmp_path: Path
 ) -> None:
-    config = write_config(failing("sleep"))
-    with (tmp_path / "log").open("w") as log:
-        path = os.pathsep.join([str(tmp_path / "site"), *sys.path])
-        process = subprocess.Popen(
-            train_command(config), stdout=log, stderr=log, process_group=0, env={**os.environ, "PYTHONPATH": path}
-        )
-    try:
-        saved = Path(failing("sleep")["run_dir"]) / "checkpoints/step-00000002"
-        wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
-        # The next step has begun by then, and never ends.
-        time.sleep(1)
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        wait_for(lambda: "press Ctrl-C again" in (tmp_path / "log").read_text(), "the answer to the first one", 10)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(20) == 128 + signal.SIGINT, (tmp_path / "log").read_text()
-    finally:
-        process.kill()
-    said = (tmp_path / "log").read_text()
-    assert "Traceback" not in said
-    assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spurline train {config}" in said
-    wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 5)
+    assert_a_second_one_ends_it_at_once(failing("sleep"), write_config, tmp_path)

@@ -140,6 +140,24 @@ def test_a_plan_finds_broken_weights(
     assert "model.safetensors is empty" in err
 
 
+def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    from spurline.testing.inputs import write_tiny_model
+
+    folder = write_tiny_model(tmp_path / "fetched")
+    config = write_config(base_config | {"model": {"path": str(folder)}})
+    _, expected, _ = spurline("plan", config)
+    (folder / "model.safetensors").unlink()
+    code, out, err = spurline("plan", config)
+    assert code == 2
+    assert "(41 K parameters)" in out
+    assert "memory (estimate)" in out
+    assert out == expected.partition("No problems found.")[0]
+    assert err.count("no weights can be loaded from folder") == 1
+    assert "Copy or download its weights into it" in err
+
+
 def test_a_plan_says_that_a_schedule_is_cut_and_a_template_does_not_fit(base_config: dict[str, Any]) -> None:
     base_config["schedule"] = {"name": "wsd", "decay_steps": 60}
     base_config["model"]["chat_template"] = "llama3"

@@ -18,7 +18,7 @@ from fsdp_layouts import LONG, in_bf16
 
 from spurline.data.dealing import deal
 from spurline.errors import RankFailedError
-from spurline.protocols.backend import Backend, Role
+from spurline.protocols.backend import Backend, Role, YieldsDevice
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_objective, plain_run
@@ -207,3 +207,28 @@ def test_the_peak_of_an_update_is_what_a_plan_says(tmp_path: Path, ranks: int, r
         group.close()
     said = sum(config.estimate_memory(run, 8000, 8000 * ranks).values())
     assert said == pytest.approx(max(measured), rel=0.15, abs=64 * MIB)
+
+
+def test_the_device_is_free_while_others_have_it_and_training_goes_on(tmp_path: Path) -> None:
+    shape = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+    model = write_tiny_model(tmp_path / "model", **shape)
+    with opened(backend_run(model, on(1, deterministic=True), ("fsdp_backend",))) as (backend, layout):
+        assert isinstance(backend, YieldsDevice)
+        size = 4 * int(backend.facts()["parameters"])
+        backend.update(*minibatch("packed", layout, 0))
+        taken = torch.cuda.mem_get_info()[0]
+        backend.yield_device(keep_weights=True)
+        without_state = torch.cuda.mem_get_info()[0]
+        weights = weights_of(backend)
+        backend.yield_device(keep_weights=False)
+        nothing = torch.cuda.mem_get_info()[0]
+        # Two moments, then the weights.
+        assert without_state - taken > 1.9 * size
+        assert nothing - without_state > 0.9 * size
+        for name, value in weights_of(backend).items():
+            assert torch.equal(value, weights[name]), name
+        backend.take_device()
+        steps = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
+    with opened(backend_run(model, on(1, deterministic=True), ("fsdp_backend",))) as (backend, layout):
+        wanted = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (0, 1, 2)]
+    assert steps == wanted[1:]

@@ -125,3 +125,26 @@ def test_closing_frees_the_device(model: Path) -> None:
     held = torch.cuda.memory_allocated()
     backend.close()
     assert torch.cuda.memory_allocated() < held / 2
+
+
+@pytest.mark.parametrize("optimizer", [AdamWConfig(), MuonConfig(), SgdConfig(momentum=0.9)], ids=lambda it: it.name)
+def test_memory_that_others_have_is_pinned_on_the_host_and_comes_back(model: Path, optimizer: OptimizerConfig) -> None:
+    batch = lay_out(SAMPLES, ROWS)
+    seen: list[list[float]] = []
+    for yields in (False, True):
+        backend = local_backend(model, device="cuda", run={"optimizer": optimizer})
+        losses: list[float] = []
+        for keep_weights in (True, False, True, False):
+            if yields:
+                before = torch.cuda.memory_allocated()
+                backend.yield_device(keep_weights=keep_weights)
+                assert torch.cuda.memory_allocated() <= before
+                if not keep_weights:
+                    assert all(weight.device.type == "cpu" for _, weight in backend.named_weights())
+                    assert all(weight.is_pinned() for _, weight in backend.named_weights())
+                backend.take_device()
+                assert torch.cuda.memory_allocated() <= before + 2**20
+            losses.append(backend.update(batch, OBJECTIVE)["loss"])
+        seen.append(losses)
+        backend.close()
+    assert seen[1] == seen[0]

@@ -79,7 +79,8 @@ def test_the_container_installs_what_the_readme_says() -> None:
     installed = {target for word, argument in instructions() if word == "RUN" for target in pip_targets(argument)}
     packages = {re.sub(r"\[.*", "", target) for target in installed if target.startswith("./")}
     said = {re.sub(r"\[.*", "", target) for line in readme_lines() for target in pip_targets(line)}
-    assert packages == {"./core", "./plugins/collation_fast", "./plugins/async_rl", "./plugins/fsdp_backend"}
+    plugins = ("collation_fast", "async_rl", "fsdp_backend", "megatron_backend")
+    assert packages == {"./core", *(f"./plugins/{name}" for name in plugins)}
     assert packages <= said
 
 

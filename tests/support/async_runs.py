@@ -1,14 +1,18 @@
-"""What a finished asynchronous run must have left behind, and reward functions that fail now and then."""
+"""What asynchronous runs must do and leave behind, on one process and on ranks, and reward functions that fail now and
+then."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from run_helpers import read_metrics
+import psutil
+from run_helpers import deterministic, read_metrics
 
+from spurline import Run, load_config
 from spurline.run.checkpoint import read_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.recordings import groups_of, recorded_step
@@ -61,3 +65,38 @@ def assert_every_prompt_ended_once(config: dict[str, Any]) -> Scheduler:
 def reasons_of_given_up(run_dir: Path) -> list[str]:
     """Why prompts were given up, as the run's summary has it."""
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["given_up"]
+
+
+def metrics_of(config: Mapping[str, Any], name: str, **changed: Any) -> list[dict[str, Any]]:
+    """What a run of this config with these sections writes."""
+    run_dir = f"{config['run_dir']}-{name}"
+    Run(load_config({**config, "run_dir": run_dir, **changed})).train()
+    return deterministic(read_metrics(run_dir))
+
+
+def assert_metrics_close(
+    lines: Sequence[Mapping[str, float]], expected: Sequence[Mapping[str, float]], tolerance: float
+) -> None:
+    """All metrics that both have are equal within this, relative to those above 1."""
+    for line, other in zip(lines, expected, strict=True):
+        common = [name for name in other if name in line]
+        assert {"loss", "grad_norm", "reward/mean", "mismatch/logprob_diff/max"} <= set(common)
+        far = {name: (line[name], other[name]) for name in common if not _close(line[name], other[name], tolerance)}
+        assert not far, f"step {line['step']}: {far}"
+
+
+def _close(value: Any, other: Any, tolerance: float) -> bool:
+    return value == other or abs(value - other) <= tolerance * max(1.0, abs(other))
+
+
+def ranks_of(controller: int) -> list[psutil.Process]:
+    """Its ranks: forks of the process that it has started for them."""
+    try:
+        servers = [child for child in psutil.Process(controller).children() if _serves_ranks(child)]
+    except psutil.NoSuchProcess:
+        return []
+    return [rank for server in servers for rank in server.children()]
+
+
+def _serves_ranks(process: psutil.Process) -> bool:
+    return "spurline.ranks.rank_server" in process.cmdline()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from spurline.model.architecture import decoder_layers
 from spurline.model.device_profile import device_profile
+from spurline.model.sequence_sharing import check_sharing
 from spurline.ranks.group import Place
-from spurline_fsdp_backend.context_parallel import check_sharing
 from spurline_fsdp_backend.rank import FsdpRank
 
 

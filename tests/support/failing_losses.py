@@ -47,8 +47,13 @@ class FailingLoss(CrossEntropy):
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
         FailingLoss.calls += 1
         if dist.get_rank() == self._settings.rank and FailingLoss.calls > self._settings.after:
-            _HOW[self._settings.how]()
+            fail(self._settings.how)
         return super().token_loss(inputs)
+
+
+def fail(how: str) -> None:
+    """Raise an error of Python or of ours, stand still, or end the process: `value`, `data`, `sleep` or `kill`."""
+    _HOW[how]()
 
 
 def _raises_a_value_error() -> None:

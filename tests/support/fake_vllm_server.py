@@ -7,20 +7,45 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from safetensors.torch import load_file
+from torch import Tensor
 
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 
 
 class FakeVllmServer:
-    """tokens_given: by all requests so far. calls: paths of the calls that change anything, in order."""
+    """tokens_given: by all requests so far. calls: paths of the calls that change anything, in order.
 
-    def __init__(self, *, logprobs_mode: str = "processed_logprobs", has_dev_endpoints: bool = True) -> None:
+    extension: the worker extension it says it runs; without one it takes weights as vLLM itself does. device: `cpu` or
+    `cuda`. adapters: `none`, `startup` for an engine that knows adapters and does not take new ones, or `any time`.
+    loaded: tensors of the folder that was loaded last. config: of the adapter in it. models: that requests asked for.
+    adapters: folder of each that was loaded by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        logprobs_mode: str = "processed_logprobs",
+        has_dev_endpoints: bool = True,
+        extension: str = WORKER_EXTENSION,
+        device: str = "cpu",
+        adapters: str = "none",
+    ) -> None:
         self.tokens_given = 0
         self.calls: list[str] = []
         self.missing: list[str] = []
+        self.loaded: dict[str, Tensor] = {}
+        self.config: dict[str, Any] = {}
+        self.models: set[str] = set()
+        self.adapters: dict[str, str] = {}
+        self.is_broken = False
+        self._extension = extension
+        self._device = device
+        self._adapters = adapters
         self._logprobs_mode = logprobs_mode
         self._has_dev_endpoints = has_dev_endpoints
         self._version = 0
@@ -39,6 +64,9 @@ class FakeVllmServer:
             app.router.add_post("/pause", self._pause)
             app.router.add_post("/resume", self._resume)
             app.router.add_post("/collective_rpc", self._call_workers)
+        if self._adapters == "any time":
+            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -55,8 +83,14 @@ class FakeVllmServer:
 
     async def _info(self, _: web.Request) -> web.Response:
         config = {
-            "model_config": {"logprobs_mode": self._logprobs_mode},
-            "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
+            "model_config": {"logprobs_mode": self._logprobs_mode, "dtype": "torch.bfloat16"},
+            "parallel_config": {
+                "worker_extension_cls": self._extension,
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 1,
+            },
+            "device_config": {"device": self._device},
+            "lora_config": None if self._adapters == "none" else {"max_lora_rank": 16},
         }
         return web.json_response({"vllm_config": config})
 
@@ -77,13 +111,42 @@ class FakeVllmServer:
         body = await request.json()
         assert not self._running.is_set(), "weights changed while requests run"
         self.calls.append(body["method"])
-        if body["method"] == "spurline_finish_update":
+        if self.is_broken:
+            return web.json_response({"error": "such bad luck"}, status=500)
+        if body["method"] == "reload_weights":
+            assert body["args"][0] is None
+            self._load(body["args"][1])
+        elif body["method"] == "spurline_finish_update":
             self._version += 1
             return web.json_response({"results": [self.missing]})
         return web.json_response({"results": [None]})
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not body:
+            return web.json_response({"error": "Field required"}, status=400)
+        assert not self._running.is_set(), "the adapter changed while requests run"
+        assert body["lora_name"] not in self.adapters
+        self.calls.append("load_lora_adapter")
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        self.config = json.loads((Path(body["lora_path"]) / "adapter_config.json").read_text())
+        self._load(body["lora_path"])
+        # As vLLM answers: words, not JSON.
+        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        self.adapters.pop((await request.json())["lora_name"])
+        return web.Response(text="Success")
+
+    def _load(self, folder: str) -> None:
+        """All files of the folder, as vLLM's loader takes them."""
+        files = sorted(Path(folder).glob("*.safetensors"))
+        self.loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self._version += 1
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.models.add(body["model"])
         if body["seed"] == 666:
             return web.json_response({"error": "no such luck"}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -15,9 +15,9 @@ from spurline.ranks.processes import LocalRanks
 
 def main(out: Path) -> None:
     limits = TimeLimits(120.0, 600.0, 600.0)
-    groups = [LocalRanks(RankRequest(2), "rank_workers:Worker", (), limits) for _ in range(4)]
+    groups = [LocalRanks(RankRequest(2), "rank_workers:Worker", (), limits) for _ in range(5)]
     pids = [pid for group in groups for pid in group.call("pid")]
-    for group, how in zip(groups[1:], ("exchange", "torch", "alone"), strict=True):
+    for group, how in zip(groups[1:], ("exchange", "receive", "torch", "alone"), strict=True):
         threading.Thread(target=group.call, args=("waits", how), daemon=True).start()
     time.sleep(0.5)
     ports = [group.port for group in groups]

@@ -65,6 +65,12 @@ class Worker:
         # NCCL goes on in the background; this waits for it.
         ones.item()
 
+    def fails_to_send(self, rank: int, how: str) -> None:
+        """One of two ranks fails, while the other waits for what it should send, as stages of a pipeline do."""
+        if self.place.rank == rank:
+            self._fail(how)
+        dist.recv(torch.ones(1), src=rank)
+
     def _fail(self, how: str) -> None:
         if how == "data":
             raise DataError("rows.jsonl:3: prompt is empty. Remove the row.")
@@ -92,10 +98,12 @@ class Worker:
         return threading.Lock()
 
     def waits(self, how: str) -> None:
-        """For ever: in an exchange that rank 0 alone takes part in, in torch, in code that lets no thread run, or in
-        sleep."""
+        """For ever: in an exchange that rank 0 alone takes part in, for what the other rank never sends, in torch, in
+        code that lets no thread run, or in sleep."""
         if how == "exchange" and self.place.rank == 0:
             dist.all_reduce(torch.ones(1))
+        if how == "receive":
+            dist.recv(torch.ones(1), src=1 - self.place.rank)
         if how == "torch":
             torch.matmul(torch.ones(6000, 6000), torch.ones(6000, 60000))
         if how == "alone":

@@ -9,13 +9,18 @@ import json
 import sys
 from pathlib import Path
 
-from spurline.ranks.group import RankRequest, RuntimeEnv, TimeLimits
+from spurline.ranks.group import ClusterRequest, RankRequest, RuntimeEnv, TimeLimits
 from spurline.ranks.launch import open_ranks
 
 out, folder = sys.argv[1:]
 env = RuntimeEnv({"SAID_TO_RANKS": "yes"}, folder)
 ranks = open_ranks(
-    RankRequest(2, launch="ray", runtime_env=env), "rank_workers:Worker", (), TimeLimits(120.0, 600.0, 600.0)
+    # What is said for the machines has the last word.
+    RankRequest(2, launch="ray", variables={"SAID_TO_RANKS": "no"}),
+    "rank_workers:Worker",
+    (),
+    TimeLimits(120.0, 600.0, 600.0),
+    cluster=ClusterRequest(runtime_env=env),
 )
 answers = ranks.call("describe")
 said = {

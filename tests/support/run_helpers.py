@@ -70,11 +70,11 @@ def write_pairs(path: Path, count: int, seed: int) -> Path:
     return path
 
 
-def on_ranks(config: dict[str, Any], ranks: int = 2, **settings: Any) -> dict[str, Any]:
-    """The config with the backend `fsdp` on CPU in place of its own."""
+def on_ranks(config: dict[str, Any], ranks: int = 2, *, backend: str = "fsdp", **settings: Any) -> dict[str, Any]:
+    """The config with a backend of several ranks on CPU in place of its own."""
     return config | {
-        "plugins": [*config.get("plugins", ()), "fsdp_backend"],
-        "backend": {"name": "fsdp", "device": "cpu", "ranks": ranks, "num_threads": 1, **settings},
+        "plugins": [*config.get("plugins", ()), f"{backend}_backend"],
+        "backend": {"name": backend, "device": "cpu", "ranks": ranks, "num_threads": 1, **settings},
     }
 
 

@@ -78,6 +78,7 @@ class ScriptedMember:
 
     def __init__(self, name: str, world: World) -> None:
         self.name = name
+        self.num_workers, self.weights_dtype = 1, None
         self.version = -1
         self.served: list[str] = []
         self.is_closed = False

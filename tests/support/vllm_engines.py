@@ -10,14 +10,17 @@ from typing import Any, TypeVar
 import psutil
 from backend_batches import run_config
 
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import DataError
+from spurline.protocols.backend import BackendConfig
 from spurline.testing.engine_update_contract import ModelPair, WeightsOf
-from spurline.testing.inputs import write_tiny_model
+from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
-from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
+from spurline_async_rl.weights.collective import CollectiveSync
+from spurline_async_rl.weights.configs import CollectiveSyncConfig, DiskSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.disk import DiskSync
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
 
@@ -26,6 +29,15 @@ Result = TypeVar("Result")
 LIMIT_S = 300.0
 """Seconds one test may wait for the engine, its start not counted."""
 START_S = 900.0
+SMALL_VLLM = {
+    "name": "vllm",
+    "dtype": "float32",
+    "max_model_len": 256,
+    "kv_cache_gb": 0.25,
+    "cpu_threads": 1,
+    "start_timeout_s": START_S,
+}
+"""Settings of an engine for a run of the tests' model."""
 
 
 def vllm_models(folder: Path, head: str) -> ModelPair:
@@ -37,19 +49,36 @@ def vllm_models(folder: Path, head: str) -> ModelPair:
     return ModelPair(old, new)
 
 
-def vllm_engine(model: Path, run_dir: Path, **settings: Any) -> VllmEngine:
-    """Not started yet."""
+def vllm_expert_models(folder: Path, width: int) -> ModelPair:
+    """The same with experts of that many inner numbers, which vLLM pads on CPUs to a multiple of 32."""
+    shape = {"head_dim": 64, "max_position_embeddings": 512, "moe_intermediate_size": width}
+    old, new = (
+        write_tiny_moe_model(folder / f"vllm-experts-{width}-{name}", seed=seed, **shape)
+        for seed, name in enumerate(("old", "new"))
+    )
+    return ModelPair(old, new)
+
+
+def vllm_engine(model: Path, run_dir: Path, *, backend: BackendConfig | None = None, **settings: Any) -> VllmEngine:
+    """Not started yet. backend: of the run; the local one without adapters where none is given."""
     config = VllmEngineConfig(
         **({"kv_cache_gb": 0.25, "max_num_seqs": 64, "start_timeout_s": START_S, "cpu_threads": 1} | settings)
     )
     model_config = ModelConfig(path=str(model))
-    run = run_config(model, model=model_config, run_dir=run_dir)
+    run = run_config(model, model=model_config, run_dir=run_dir, backend=backend or LocalBackendConfig())
     return VllmEngine(config, run=run, tokenizer=load_tokenizer(model_config))
 
 
 def shared_memory(**settings: Any) -> SharedMemorySync:
     """With buckets so small that a tiny model takes several, some layers in parts."""
     sync = SharedMemorySync(SharedMemorySyncConfig(**settings))
+    sync.max_bucket_bytes = 20_000
+    return sync
+
+
+def collective(**settings: Any) -> CollectiveSync:
+    """The same by broadcasts."""
+    sync = CollectiveSync(CollectiveSyncConfig(**settings))
     sync.max_bucket_bytes = 20_000
     return sync
 

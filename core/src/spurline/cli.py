@@ -231,12 +231,15 @@ def export(
     run_dir: RunDirArgument,
     out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
     checkpoint: Annotated[str, typer.Option(help="latest, best, or the path of a checkpoint folder.")] = "latest",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder for PEFT; else it is merged.")
+    ] = False,
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
     from spurline.run.export import export_run
 
-    typer.echo(export_run(loaded, out, checkpoint))
+    typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
 
 
 @app.command()

@@ -72,6 +72,10 @@ class RankFailedError(RunFailedError):
         self.rank, self.node, self.pid, self.call, self.traceback = rank, node, pid, call, traceback
 
 
+class BucketLostError(RunFailedError):
+    """A bucket of weights did not reach an engine, which is as it was before: it may be sent again."""
+
+
 class RunDirectoryLostError(RunFailedError):
     """The run directory was removed or moved while the run was going on."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,11 @@ from spurline.data.configs import PackedCollatorConfig, SerialPrefetchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.errors import NonFiniteLossError
 from spurline.model.stream_model import StreamModel
+from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing import BackendContract, CollatorContract, PrefetchContract
-from spurline.testing.backend_cases import assert_gradients_close
+from spurline.testing import AdapterContract, BackendContract, CollatorContract, PrefetchContract
+from spurline.testing.backend_cases import assert_gradients_close, minibatch
+from spurline.testing.backend_runs import backend_run, opened
 from spurline.testing.inputs import write_tiny_model
 
 
@@ -229,3 +231,61 @@ def test_the_backend_contract_takes_a_model_whose_output_layer_is_its_embedding(
     tied = write_tiny_model(tmp_path, tie_word_embeddings=True)
     Local().test_weights_have_their_hugging_face_names_and_values(tied)
     Local().test_facts_count_the_parameters(tied)
+
+
+class LocalAdapters(AdapterContract):
+    backend_settings = {"name": "local", "device": "cpu", "probe": False, "lora": {"rank": 4, "alpha": 32.0}}
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_model: Path) -> Iterator[tuple[Backend, ParallelLayout]]:
+    """A trained backend, as the contract makes one for its tests."""
+    with opened(backend_run(tiny_model, LocalAdapters.backend_settings)) as (backend, layout):
+        for step in range(2):
+            backend.update(*minibatch("packed", layout, step))
+        yield backend, layout
+
+
+class Mistaken:
+    """A backend with a mistake in its adapter's settings or tensors; everything else is that of another one."""
+
+    def __init__(self, backend: Backend, settings: Mapping[str, Any], change: Callable[[str, Tensor], Any]) -> None:
+        self._backend, self._settings, self._change = backend, settings, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def adapter_settings(self) -> Mapping[str, Any]:
+        assert isinstance(self._backend, LocalBackend)
+        return {**(self._backend.adapter_settings() or {}), **self._settings}
+
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(self._backend, LocalBackend)
+        changed = (self._change(name, tensor) for name, tensor in self._backend.named_adapter_weights())
+        return (item for item in changed if item is not None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ({"lora_alpha": 31.0}, lambda name, tensor: (name, tensor)),
+        ({}, lambda name, tensor: (name, tensor * 0.99 if "lora_B" in name else tensor)),
+        ({}, lambda name, tensor: None if "layers.1.mlp.up_proj.lora_B" in name else (name, tensor)),
+        ({}, lambda name, tensor: (name.replace("base_model.model.", ""), tensor)),
+    ],
+    ids=["scale", "values", "lost", "names"],
+)
+def test_the_adapter_contract_catches_an_adapter_that_is_not_the_one_in_use(
+    adapted: tuple[Backend, ParallelLayout], tiny_model: Path, tmp_path: Path, settings: Any, change: Any
+) -> None:
+    trained: Any = Mistaken(adapted[0], settings, change), adapted[1]
+
+    def check(of: tuple[Backend, ParallelLayout], folder: Path) -> None:
+        folder.mkdir()
+        suite = LocalAdapters()
+        suite.test_settings_are_plain_and_make_peft_build_the_same_tensors(of, tiny_model)
+        suite.test_peft_computes_with_the_adapter_what_the_backend_computes(of, tiny_model, folder)
+
+    check(adapted, tmp_path / "right")
+    with pytest.raises(AssertionError):
+        check(trained, tmp_path / "wrong")

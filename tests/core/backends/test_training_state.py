@@ -17,7 +17,7 @@ from torch import nn
 
 from spurline.backends.local.backend import LocalBackend
 from spurline.config.run_config import ModelConfig
-from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
@@ -243,3 +243,48 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointWriteError, match="file"):
         local_backend(dropout_model(tmp_path)).save(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "bf16", "rows_per_microbatch": 1}, {"lora": LoraConfig(dropout=0.2)}]
+)
+def test_training_goes_on_bit_for_bit_after_others_had_the_device(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = dropout_model(tmp_path)
+    backend = local_backend(model, run=DECAYING, **settings)
+    expected = train(backend, range(4))
+    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+
+    other = local_backend(model, run=DECAYING, **settings)
+    seen: list[Any] = []
+    for step, keep_weights in enumerate((True, False, False, True)):
+        adapter = {name: tensor.clone() for name, tensor in other.named_adapter_weights()}
+        other.yield_device(keep_weights=keep_weights)
+        assert all(torch.equal(tensor, adapter[name]) for name, tensor in other.named_adapter_weights())
+        (tmp_path / f"saved-{step}").mkdir()
+        other.save(tmp_path / f"saved-{step}")
+        other.take_device()
+        seen += train(other, range(step, step + 1))
+    assert seen == expected
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in other.named_weights())
+
+    resumed = local_backend(model, run=DECAYING, **settings)
+    resumed.load(tmp_path / "saved-2")
+    assert train(resumed, range(2, 4)) == expected[2:]
+
+
+def test_a_model_with_other_parameters_for_a_while_does_not_leave_its_device(tmp_path: Path) -> None:
+    backend = local_backend(dropout_model(tmp_path))
+    with (
+        backend.swapped("policy", {}),
+        pytest.raises(RunFailedError, match="moved off its device while its parameters"),
+    ):
+        backend.yield_device(keep_weights=False)
+    backend.yield_device(keep_weights=False)
+    for call in (
+        backend.trained_parameters,
+        backend.generation_model,
+        lambda: backend.generate([[1, 2]], max_new_tokens=1),
+        lambda: backend.swapped("policy", {}).__enter__(),
+    ):
+        with pytest.raises(RunFailedError, match="engines have the memory of its device"):
+            call()

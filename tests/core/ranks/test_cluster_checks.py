@@ -19,6 +19,7 @@ from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ConfigError, ModelError
 from spurline.ranks import cluster_checks
 from spurline.ranks.cluster_checks import check_nodes, prepare_nodes, software
+from spurline.ranks.group import ClusterNeed
 
 Change = Callable[[str, Any], Any]
 
@@ -59,6 +60,21 @@ def test_a_machine_with_another_version_is_named_with_it(run: RunConfig) -> None
         check_nodes(run)(ask_two(older))
     ours = software([])["torch"]
     assert f"machines that differ: torch is {ours} on this machine, a and 2.9.0 on b. Give all" in str(raised.value)
+
+
+def test_what_engines_compute_with_counts_where_there_are_engines(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(function: Any, *arguments: Any) -> Any:
+        answer = function(*arguments)
+        return {**answer, "yaml": "PyYAML 5"} if function is software and "yaml" in answer else answer
+
+    check_nodes(run)(ask_two(other))
+    # A module whose distribution has another name, as vLLM for CPUs has.
+    need = ClusterNeed("engines", 1, 1, 1, modules=("yaml",))
+    monkeypatch.setattr(cluster_checks, "cluster_needs", lambda run: [("source.engine", need)])
+    with pytest.raises(ConfigError, match=r"differ: yaml is PyYAML [6-9]\S* on this machine, a and PyYAML 5 on b"):
+        check_nodes(run)(ask_two(other))
 
 
 def test_the_files_of_a_plugin_count_and_not_its_version_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

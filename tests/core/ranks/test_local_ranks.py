@@ -177,6 +177,34 @@ def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(start: Start) -> 
     _assert_all_gone(pids)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "said"), [("value", "failed during `fails_to_send`: ValueError"), ("kill", "was killed by SIGKILL")]
+)
+def test_a_rank_that_fails_is_named_while_another_waits_for_what_it_should_send(
+    start: Start, rank: int, how: str, said: str
+) -> None:
+    ranks = start(2)
+    pids = ranks.call("pid")
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=rf"Rank {rank} of 2 .* {said}") as raised:
+        ranks.call("fails_to_send", rank, how)
+    assert time.monotonic() - began < 2
+    assert (raised.value.rank, raised.value.pid) == (rank, pids[rank])
+    _assert_all_gone(pids)
+
+
+def test_a_rank_that_sends_nothing_is_named_with_its_stack_and_that_of_the_rank_that_waits(start: Start) -> None:
+    ranks = start(2, call_s=2.0)
+    pids = ranks.call("pid")
+    with pytest.raises(RankFailedError, match=r"was not done within 2 s.* backend.call_timeout_s") as raised:
+        ranks.call("fails_to_send", 0, "sleep")
+    first, _, second = str(raised.value).partition("Stack of rank 1:")
+    assert "in _stands_still_here" in first.partition("Stack of rank 0:")[2]
+    assert "in recv" in second
+    _assert_all_gone(pids)
+
+
 def test_the_last_words_of_a_rank_that_ends_in_c_code_join_the_error(start: Start) -> None:
     with pytest.raises(RankFailedError, match=r"Rank 0 of 2 .* was killed by SIGABRT (.|\n)*these are its last words"):
         start(2).call("fails", 0, "abort")
@@ -359,7 +387,8 @@ def test_ranks_start_anew_when_the_process_they_are_forked_from_was_killed(start
 
 
 def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None:
-    """Its ranks are idle, in an exchange with others, and in long computations, of which one lets no thread run."""
+    """Its ranks are idle, in an exchange with others, waiting to receive, and in long computations, of which one lets
+    no thread run."""
     script = Path(__file__).parents[2] / "support" / "rank_controller.py"
     out = tmp_path / "said.json"
     with (tmp_path / "log").open("w") as log:

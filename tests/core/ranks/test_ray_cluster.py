@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ from ray_clusters import CPUS, GPUS, two_machines
 from run_helpers import wait_for
 
 from spurline.errors import UserError
-from spurline.ranks.group import RuntimeEnv
+from spurline.ranks.group import ClusterRequest, RuntimeEnv
 
 pytest.importorskip("ray")
+from spurline.ranks import ray_cluster
 from spurline.ranks.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.processes
@@ -33,15 +35,15 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
     two_machines()
     before = set(psutil.Process().children(recursive=True))
     at_sigterm = signal.getsignal(signal.SIGTERM)
-    first, second = RayCluster(RuntimeEnv()), RayCluster(RuntimeEnv())
+    first, second = RayCluster(ClusterRequest()), RayCluster(ClusterRequest())
     try:
         first.open()
         second.open()
         assert first.is_own
         assert len(first.nodes()) == 1
         assert signal.getsignal(signal.SIGTERM) is at_sigterm, "Ray has taken the signal that ends a run in order"
-        with pytest.raises(UserError, match="with another runtime_env"):
-            RayCluster(RuntimeEnv({"NAME": "value"})).open()
+        with pytest.raises(UserError, match="with another address or runtime_env"):
+            RayCluster(ClusterRequest(runtime_env=RuntimeEnv({"NAME": "value"}))).open()
         first.close()
         first.close()
         assert [node.has("CPU") for node in second.nodes()] == [second.total("CPU")]
@@ -53,7 +55,7 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
 
 def test_a_process_joins_the_cluster_it_is_told_of_and_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", two_machines().address)
-    cluster = RayCluster(RuntimeEnv())
+    cluster = RayCluster(ClusterRequest())
     cluster.open()
     try:
         assert not cluster.is_own
@@ -66,8 +68,24 @@ def test_a_process_joins_the_cluster_it_is_told_of_and_says_what_is_there(monkey
 
 def test_a_cluster_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "no address at all")
-    with pytest.raises(UserError, match=r"The Ray cluster cannot be joined: .*set RAY_ADDRESS to another one"):
-        RayCluster(RuntimeEnv()).open()
+    with pytest.raises(
+        UserError, match=r"The Ray cluster cannot be joined: .*set cluster.address or RAY_ADDRESS to another one"
+    ):
+        RayCluster(ClusterRequest()).open()
+
+
+@pytest.mark.parametrize("said", ["cluster.address", "RAY_ADDRESS"])
+def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as unheard:
+        # Bound and not listening: nobody else gets the port meanwhile.
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address if said == "RAY_ADDRESS" else "")
+        monkeypatch.setattr(ray_cluster.ray, "init", None)
+        with pytest.raises(UserError, match=r"nobody answers at \S+ \(Connection refused\).*set cluster.address"):
+            RayCluster(ClusterRequest("auto" if said == "RAY_ADDRESS" else address)).open()
 
 
 @pytest.mark.parametrize("whose", ["joined", "own"])

@@ -7,21 +7,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from ray_clusters import CPUS, GPUS, add_machine, two_machines
+from ray_clusters import GPUS, add_machine, two_machines
 from run_helpers import wait_for
 
 from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
-from spurline.ranks.group import RankGroup, RankRequest, RuntimeEnv, TimeLimits
+from spurline.ranks.group import ANY_CLUSTER, ClusterNeed, ClusterRequest, RankGroup, RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 
 pytest.importorskip("ray")
-from spurline.ranks import ray_actors, ray_node
-from spurline.ranks.ray_actors import ranks_per_node
+from spurline.ranks import cluster_room, ray_node
+from spurline.ranks.cluster_room import ranks_per_machine
 from spurline.ranks.ray_cluster import Node, RayCluster
 
 Start = Callable[..., RankGroup]
@@ -32,7 +33,7 @@ def joined() -> Iterator[RayCluster]:
     """The cluster of two machines, joined for all tests of this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", two_machines().address)
-        cluster = RayCluster(RuntimeEnv())
+        cluster = RayCluster(ClusterRequest())
         cluster.open()
         yield cluster
         cluster.close()
@@ -50,11 +51,12 @@ def start(joined: RayCluster) -> Iterator[Start]:
         call_s: float = 60.0,
         on_nodes: Any = None,
         per_node: int = 1,
+        cluster: ClusterRequest = ANY_CLUSTER,
         **request: Any,
     ) -> RankGroup:
         limits = TimeLimits(start_s, call_s, collective_s=60.0)
         asked = RankRequest(count, launch="ray", per_node=per_node, **request)
-        groups.append(open_ranks(asked, "rank_workers:Worker", arguments, limits, on_nodes))
+        groups.append(open_ranks(asked, "rank_workers:Worker", arguments, limits, on_nodes, cluster))
         return groups[-1]
 
     yield start
@@ -117,6 +119,23 @@ def test_a_rank_that_dies_is_named_with_its_last_words(start: Start) -> None:
     assert "these are its last words" in str(raised.value)
     assert ":job_id:" not in str(raised.value)
     _assert_all_gone(pids)
+
+
+@pytest.mark.processes
+def test_what_ranks_write_is_added_to_their_logs_and_told_when_they_die(start: Start, tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("of an earlier run\n")
+    ranks = start(2, cluster=ClusterRequest(log_dir=str(logs)))
+    pids = ranks.call("pid")
+    ranks.call("prints")
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* was killed by a signal") as raised:
+        ranks.call("fails", 1, "abort")
+    assert "these are its last words" in str(raised.value)
+    assert "of an earlier run" not in str(raised.value)
+    texts = [(logs / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert [text.count("said by a rank\n") for text in texts] == [3, 3], "its own output and that of what it starts"
+    assert texts[1].startswith(f"of an earlier run\nThe output of process {pids[1]} on ")
 
 
 @pytest.mark.processes
@@ -193,8 +212,8 @@ def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start)
 def test_what_takes_machines_long_has_the_time_of_a_call_and_is_said_while_it_is_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ray_actors, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(ray_actors, "_SLICE_S", 0.5)
+    monkeypatch.setattr(cluster_room, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(cluster_room, "SLICE_S", 0.5)
     began: list[float] = []
 
     def prepare(ask: Any) -> None:
@@ -226,17 +245,15 @@ def test_ranks_with_gpus_are_put_together_on_as_few_machines_as_are_asked_for(st
 
 
 @pytest.mark.processes
-def test_too_few_resources_are_refused_with_numbers(
-    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ray_actors, "ROOM_TIMEOUT_S", 1.0)
+def test_too_few_resources_are_refused_with_numbers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as raised:
-        start(6, device="cuda", per_node=2)
+        start(6, device="cuda", per_node=2, cluster=ClusterRequest(room_timeout_s=1.0))
     text = str(raised.value)
     assert "6 ranks need 3 machines with 2 GPU, 2 CPU each" in text
-    assert f"2 nodes with {2 * GPUS} GPU, {2 * CPUS} CPU, of which {2 * GPUS} GPU, {2 * CPUS} CPU are free" in text
+    assert f"the run wants 6 GPUs (6 ranks), the cluster has {2 * GPUS} free of {2 * GPUS}: " in text
+    assert text.count(f") {GPUS}, ") == 1, "what is free of each machine"
     assert "2 of its machines can have that much" in text
-    assert "Waiting for room, 1 s at most: 6 ranks need" in capsys.readouterr().err
+    assert "Waiting for room, 1 s at most: the run wants 6 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -255,12 +272,13 @@ def test_as_many_ranks_go_on_one_machine_as_it_has_room_for(
     request_: dict[str, Any], gpus: Sequence[int], expected: Any
 ) -> None:
     nodes = [Node(str(number), f"node{number}", {"GPU": count, "CPU": 64.0}) for number, count in enumerate(gpus)]
-    request = RankRequest(device="cuda", launch="ray", **request_)
+    need = RankRequest(device="cuda", launch="ray", **request_).cluster_need()
+    assert isinstance(need, ClusterNeed)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            ranks_per_node(request, nodes)
+            ranks_per_machine(need, nodes)
     else:
-        assert ranks_per_node(request, nodes) == expected
+        assert ranks_per_machine(need, nodes) == expected
 
 
 def _raylet(node: Any) -> int:
@@ -279,4 +297,5 @@ def _assert_all_free(cluster: RayCluster) -> None:
         left = ray.available_resources()
         return all(left.get(kind) == cluster.total(kind) for kind in ("CPU", "GPU"))
 
-    wait_for(free, "resources of the cluster", 10)
+    # Ray counts those of a lost machine until it has missed several of its heartbeats.
+    wait_for(free, "resources of the cluster", 60)

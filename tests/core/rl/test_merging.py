@@ -71,11 +71,21 @@ def test_a_column_that_some_turn_lacks_is_left_out_and_the_last_turn_says_how_it
     assert merged.finish_reason == "length"
 
 
-def test_routed_experts_are_those_of_the_turn_that_saw_all_tokens():
+def test_routed_experts_are_those_that_the_next_token_was_sampled_with():
     trajectory = going_on([(3, 4), (2, 5)])
-    experts = np.arange(14 * 6, dtype=np.int16).reshape(14, 2, 3)
+    later = np.arange(14 * 6, dtype=np.int16).reshape(14, 2, 3)
+    earlier = later[:7] + 100
+    # Nothing was computed at the last token of a turn before the next one began.
+    earlier[6] = -1
     first, second = trajectory.turns
-    turns = (replace(first, routed_experts=experts[:7]), replace(second, routed_experts=experts))
+    turns = (replace(first, routed_experts=earlier), replace(second, routed_experts=later))
     [merged] = merge_turns(replace(trajectory, turns=turns)).turns
     assert merged.routed_experts is not None
-    assert np.array_equal(merged.routed_experts, experts)
+    assert np.array_equal(merged.routed_experts, np.concatenate([earlier[:6], later[6:]]))
+
+
+def test_a_turn_without_experts_leaves_the_merged_one_without():
+    first, second = (trajectory := going_on([(3, 4), (2, 5)])).turns
+    turns = (first, replace(second, routed_experts=np.zeros((14, 2, 3), np.int16)))
+    [merged] = merge_turns(replace(trajectory, turns=turns)).turns
+    assert merged.routed_experts is None

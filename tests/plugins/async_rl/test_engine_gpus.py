@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from backend_batches import run_config
 
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError
 from spurline.ranks import devices
 from spurline.ranks.group import Launch, RankRequest
+from spurline_async_rl.engines import configs
 from spurline_async_rl.engines.child.member import ChildMember
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE, own_gpus, shared_gpu
+from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.engines.vllm.launch import engine_environment
 
 
@@ -27,11 +30,21 @@ def six_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_with(
-    count: int, gpus: tuple[int, ...] | None = None, *, device: Any = "cuda", launch: Launch = "local", sync: str = ""
+    count: int,
+    gpus: tuple[int, ...] | None = None,
+    *,
+    device: Any = "cuda",
+    launch: Launch = "local",
+    sync: str = "",
+    colocated: bool = False,
 ) -> Any:
     request = RankRequest(count, device, launch, gpus=gpus)
     backend = SimpleNamespace(name="many", rank_request=lambda: request)
-    return SimpleNamespace(backend=backend, source=SimpleNamespace(transport=sync or None), run_dir=Path("runs"))
+    return SimpleNamespace(
+        backend=backend,
+        source=SimpleNamespace(transport=sync or None, has_colocated_engines=colocated),
+        run_dir=Path("runs"),
+    )
 
 
 def test_each_engine_has_gpus_that_no_rank_and_no_other_engine_has() -> None:
@@ -51,6 +64,31 @@ def test_a_backend_in_this_process_shares_its_gpu(tmp_path: Path) -> None:
     assert own_gpus(run_config(tmp_path, model=ModelConfig(path="some/model")), 0, 1, 1) is None
 
 
+@pytest.mark.parametrize(
+    ("present", "device", "settings", "first"),
+    [
+        (1, "auto", {}, "shared_memory"),
+        (1, "cpu", {}, "collective"),
+        (1, "auto", {"placement": "colocated"}, "cuda_ipc"),
+        (0, "auto", {}, "collective"),
+    ],
+)
+def test_weights_come_by_a_group_only_where_trainer_and_engine_have_gpus_of_their_own(
+    spurline_tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    present: int,
+    device: Any,
+    settings: dict[str, Any],
+    first: str,
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(configs, "num_gpus", lambda: present)
+    model = ModelConfig(path=str(spurline_tiny_model))
+    run = run_config(spurline_tiny_model, model=model, backend=LocalBackendConfig(device=device))
+    tokenizer: Any = None
+    assert VllmEngine(VllmEngineConfig(**settings), run, tokenizer).transports[0] == first
+
+
 def test_too_few_gpus_beside_the_ranks_are_an_error_that_says_how_many_are_left() -> None:
     with pytest.raises(
         ConfigError, match=r"engine\.engines is 2, each on 2 GPUs, but the ranks of .*'many' leave 3.*gpus"
@@ -59,17 +97,21 @@ def test_too_few_gpus_beside_the_ranks_are_an_error_that_says_how_many_are_left(
     assert shared_gpu(run_with(6), 0) == ""
 
 
-def test_handles_of_memory_reach_one_engine_on_the_gpu_of_the_first_rank() -> None:
-    run = run_with(2, (4, 1), sync="cuda_ipc")
+def test_engines_that_get_handles_of_memory_are_on_the_gpus_of_the_ranks() -> None:
+    run = run_with(4, (4, 1, 0, 5), sync="cuda_ipc")
     assert own_gpus(run, 0, 1, 1) == "14"
-    assert list(VllmEngineConfig().problems(run)) == []
+    assert [own_gpus(run, number, 4, 1) for number in range(4)] == ["14", "11", "10", "15"]
+    assert [own_gpus(run, number, 2, 2) for number in range(2)] == ["14,11", "10,15"]
+    for sizes in ({"engines": 4}, {"engines": 2, "tensor_parallel_size": 2}, {}):
+        assert list(VllmEngineConfig(**sizes).problems(run)) == []
 
 
-@pytest.mark.parametrize("sizes", [{"engines": 2}, {"tensor_parallel_size": 2}])
-def test_handles_of_memory_for_several_workers_are_refused_with_another_way(sizes: Any) -> None:
+@pytest.mark.parametrize("sizes", [{"engines": 3}, {"engines": 2, "tensor_parallel_size": 2}])
+def test_handles_of_memory_for_more_workers_than_ranks_are_refused_with_another_way(sizes: Any) -> None:
     [problem] = VllmEngineConfig(**sizes).problems(run_with(2, sync="cuda_ipc"))
-    assert "reaches one GPU alone" in problem.message
-    assert "weight_sync: shared_memory, or disk" in problem.message
+    assert problem.key == "engines"
+    assert "the GPUs of the ranks of backend 'many' alone, of which there are 2" in problem.message
+    assert "weight_sync: collective" in problem.message
     assert list(VllmEngineConfig(**sizes).problems(run_with(2, sync="shared_memory"))) == []
 
 

@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_members import ScriptedMember, Trainer, World, reference
@@ -25,6 +27,8 @@ from spurline.protocols.rollout_engine import (
 )
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, from_plain
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.weights.collective import CollectiveSync
+from spurline_async_rl.weights.configs import CollectiveSyncConfig
 
 Result = TypeVar("Result")
 
@@ -166,6 +170,30 @@ def test_an_engine_that_was_started_anew_awaits_the_current_weights_while_others
     assert left == 0
     assert versions == [4, 4, 4]
     assert world.members[2].served == []
+
+
+def test_an_engine_that_ends_again_while_it_gets_its_weights_is_waited_for_by_nobody() -> None:
+    world = World({0: "end before"})
+
+    async def body(pool: EnginePool, trainer: Trainer) -> dict[str, int]:
+        told = asyncio.Event()
+        pool.on_awaiting_weights = told.set
+        await pool.generate(asked(1))
+        await told.wait()
+        (waiting,) = pool.awaiting_weights
+        assert list(waiting.receivers) == [world.members[2].name]
+        world.fail_at["load_bucket"] = lambda member: member is world.members[2]
+        # One exchange may take longer than the whole publish, which fails when it waits for the engine that is gone.
+        sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=300, timeout_s=20))
+        backend: Any = SimpleNamespace(named_weights=lambda: iter([("a", torch.ones(9)), ("b", torch.ones(9))]))
+        sync.max_bucket_bytes = 4
+        try:
+            await sync.publish(4, backend, [waiting])
+        finally:
+            sync.close()
+        return dict(waiting.receivers)
+
+    assert use(lambda: world.pool(2), body, first=4) == {}
 
 
 @pytest.mark.parametrize("part", ["begin_update", "load_bucket", "finish_update"])

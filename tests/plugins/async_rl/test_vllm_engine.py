@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,14 +15,29 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import pytest
-from vllm_engines import OneEngine, disk, engine_processes, publish, shared_memory, vllm_models
+import torch
+from vllm_engines import (
+    OneEngine,
+    collective,
+    disk,
+    engine_processes,
+    publish,
+    shared_memory,
+    vllm_expert_models,
+    vllm_models,
+)
 
 from spurline.errors import RunFailedError
 from spurline.protocols.rollout_engine import GenerationResult
-from spurline.protocols.weight_sync import WeightSync
+from spurline.protocols.weight_sync import SyncReport, WeightSync
+from spurline.rl.concurrency import in_thread
 from spurline.testing import EngineUpdateContract, RolloutEngineContract
+from spurline.testing.backend_cases import minibatch
+from spurline.testing.backend_runs import backend_run, opened
 from spurline.testing.engine_update_contract import ModelPair, WeightsOf
 from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
+from spurline_async_rl.weights.configs import SharedMemorySyncConfig
+from spurline_async_rl.weights.shared_memory import SharedMemorySync
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -67,7 +84,7 @@ class TestUpdates(EngineUpdateContract):
         return untied
 
     def make_sync(self) -> WeightSync:
-        return shared_memory(checksum=True)
+        return collective(checksum=True)
 
     def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
         return self.one.use(models.old, use)
@@ -101,6 +118,59 @@ def test_weights_come_through_files_too(one_engine: OneEngine, untied: ModelPair
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_what_came_of_an_update_that_was_given_up_is_no_part_of_the_next_one(
+    one_engine: OneEngine, untied: ModelPair, count: int
+) -> None:
+    """As with a server that outlives a run. count: buckets that come of it, of weights that nobody wants later."""
+    backend: Any = WeightsOf(untied.new, lambda weights: [tensor.fill_(0.5) for tensor in weights.values()])
+
+    async def use(engine: Any) -> GenerationResult:
+        sync = collective(checksum=True)
+        await engine.begin_update(2)
+        sync.prepare(engine.receivers, is_lost=False)
+        for bucket in itertools.islice(sync.make_buckets(2, backend), count):
+            await engine.load_bucket(bucket)
+        sync.close()
+        await publish(engine, 2, untied.new, collective(checksum=True))
+        return await engine.generate(request(PROMPTS[0]))
+
+    result = one_engine.use(untied.old, use)
+    assert set(result.versions.tolist()) == {2}
+    assert distance(untied.new, PROMPTS[0], result) <= 1e-5
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_a_sleeping_engine_generates_nothing_and_goes_on_with_the_weights_it_wakes_up_with(
+    one_engine: OneEngine, untied: ModelPair, keep_weights: bool
+) -> None:
+    """vLLM for CPUs frees nothing while it sleeps, but the order of calls and what becomes of requests are the same."""
+
+    async def use(engine: Any) -> list[GenerationResult]:
+        asked = [request(prompt, seed=seed, max_new_tokens=100) for seed, prompt in enumerate(PROMPTS)]
+        under_way = [asyncio.create_task(engine.generate(wanted)) for wanted in asked]
+        await asyncio.sleep(0.3)
+        await engine.sleep(keep_weights=keep_weights)
+        under_way.append(asyncio.create_task(engine.generate(request(PROMPTS[0]))))
+        await asyncio.sleep(0.3)
+        waiting = [task for task in under_way if not task.done()]
+        await engine.wake("weights")
+        if not keep_weights:
+            await publish(engine, 2, untied.new)
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in waiting), "a response ended before the cache was awake"
+        assert waiting
+        await engine.wake("cache")
+        return [await task for task in under_way]
+
+    results = one_engine.use(untied.old, use)
+    for prompt, result in zip([*PROMPTS, PROMPTS[0]], results, strict=True):
+        for version, model in ((1, untied.old), (2, untied.new)):
+            assert distance(model, prompt, result, result.versions == version) <= 1e-4
+    newest = 1 if keep_weights else 2
+    assert set(results[-1].versions.tolist()) == {newest}
+
+
 def test_raw_logprobs_are_unknown_where_sampling_changes_the_distribution(
     one_engine: OneEngine, untied: ModelPair
 ) -> None:
@@ -127,7 +197,7 @@ def test_a_killed_engine_is_noticed_and_another_goes_on_with_its_requests(
         assert not all(task.done() for task in writing)
         os.kill(next(process.pid for process in old if "EngineCore" in process.cmdline()[0]), signal.SIGKILL)
         await awaiting.wait()
-        await publish(engine, 2, untied.new)
+        await publish(engine, 2, untied.new, collective(checksum=True))
         return old, await asyncio.gather(*writing)
 
     old, results = one_engine.use(untied.old, use)
@@ -191,6 +261,77 @@ class TestTiedHead(EngineUpdateContract):
         assert max(after) > 1e-3
         with capsys.disabled():
             print(f"\nkv_cache: keep, logprobs after an update to a wholly different model: {max(after):.2g} off")
+
+
+@pytest.mark.parametrize("head", ["untied", "tied"])
+def test_tokens_are_those_of_the_weights_that_ranks_broadcast_before_and_after_a_switch(
+    one_engine: OneEngine, head: str, tmp_path: Path
+) -> None:
+    models = vllm_models(one_engine.folder, head)
+    asked = [request(prompt, seed=seed, max_new_tokens=450) for seed, prompt in enumerate(PROMPTS)]
+    settings = {"name": "fsdp", "ranks": 2, "device": "cpu", "num_threads": 1}
+    reports: list[SyncReport] = []
+
+    with opened(backend_run(models.old, settings, ("fsdp_backend",))) as (backend, layout):
+
+        def train(version: int) -> None:
+            for _ in range(5):
+                backend.update(*minibatch("packed", layout, version))
+            folder = tmp_path / str(version)
+            shutil.copytree(models.old, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+            backend.write_weights(folder, torch.float32, 1 << 30)
+
+        async def use(engine: Any) -> list[GenerationResult]:
+            sync = collective(checksum=True)
+            try:
+                await in_thread(train, 2)
+                reports.append(await sync.publish(2, backend, [engine]))
+                writing = [asyncio.ensure_future(engine.generate(wanted)) for wanted in asked]
+                await engine.generate(request(PROMPTS[0], max_new_tokens=20, temperature=0.0))
+                await engine.pause()
+                await in_thread(train, 3)
+                await engine.resume()
+                reports.append(await sync.publish(3, backend, [engine]))
+                return await asyncio.gather(*writing)
+            finally:
+                sync.close()
+
+        results = one_engine.use(models.old, use)
+        size = sum(tensor.nbytes for _, tensor in backend.named_weights())
+    # The engine keeps fp32 on a CPU; a tied head is sent once.
+    assert [report.bytes_sent for report in reports] == [size, size]
+    wrong = 0.0
+    for wanted, result in zip(asked, results, strict=True):
+        assert set(result.versions.tolist()) == {2, 3}
+        for version in (2, 3):
+            of_it = result.versions == version
+            assert distance(tmp_path / str(version), wanted.prompt_ids, result, of_it) <= 1e-4
+            wrong = max(wrong, distance(tmp_path / str(5 - version), wanted.prompt_ids, result, of_it))
+    assert wrong > 1e-2, "the two versions do not differ enough to tell"
+
+
+@pytest.mark.parametrize("width", [32, 16])
+def test_experts_are_padded_and_packed_anew_by_every_publish(one_engine: OneEngine, tmp_path: Path, width: int) -> None:
+    models = vllm_expert_models(one_engine.folder, width)
+    whole = SharedMemorySync(SharedMemorySyncConfig())
+    asked = [request(prompt, max_new_tokens=30, temperature=1.0) for prompt in PROMPTS]
+
+    async def use(engine: Any) -> None:
+        published = [
+            (models.old, None),
+            (models.new, shared_memory()),
+            (models.old, whole),
+            (models.new, disk(tmp_path)),
+        ]
+        for version, (model, sync) in enumerate(published, start=1):
+            if sync is not None:
+                await publish(engine, version, model, sync)
+            for wanted in asked:
+                result = await engine.generate(wanted)
+                assert set(result.versions.tolist()) == {version}
+                assert distance(model, wanted.prompt_ids, result) <= 1e-5
+
+    one_engine.use(models.old, use)
 
 
 def test_incomplete_weights_end_the_engine_and_closing_while_another_starts_leaves_no_process(

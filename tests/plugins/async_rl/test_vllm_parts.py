@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,30 +16,39 @@ import torch
 from backend_batches import run_config
 from vllm_engines import disk, vllm_engine
 
+from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
-from spurline.errors import ConfigError, DataError, RunFailedError
+from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedError
+from spurline.model.configs import LoraConfig
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
-from spurline.testing.inputs import tiny_tokenizer
+from spurline.testing.inputs import tiny_tokenizer, write_tiny_moe_model
 from spurline.testing.rollout_engine_contract import request
+from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import Progress
 from spurline_async_rl.engines.vllm import launch
-from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments, engine_environment, engine_spec
-from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
+from spurline_async_rl.engines.vllm.adapters import EngineAdapter
+from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
+from spurline_async_rl.engines.vllm.launch import (
+    EngineSpec,
+    check_complete,
+    engine_arguments,
+    engine_environment,
+    engine_spec,
+)
+from spurline_async_rl.engines.vllm.member import Delta, VllmResponse, worker_call
 from spurline_async_rl.engines.vllm.worker_extension import WorkerExtension
-from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.weights import buckets
-from spurline_async_rl.weights.configs import CudaIpcSyncConfig, NcclSyncConfig
+from spurline_async_rl.weights.collective import CollectiveSync
+from spurline_async_rl.weights.configs import CollectiveSyncConfig, CudaIpcSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
 from spurline_async_rl.weights.disk import read_file
-from spurline_async_rl.weights.nccl import NcclSync
 
 WEIGHTS = [(f"layer.{number}", torch.arange(1000.0) + number) for number in range(30)]
 BACKEND: Any = SimpleNamespace(named_weights=lambda: iter(WEIGHTS))
 
 
 def spec(**settings: Any) -> EngineSpec:
-    return EngineSpec(VllmEngineConfig(**settings), ModelConfig(path="some/model"), "")
+    return EngineSpec(VllmEngineConfig(**settings), ModelConfig(path="some/model"))
 
 
 def test_automatic_settings_follow_the_machine() -> None:
@@ -57,19 +69,76 @@ def test_settings_reach_vllm_and_engine_args_take_precedence() -> None:
     assert arguments["logprobs_mode"] == "processed_logprobs"
 
 
-def test_only_nccl_needs_vllms_own_weight_transfer(tmp_path: Path) -> None:
-    run = run_config(tmp_path)
-    source = AsyncRolloutsConfig.model_construct(name="async_rollouts", weight_sync=NcclSyncConfig())
-    object.__setattr__(run, "source", source)
-    assert engine_arguments(engine_spec(VllmEngineConfig(), run), on_cpu=False)["weight_transfer_config"] == {
-        "backend": "nccl"
-    }
-    assert "weight_transfer_config" not in engine_arguments(spec(), on_cpu=False)
-
-
 def test_a_spec_survives_the_way_to_another_process() -> None:
     original = spec(urls=(), engine_args={"a": [1, {"b": 2}]}, kv_cache_gb=0.25)
     assert EngineSpec.from_plain(original.to_plain()) == original
+
+
+def adapter_of(model: Path, lora: LoraConfig | None, sends: bool | None = None, **settings: Any) -> Any:
+    """The adapter that engines of such a run are sent alone. sends: what `weight_sync.adapters` says. settings: of the
+    model."""
+    run = run_config(model, model=ModelConfig(path=str(model), **settings), backend=LocalBackendConfig(lora=lora))
+    source = SimpleNamespace(transport=None, replays_experts=False, sends_adapters=sends)
+    object.__setattr__(run, "source", source)
+    return engine_spec(VllmEngineConfig(), run).adapter
+
+
+def test_engines_have_room_for_the_modules_that_are_adapted_and_for_no_others(spurline_tiny_model: Path) -> None:
+    adapter = adapter_of(spurline_tiny_model, LoraConfig(rank=9))
+    linear = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+    assert adapter == EngineAdapter(9, linear)
+    asked = replace(spec(), adapter=adapter)
+    assert EngineSpec.from_plain(json.loads(json.dumps(asked.to_plain()))) == asked
+    arguments = engine_arguments(asked, on_cpu=True)
+    assert {name: arguments[name] for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")} == {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": 16,
+        "lora_target_modules": list(linear),
+    }
+    assert "enable_lora" not in engine_arguments(spec(), on_cpu=True)
+    chosen = adapter_of(spurline_tiny_model, LoraConfig(rank=4, target_modules=("self_attn.q_proj", "lm_head")))
+    assert chosen == EngineAdapter(4, ("lm_head", "q_proj"))
+
+
+@pytest.mark.parametrize(
+    ("lora", "settings", "message"),
+    [
+        ({"rank": 513}, {}, "rank 512 at most, and backend.lora.rank is 513"),
+        ({"target_modules": ("embed_tokens",)}, {}, r"linear layers only, .*model\.embed_tokens \(Embedding\)"),
+        ({}, {"init": "random"}, r"random ones \(model\.init\)"),
+    ],
+)
+def test_an_adapter_that_vllm_does_not_take_is_sent_merged_or_refused_with_the_fix(
+    spurline_tiny_model: Path, lora: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    model, config = spurline_tiny_model, LoraConfig(**lora)
+    assert adapter_of(model, config, **settings) is None
+    assert adapter_of(model, config, sends=False, **settings) is None
+    with pytest.raises(ConfigError, match=rf"source\.weight_sync\.adapters is true, but .*{message}.*Set it to false"):
+        adapter_of(model, config, sends=True, **settings)
+
+
+def test_adapters_of_experts_are_sent_merged_and_those_of_attention_alone(tmp_path: Path) -> None:
+    model = write_tiny_moe_model(tmp_path / "experts")
+    assert adapter_of(model, LoraConfig()) is None
+    with pytest.raises(ConfigError, match=r"linear layers only, .*experts \(Qwen3MoeExperts\)"):
+        adapter_of(model, LoraConfig(), sends=True)
+    assert adapter_of(model, LoraConfig(target_modules=("q_proj", "o_proj"))) == EngineAdapter(16, ("o_proj", "q_proj"))
+
+
+def test_engines_of_a_run_without_adapters_and_of_one_that_merges_them_have_no_room_for_one(
+    spurline_tiny_model: Path,
+) -> None:
+    assert adapter_of(spurline_tiny_model, None) is None
+    assert adapter_of(spurline_tiny_model, LoraConfig(), sends=False) is None
+
+
+def test_an_update_of_an_adapter_reaches_the_method_of_the_worker_with_its_settings() -> None:
+    settings = {"r": 4, "target_modules": ["q_proj"]}
+    command = from_plain(json.loads(json.dumps(BeginAdapterUpdate(3, settings).to_plain())))
+    assert worker_call(command) == ("spurline_begin_adapter_update", settings)
+    assert worker_call(BeginUpdate(3)) == ("spurline_begin_update",)
 
 
 def test_the_environment_is_as_before_when_an_engine_has_been_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,26 +189,20 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, setting
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_transports_between_gpus_are_refused_without_one() -> None:
-    for make in (lambda: NcclSync(NcclSyncConfig()), lambda: CudaIpcSync(CudaIpcSyncConfig())):
-        with pytest.raises(ConfigError, match=r"weight_sync\.name.*no GPU.*shared_memory"):
-            make()
+    with pytest.raises(ConfigError, match=r"weight_sync\.name.*no GPU.*shared_memory"):
+        CudaIpcSync(CudaIpcSyncConfig())
 
 
-@pytest.mark.xfail(
-    reason="nccl names no tensors of a bucket under `update`, which workers read", raises=KeyError, strict=True
-)
-def test_a_worker_receives_every_bucket_that_nccl_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_require_gpu", lambda transport, run: None)
-    monkeypatch.setattr(NcclSync, "_meeting_point", lambda self: {})
-    monkeypatch.setattr(NcclSync, "_send", lambda self, meeting_point, tensors: None)
-    received: list[Any] = []
-    transfer = SimpleNamespace(parse_init_info=dict, init_transfer_engine=dict, parse_update_info=dict)
-    transfer.receive_weights = received.append
+def test_a_worker_answers_what_it_did_not_get_and_that_is_no_end_of_the_engine() -> None:
+    sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=0.3))
+    sync.prepare({"engine 0": 1, "engine 1": 1}, is_lost=False)
+    bucket = next(sync.make_buckets(1, BACKEND))
     worker = WorkerExtension()
-    worker.weight_transfer_engine = transfer
-    for bucket in NcclSync(NcclSyncConfig()).make_buckets(1, BACKEND):
-        worker._spurline_receive(bucket)
-    assert received
+    worker.rank, worker.device, worker.vllm_config = 0, torch.device("cpu"), None
+    answer = worker.spurline_load_bucket({**bucket.to_plain(), "receiver": "engine 0"})
+    sync.close()
+    with pytest.raises(BucketLostError, match="engine 1 did not come"):
+        check_complete([None, answer])
 
 
 def response(progress: Progress | None = None, **asked: Any) -> VllmResponse:
@@ -241,3 +304,42 @@ def test_a_damaged_or_missing_file_is_an_error_that_says_so(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(RunFailedError, match=r"no such file.*weight_sync\.folder"):
         list(read_file(bucket))
+
+
+def test_an_engine_that_is_closed_ends_its_requests_and_does_not_say_that_it_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exceptions = SimpleNamespace(EngineDeadError=type("EngineDeadError", (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", exceptions)
+
+    async def close() -> tuple[list[str], list[str]]:
+        said: list[str] = []
+        ended: list[str] = []
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Exception] = asyncio.Queue()
+
+        async def hand_on() -> None:
+            said.append(f"output handler failed: {await outputs.get()!r}")
+
+        async def nothing() -> None:
+            await asyncio.sleep(0)
+
+        def shutdown() -> None:
+            # As vLLM's does: whoever waits for outputs learns on the loop's thread that the processes are gone, while
+            # this one goes on, and is cancelled by nobody yet.
+            loop.call_soon_threadsafe(outputs.put_nowait, RuntimeError("the processes are gone"))
+            for _ in range(3):
+                asyncio.run_coroutine_threadsafe(nothing(), loop).result(timeout=60)
+
+        engine: Any = AsyncEngine(spec())
+        engine.processes = SimpleNamespace(kill=lambda: None)
+        engine._llm = SimpleNamespace(
+            output_handler=asyncio.create_task(hand_on()),
+            output_processor=SimpleNamespace(propagate_error=lambda error: ended.append(type(error).__name__)),
+            shutdown=shutdown,
+        )
+        await asyncio.sleep(0)
+        await engine.close()
+        return said, ended
+
+    assert asyncio.run(close()) == ([], ["EngineDeadError"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 from backend_batches import run_config
 from fake_vllm_server import FakeVllmServer
 from vllm_engines import disk
@@ -20,26 +21,35 @@ from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
+from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
+from spurline_async_rl.engines.vllm.server_files import ServerFiles
+from spurline_async_rl.weights.disk import FileMaker
 
 Result = TypeVar("Result")
 
 
 @pytest.fixture
 def drive(spurline_tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
-    """What `use` does with an engine on a fake server, after a first publish."""
+    """What `use` does with an engine on a fake server, after a first publish unless `is_new`."""
 
-    def run(use: Callable[[Any, FakeVllmServer, Callable[[int], Awaitable[Any]]], Awaitable[Any]], **fake: Any) -> Any:
+    def run(
+        use: Callable[[Any, FakeVllmServer, Callable[[int], Awaitable[Any]]], Awaitable[Any]],
+        *,
+        is_new: bool = False,
+        **fake: Any,
+    ) -> Any:
         async def main() -> Any:
             server = FakeVllmServer(**fake)
             engine = server_engine(await server.start(), spurline_tiny_model)
 
             async def publish(version: int) -> Any:
                 backend: Any = WeightsOf(spurline_tiny_model)
-                return await disk(tmp_path).publish(version, backend, [engine])
+                return await disk(tmp_path, checksum=True).publish(version, backend, [engine])
 
             try:
                 async with asyncio.timeout(60):
-                    await publish(1)
+                    if not is_new:
+                        await publish(1)
                     return await use(engine, server, publish)
             finally:
                 await engine.close()
@@ -152,10 +162,142 @@ def test_weights_that_are_not_all_there_end_the_run(drive: Callable[..., Any]) -
     drive(use)
 
 
+def test_a_server_without_our_extension_loads_the_whole_model_by_itself_from_files_that_then_go(
+    drive: Callable[..., Any], spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> Any:
+        assert list(tmp_path.glob("spurline-*")) == []
+        writing = asyncio.ensure_future(engine.generate(request([5] * 270, max_new_tokens=400)))
+        while server.tokens_given < 100:
+            await asyncio.sleep(0)
+        await publish(2)
+        return engine.transports, await writing
+
+    server: list[FakeVllmServer] = []
+
+    async def keep(engine: Any, fake: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> Any:
+        server.append(fake)
+        return await use(engine, fake, publish)
+
+    transports, result = drive(keep, extension="")
+    assert transports == ("disk",)
+    assert result.logprobs.tolist() == (-result.versions).tolist()
+    assert set(result.versions.tolist()) == {1, 2}
+    # The server says that it computes in bf16.
+    expected = {name: tensor.bfloat16() for name, tensor in WeightsOf(spurline_tiny_model).named_weights()}
+    assert server[0].loaded.keys() == expected.keys()
+    assert all(torch.equal(server[0].loaded[name], tensor) for name, tensor in expected.items())
+    assert server[0].calls == ["resume"] + ["pause", "reload_weights", "resume"] * 2
+    assert list(tmp_path.glob("spurline-*")) == []
+
+
+def test_a_server_with_our_extension_reads_collective_broadcasts_too(drive: Callable[..., Any]) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
+        (receivers,) = (each.receivers for each in engine._engines)
+        return engine.transports, engine.weights_dtype, receivers
+
+    transports, dtype, receivers = drive(use)
+    assert transports == ("collective", "disk")
+    assert dtype == "bfloat16"
+    assert list(receivers.values()) == [2]
+
+
+@pytest.mark.parametrize(("left_out", "what"), [("lm_head.weight", "output layer"), ("", "experts")])
+def test_weights_that_a_server_on_cpus_would_keep_old_copies_of_are_refused_without_our_extension(
+    tmp_path: Path, left_out: str, what: str
+) -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight" if left_out == "" else "model.norm.weight"]
+    names += ["model.layers.0.mlp.experts.0.up_proj.weight"] if what == "experts" else []
+    files = {device: ServerFiles("server", on_cpu=device == "cpu") for device in ("cpu", "cuda")}
+    maker = FileMaker(str(tmp_path), checksum=False)
+    bucket = maker.make(1, 1, [(name, torch.ones(2)) for name in names])
+    files["cuda"].add(bucket)
+    assert len(list(files["cuda"].model().iterdir())) == 1
+
+    def add_to_cpu() -> None:
+        files["cpu"].add(bucket)
+        files["cpu"].model()
+
+    with pytest.raises(RunFailedError, match=rf"{what}.*worker extension"):
+        add_to_cpu()
+
+
+def test_a_server_that_cannot_load_the_files_ends_the_run_and_none_are_left(
+    drive: Callable[..., Any], tmp_path: Path
+) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> None:
+        server.is_broken = True
+        with pytest.raises(RunFailedError, match="such bad luck"):
+            await publish(2)
+
+    drive(use, extension="")
+    assert not list(tmp_path.glob("spurline-server-*"))
+
+
+def test_an_adapter_reaches_a_server_as_a_folder_that_peft_would_read(
+    drive: Callable[..., Any], tmp_path: Path
+) -> None:
+    tensors = {f"base_model.model.layers.{number}.lora_A.weight": torch.full((2, 3), number) for number in range(3)}
+    settings = {"peft_type": "LORA", "r": 2}
+
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
+        await engine.start()
+        assert engine.takes_adapters
+        for num_buckets in (1, 3):
+            maker = FileMaker(str(tmp_path), checksum=True)
+            await engine.begin_adapter_update(2, settings)
+            for number in range(num_buckets):
+                held = list(tensors.items())[number::num_buckets]
+                await engine.load_bucket(maker.make(2, number + 1, held))
+                maker.taken()
+            await engine.finish_update(2)
+            assert server.config == settings
+            assert all(torch.equal(server.loaded[name], tensor) for name, tensor in tensors.items())
+            assert server.loaded.keys() == tensors.keys()
+            server.models.clear()
+            result = await engine.generate(request([5] * 40, max_new_tokens=2))
+            # The server may have to read it again.
+            assert [Path(folder, "adapter_config.json").is_file() for folder in server.adapters.values()] == [True]
+            assert server.models == server.adapters.keys()
+            assert result.versions.tolist() == [2, 2]
+        servers.append(server)
+
+    servers: list[FakeVllmServer] = []
+    drive(use, is_new=True, extension="", adapters="any time")
+    assert not servers[0].adapters
+    assert not list(tmp_path.glob("spurline-*"))
+
+
+@pytest.mark.parametrize("adapters", ["none", "startup"])
+def test_a_server_that_takes_no_adapters_while_it_runs_is_not_sent_them_alone(
+    drive: Callable[..., Any], adapters: str
+) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> bool:
+        await engine.start()
+        return engine.takes_adapters
+
+    assert not drive(use, is_new=True, adapters=adapters)
+
+
+@pytest.mark.parametrize("extension", ["", WORKER_EXTENSION])
+@pytest.mark.parametrize("adapters", ["startup", "any time"])
+def test_weights_that_adapters_are_put_on_are_never_replaced(
+    drive: Callable[..., Any], extension: str, adapters: str
+) -> None:
+    async def use(engine: Any, server: FakeVllmServer, publish: Callable[[int], Awaitable[Any]]) -> None:
+        with pytest.raises(RunFailedError, match=r"was started with --enable-lora.*Start it without"):
+            await publish(1)
+        assert not server.loaded
+        assert server.calls == ["resume"]
+
+    drive(use, is_new=True, extension=extension, adapters=adapters)
+
+
 @pytest.mark.parametrize(
     ("fake", "message"),
     [
         ({"logprobs_mode": "raw_logprobs"}, r"urls.*raw_logprobs.*--logprobs-mode processed_logprobs"),
+        ({"extension": "theirs.Extension"}, r"urls.*theirs\.Extension.*--worker-extension-cls"),
         ({"has_dev_endpoints": False}, r"urls.*no endpoint.*VLLM_SERVER_DEV_MODE=1"),
     ],
 )

@@ -15,7 +15,7 @@ from spurline.errors import ModelError
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing import BackendContract, write_tiny_model, write_tiny_moe_model
+from spurline.testing import AdapterContract, BackendContract, write_tiny_model, write_tiny_moe_model
 from spurline.testing.backend_cases import (
     assert_critics_close,
     assert_gradients_close,
@@ -36,6 +36,8 @@ IN_SHORT = (
     "generates",
     "facts",
     "temperature",
+    "device_was_given",
+    "others_have",
 )
 
 
@@ -70,6 +72,36 @@ class WithAdapters(BackendContract):
 class TestTwoRanksWithAdapters(WithAdapters):
     backend_settings = on(2, lora=ADAPTERS)
     in_every_run = IN_SHORT
+
+
+@pytest.mark.processes
+class TestAdapterOfTwoRanks(AdapterContract):
+    plugins = ("fsdp_backend",)
+    backend_settings = on(2, lora={"rank": 3, "alpha": 32.0}, probe=False)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+class TestAdapterOfReplicasOnFilesOfHalfPrecision(AdapterContract):
+    plugins = ("fsdp_backend",)
+    backend_settings = on(4, replicas=2, lora={"rank": 4, "alpha": 32.0, "target_modules": ["q_proj", "lm_head"]})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def adapted_model(cls, half_precision_files: Path) -> Path:
+        return half_precision_files
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+class TestAdapterOnExpertsOfTwoRanks(AdapterContract):
+    plugins = ("fsdp_backend",)
+    backend_settings = on(2, lora={"rank": 4, "alpha": 32.0})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def adapted_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ from spurline.config.loading import load_config
 from spurline.config.run_config import RunConfig
 from spurline.errors import RankFailedError
 from spurline.protocols.backend import Finding
-from spurline_fsdp_backend import doctor
+from spurline.ranks import doctor
 
 pytestmark = pytest.mark.processes
 

@@ -17,10 +17,10 @@ import torch
 from fsdp_layouts import in_bf16
 
 from spurline.model.weight_files import write_weight_files
-from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing import write_tiny_model
-from spurline.testing.backend_cases import minibatch
+from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
 from spurline.testing.backend_runs import backend_run, opened
 from spurline_fsdp_backend.checkpoint_reader import read_weights
 
@@ -138,3 +138,34 @@ def test_export_takes_the_memory_of_a_few_tensors_of_a_rank_and_of_a_process_alo
     assert len(names) > 3
     for name in names:
         assert filecmp.cmp(by_ranks / name, alone / name, shallow=False), name
+
+
+def test_ranks_free_what_they_can_compute_anew_and_grow_no_further(large: Path) -> None:
+    with ranks_of(large, 2) as (backend, pids):
+        assert isinstance(backend, YieldsDevice)
+        backend.update(*minibatch("packed", ParallelLayout()))
+        held = max(map(anonymous_bytes, pids))
+        shard = 4 * int(backend.facts()["parameters"]) / 2
+        for keep_weights in (False, True, False):
+            during = Peak(pids)
+            with during:
+                backend.yield_device(keep_weights=keep_weights)
+                backend.take_device()
+            # On CPU both memories are the host's: a tensor at a time is there twice, never all of them.
+            print(f"shard {shard / MIB:.0f} MiB, {during.more / MIB:.0f} more while giving and taking")
+            assert during.more < shard / 4
+        assert max(map(anonymous_bytes, pids)) < held + shard / 10
+
+
+def test_weights_leave_before_the_first_forward_pass_and_come_back(tmp_path: Path) -> None:
+    # Three ranks hold unequal shards, which FSDP2 pads in its first forward pass.
+    model = write_tiny_model(tmp_path / "model", hidden_size=40, vocab_size=131)
+    with ranks_of(model, 3) as (backend, _):
+        assert isinstance(backend, YieldsDevice)
+        weights = weights_of(backend)
+        backend.yield_device(keep_weights=False)
+        assert_weights_equal(weights_of(backend), weights)
+        backend.take_device()
+        loss = backend.update(*minibatch("packed", ParallelLayout(data=3)))["loss"]
+    with ranks_of(model, 3) as (backend, _):
+        assert backend.update(*minibatch("packed", ParallelLayout(data=3)))["loss"] == loss

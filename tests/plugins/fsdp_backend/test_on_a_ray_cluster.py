@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_clusters import CPUS, GPUS, two_machines
+from ray_clusters import CPUS, two_machines
 
+from spurline.config.cluster import cluster_request
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks import machine
-from spurline.ranks.group import RankRequest, RuntimeEnv, TimeLimits
-from spurline.ranks.launch import open_ranks
+from spurline.ranks.group import ClusterRequest, RuntimeEnv
 from spurline.testing.backend_cases import minibatch, weights_of, without_times
 from spurline.testing.backend_runs import backend_run, opened
-from spurline_async_rl.engines.configs import VllmEngineConfig
 
 pytest.importorskip("ray")
 from spurline.ranks.ray_cluster import RayCluster
@@ -34,7 +32,7 @@ LAYOUT = ParallelLayout(data=1)
 def joined() -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", two_machines().address)
-        cluster = RayCluster(RuntimeEnv())
+        cluster = RayCluster(ClusterRequest())
         cluster.open()
         yield cluster
         cluster.close()
@@ -59,7 +57,7 @@ def test_ranks_of_two_machines_train_bit_for_bit_as_those_of_one_process_and_con
         backend_of(spurline_tiny_model, run_dir) as local,
         backend_of(spurline_tiny_model, run_dir, launch="ray", ranks_per_node=1) as spread,
     ):
-        assert list(run_dir.iterdir()) == [], "a check has left something"
+        assert [path.name for path in run_dir.iterdir()] == ["logs"], "a check has left something"
         first = minibatch("packed", LAYOUT, 0)
         expected = dict(local.gradients(*first))
         for name, gradient in spread.gradients(*first):
@@ -77,62 +75,12 @@ def test_ranks_of_two_machines_train_bit_for_bit_as_those_of_one_process_and_con
         assert all(value.equal(ours[name]) for name, value in weights_of(spread).items())
 
 
-@pytest.mark.processes
-def test_engines_get_gpus_that_no_rank_has_and_are_refused_when_too_few_are_left(joined: RayCluster) -> None:
-    import ray
-
-    from spurline_async_rl.engines.vllm.ray import EngineCluster
-
-    request = RankRequest(2, "cuda", "ray", per_node=2)
-
-    class EnoughError(Exception):
-        pass
-
-    async def with_engines() -> tuple[list[set[int]], float]:
-        cluster = EngineCluster(VllmEngineConfig(engines=GPUS, placement="ray"), request)
-        groups = [await asyncio.wait_for(cluster.reserve(), 60) for _ in range(GPUS)]
-        try:
-            gpus = [_gpus_of(cluster.actor_options(group)) for group in groups]
-            return gpus, ray.available_resources().get("GPU", 0.0)
-        finally:
-            for group in groups:
-                cluster.release(group)
-            await cluster.close()
-
-    def look(ask: Any) -> None:
-        assert len(ask("os:getpid")) == 1
-        engines, free = asyncio.run(with_engines())
-        assert free == 0
-        # Those of the other machine: the ranks fill theirs.
-        assert sorted(map(sorted, engines)) == [[gpu] for gpu in range(GPUS)]
-        too_many = EngineCluster(VllmEngineConfig(engines=GPUS + 1, placement="ray"), request)
-        with pytest.raises(ConfigError, match=rf"cluster has {2 * GPUS}, of which ranks of the backend have {GPUS}"):
-            asyncio.run(too_many.reserve())
-        asyncio.run(too_many.close())
-        raise EnoughError
-
-    with pytest.raises(EnoughError):
-        open_ranks(request, "rank_workers:Worker", (), TimeLimits(120.0, 60.0, 60.0), look)
-
-
-def _gpus_of(options: dict[str, Any]) -> set[int]:
-    """Numbers of the GPUs that an actor with these options gets."""
-    import ray
-
-    class Gpus:
-        def numbers(self) -> set[int]:
-            return {int(gpu) for gpu in ray.get_gpu_ids()}
-
-    kind: Any = ray.remote(Gpus)
-    return ray.get(kind.options(**options).remote().numbers.remote(), timeout=60)
-
-
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
         ({"launch": "ray", "device": "cuda"}, "ranks has to be said with launch: ray"),
         ({"launch": "ray", "ranks": CPUS}, "device is auto, which looks at this machine, and it has no GPU"),
-        ({"device": "cpu", "runtime_env": {"env_vars": {"A": "b"}}}, "runtime_env is for the machines of a cluster"),
+        ({"device": "cpu", "runtime_env": {"env_vars": {"A": "b"}}}, "runtime_env is not .* in the section `cluster`"),
     ],
 )
 def test_settings_that_a_cluster_cannot_guess_are_asked_for(
@@ -186,8 +134,6 @@ def test_the_folder_of_a_runtime_env_is_found_beside_the_config(spurline_tiny_mo
     path = tmp_path / "run.yaml"
     path.write_text(
         f"plugins: [fsdp_backend]\nmodel: {{path: {spurline_tiny_model}}}\ndata: {{train: unused.jsonl}}\nsteps: 2\n"
-        "backend: {name: fsdp, device: cpu, ranks: 2, launch: ray, runtime_env: {working_dir: mine}}\n"
+        "backend: {name: fsdp, device: cpu, ranks: 2}\ncluster: {address: auto, runtime_env: {working_dir: mine}}\n"
     )
-    request = load_config(path).config.backend.rank_request()
-    assert request is not None
-    assert request.runtime_env == RuntimeEnv({}, str(tmp_path / "mine"))
+    assert cluster_request(load_config(path).config).runtime_env == RuntimeEnv({}, str(tmp_path / "mine"))

@@ -279,7 +279,7 @@ def test_a_loss_with_a_state_is_found_before_anything_starts(
     said = "loss is made by CrossEntropy, which keeps a state"
     assert any(said in str(problem) for problem in planned(config).problems)
     started: list[object] = []
-    monkeypatch.setattr("spurline_fsdp_backend.backend.open_ranks", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr("spurline.ranks.backend.open_ranks", lambda *arguments: started.append(arguments))
     loaded = load_config(config)
     with pytest.raises(ConfigError, match=said):
         loaded.host.registry.create(
@@ -375,9 +375,7 @@ def test_examples_for_eight_gpus_fit_them(
     rows = config["data"]["train"]
     folder = with_model(config, tmp_path / "model", architecture)["model"]["path"]
     overrides = [f"model.path={folder}", f"data.train={rows}", f"data.eval={rows}", "trackers=[]"]
-    with pytest.MonkeyPatch.context() as patch:
-        # Frozen weights have the dtype of their files, which only a model with files has.
-        patch.setattr("spurline.run.plan.check_weight_files", lambda model: None)
-        plan = make_plan(load_config(ROOT / "examples" / f"{example}.yaml", overrides), device_bytes=80 * 2**30)
+    plan = make_plan(load_config(ROOT / "examples" / f"{example}.yaml", overrides), device_bytes=80 * 2**30)
+    assert "no weights can be loaded from folder" in str(plan.problems[-1])
     assert [problem for problem in plan.problems if "backend" in str(problem)] == []
     assert plan.sections["memory (estimate)"][-1] == "fits a device of 80.0 GiB"

@@ -6,49 +6,30 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
+from file_gpus import FileGpu
+from recording_makers import choice_of, record
 from torch import Tensor
+from weight_takers import Taker, make_sync, update_and_publish
 
 from spurline.config.loading import LoadedConfig
-from spurline.errors import RankFailedError, RunFailedError
+from spurline.errors import ModelError, RankFailedError, RunFailedError
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import WeightBucket
 from spurline.protocols.weight_sync import MakerChoice
 from spurline.ranks.machine import this_machine
 from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
 from spurline.testing.backend_runs import backend_run, opened
-from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
-from spurline_async_rl.weights.disk import DiskSync, read_file
+from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
 
 pytestmark = pytest.mark.processes
-
-
-class Taker(TakesWeights):
-    """An engine that keeps copies of what comes."""
-
-    transports: Sequence[str] = ("shared_memory", "disk")
-
-    def __init__(self) -> None:
-        self.taken: dict[str, Tensor] = {}
-        self.buckets: list[WeightBucket] = []
-        self._readers = {"shared_memory": MemoryReader().read, "disk": read_file}
-
-    async def begin_update(self, version: int) -> None:
-        self.taken = {}
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        self.buckets.append(bucket)
-        self.taken |= {name: tensor.clone() for name, tensor in self._readers[bucket.transport](bucket)}
-
-    async def finish_update(self, version: int) -> None:
-        pass
 
 
 class KillsTheOwner(Taker):
@@ -73,15 +54,6 @@ def ranks(spurline_tiny_model: Path) -> Iterator[Opened]:
         yield lent
 
 
-def make_sync(transport: str, folder: Path) -> Any:
-    if transport == "disk":
-        sync: Any = DiskSync(DiskSyncConfig(folder=str(folder / "weights"), checksum=True))
-    else:
-        sync = SharedMemorySync(SharedMemorySyncConfig(checksum=True))
-    sync.max_bucket_bytes = 50_000
-    return sync
-
-
 @pytest.mark.parametrize("transport", ["shared_memory", "disk"])
 def test_engines_get_the_weights_of_now_again_and_again_and_the_controller_none_of_them(
     ranks: Opened, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,13 +62,7 @@ def test_engines_get_the_weights_of_now_again_and_again_and_the_controller_none_
     sync, taker = make_sync(transport, tmp_path), Taker()
     with closing(sync):
         for version in (1, 2):
-            backend.update(*minibatch("packed", layout, version))
-            expected = weights_of(backend)
-            with monkeypatch.context() as patch:
-                patch.setattr(type(backend), "named_weights", None)
-                report = asyncio.run(sync.publish(version, backend, [taker]))
-            assert_weights_equal(taker.taken, expected)
-            assert report.bytes_sent == sum(value.nbytes for value in expected.values())
+            update_and_publish(backend, layout, sync, taker, version, monkeypatch)
     sizes = [[math.prod(place.shape) * 4 for place in bucket.places] for bucket in taker.buckets]
     assert len(sizes) > 4
     assert all(sum(size) <= sync.max_bucket_bytes or len(size) == 1 for size in sizes)
@@ -117,6 +83,57 @@ def test_a_publish_that_stops_in_the_middle_leaves_the_ranks_ready_for_the_next_
     assert next(buckets).places != next(buckets).places
     buckets.close()
     assert backend.update(*minibatch("packed", layout))["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("made_by", ["owners", "all"])
+def test_the_first_rank_or_all_make_the_buckets_in_the_dtype_that_is_asked_for(
+    ranks: Opened, made_by: Literal["owners", "all"]
+) -> None:
+    backend, layout = ranks
+    backend.update(*minibatch("packed", layout))
+    expected = weights_of(backend)
+    found = record(backend.weight_buckets(7, choice_of(made_by=made_by, dtype="bfloat16")))
+    senders = ["0"] if made_by == "owners" else ["0", "1"]
+    assert len(found.senders) > 2
+    assert all(each == senders for each in found.senders)
+    assert len(found.processes) == len(senders)
+    assert found.told == {len(senders)}
+    assert_weights_equal(found.weights, {name: value.bfloat16() for name, value in expected.items()})
+    assert 2 * sum(found.sizes) == sum(value.nbytes for value in expected.values())
+
+
+def test_handles_of_each_rank_s_memory_reach_an_engine_on_its_gpu(ranks: Opened, tmp_path: Path) -> None:
+    backend, _ = ranks
+    expected = weights_of(backend)
+    settings = {"folder": str(tmp_path), "checksum": True}
+    choice = MakerChoice("file_gpus:FileHandleMaker", settings, 20_000, "bfloat16", made_by="all")
+    copies: list[dict[str, Tensor]] = [{}, {}]
+    for bucket in backend.weight_buckets(4, choice):
+        assert bucket.machine == this_machine()
+        for rank, copy in enumerate(copies):
+            read = read_handles(bucket, FileGpu(tmp_path, f"GPU-{rank}"))
+            copy |= {name: value.clone() for name, value in read}
+    for copy in copies:
+        assert_weights_equal(copy, {name: value.bfloat16() for name, value in expected.items()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_publish_goes_on_at_the_bucket_that_was_lost(ranks: Opened) -> None:
+    backend, _ = ranks
+    whole = record(backend.weight_buckets(8, choice_of()))
+    assert whole.numbers == [*range(1, len(whole.numbers) + 1)]
+    for first in (3, len(whole.numbers) + 1):
+        rest = record(backend.weight_buckets(8, choice_of(), first))
+        assert rest.numbers == whole.numbers[first - 1 :]
+        assert rest.sizes == whole.sizes[first - 1 :]
+        assert_weights_equal(rest.weights, {name: whole.weights[name] for name in rest.weights})
+
+
+def test_adapters_alone_are_refused_where_none_are_trained_and_the_ranks_stay(ranks: Opened) -> None:
+    backend, _ = ranks
+    with pytest.raises(ModelError, match=r"'fsdp' trains none.*weight_sync\.adapters: false"):
+        backend.weight_buckets(9, choice_of(part="adapter"))
+    assert record(backend.weight_buckets(9, choice_of())).weights
 
 
 def test_a_maker_that_fails_says_so_in_the_controller_with_its_rank(spurline_tiny_model: Path, tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ _REPLACED = {
 
 def _unknown_key(path: list[str], owner: type[BaseModel], model: type[BaseModel], registry: Registry) -> str:
     key = path[-1]
+    if issubclass(owner, ComponentConfig) and key in owner.missing_settings:
+        return f"is not a setting of '{_component_name(owner)}'. {owner.missing_settings[key]}"
     names = list(owner.model_fields)
     wanted = _OTHER_NAMES.get(key, key)
     replaced = _REPLACED.get(key, "")

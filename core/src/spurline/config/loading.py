@@ -16,6 +16,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from spurline.config.assembly import assemble
+from spurline.config.cluster import names_cluster
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
 from spurline.config.paths import ConfigPlace
@@ -72,7 +73,8 @@ def load_config(
     host = _loaded_plugins(document, available)
     model = config_model(host)
     try:
-        place = ConfigPlace(None if isinstance(source, Mapping) else Path(source).absolute().parent, recorded)
+        folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
+        place = ConfigPlace(folder, recorded, not recorded and names_cluster(document.values))
         config = model.model_validate(_with_defaults_of_source(document.values, host.registry), context=place)
     except ValidationError as error:
         known = installed_plugins() if available is None else available

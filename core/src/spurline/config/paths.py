@@ -25,10 +25,12 @@ class ConfigPlace:
     """Validation context: where relative paths begin. folder: of the config file, or None when there is none.
 
     recorded: a run wrote these settings down; they are expanded and absolute, and stay as they are.
+    on_cluster: section `cluster` places the run on a cluster.
     """
 
     folder: Path | None = None
     recorded: bool = False
+    on_cluster: bool = False
 
     def homes(self) -> list[Path]:
         """Folders in which something relative is looked for, in this order."""

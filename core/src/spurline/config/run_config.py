@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from spurline.config.cluster import ClusterConfig
 from spurline.config.paths import PathSetting
 from spurline.config.section import (
     Component,
@@ -193,11 +194,22 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint whose evaluation was the best so far by this metric; each better one is saved."""
     export_hf: bool = False
     """Also write a Hugging Face folder to RUN_DIR/model when training ends."""
+    export_adapter: bool = False
+    """Also write the adapter that `backend.lora` trains to RUN_DIR/adapter when training ends, as a PEFT folder."""
     verify: Literal["full", "sizes"] = "full"
     """What is compared before a checkpoint is used. `full` reads all of it, and finds every change; `sizes` compares
     the sizes of the files alone, for storage that verifies what it keeps."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.export_adapter and not run.backend.trains_adapters:
+            yield Problem(
+                "export_adapter", "needs adapters to export. Set backend.lora, or export_hf for the whole model."
+            )
+        elif self.export_adapter and run.model.init == "random":
+            yield Problem(
+                "export_adapter",
+                "would write an adapter of weights that no folder holds (model.init: random). Set export_hf instead.",
+            )
         if self.keep_best is None:
             return
         metric = self.keep_best.metric
@@ -317,6 +329,8 @@ class RunConfig(Section):
     """The critic of an advantage that needs one, `gae`; null for none."""
     backend: Annotated[BackendConfig, Component("backend")]
     """Where and how forward, backward and the optimizer run."""
+    cluster: Annotated[ClusterConfig, OnResume.FREE, SchemaOfShorthand(None)] = ClusterConfig()
+    """The Ray cluster that ranks and engines are placed on."""
     evaluation: Annotated[DataEvaluationConfig, OnResume.FREE] = DataEvaluationConfig()
     """Held-out evaluation on `data.eval`."""
     evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}

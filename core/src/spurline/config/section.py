@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from spurline.config.paths import ConfigPlace
 from spurline.errors import Problem
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
+    from spurline.ranks.group import ClusterNeed
 
 
 class Section(BaseModel):
@@ -86,9 +88,32 @@ class ComponentConfig(Section):
     """Which kind of component this configures. The kind's own base class in `spurline.protocols` says it."""
     goes_with: ClassVar[str] = ""
     """Settings of the run beside it that its usual recipe has, as they are written: `loss: ppo`; for messages."""
+    missing_settings: ClassVar[Mapping[str, str]] = {}
+    """Settings that others of its kind have: key -> why it has none, and what to do instead, as sentences."""
 
     name: str = Field(min_length=1)
     """Which component to use."""
+
+    @classmethod
+    def defaults_on_cluster(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Settings that it takes where section `cluster` places the run on a cluster and they are not said.
+
+        given: its settings as they are written.
+        """
+        return {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_defaults_on_cluster(cls, value: Any, info: ValidationInfo) -> Any:
+        place: object = info.context
+        if not isinstance(value, Mapping) or not isinstance(place, ConfigPlace) or not place.on_cluster:
+            return cast("Any", value)
+        given = cast("Mapping[str, Any]", value)
+        return {**cls.defaults_on_cluster(given), **given}
+
+    def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
+        """The room that it needs on the run's Ray cluster; None where it is not placed there."""
+        return None
 
 
 @dataclass(frozen=True)

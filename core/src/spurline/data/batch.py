@@ -40,8 +40,12 @@ OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "pair_ids": torch.int32,
 }
 """Columns that RL and preference data add. `pair_ids` is n on the chosen answer of the batch's n-th pair, from 1, and
--n on the rejected one. `routed_experts` is `[rows, length, layers, top_k]`. `correction_factors` are those of
-`Corrected`: they weigh the policy's loss and are applied when the optimizer step is reduced, never before."""
+-n on the rejected one. `routed_experts` is `[rows, length, layers, top_k]`: the experts of the model's decoder layers
+that the engine chose while it computed the token AT this position, -1 where it computed none. `correction_factors` are
+those of `Corrected`: they weigh the policy's loss and are applied when the optimizer step is reduced, never before."""
+
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the one column that is read at all tokens, not only where there is loss."""
 
 SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
 """Ragged metadata, one value per segment: prompt uid (str), sample of the group, turn, tokens."""

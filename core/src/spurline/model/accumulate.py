@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Rows
 from spurline.model.device_profile import DeviceProfile
+from spurline.model.expert_loads import ExpertLoads, Loads
 from spurline.model.stream_model import StreamModel, evaluation_mode
 from spurline.model.token_stream import TokenStream
 from spurline.protocols.backend import LossSums, Role
@@ -31,7 +33,15 @@ def accumulate_gradients(
     model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile
 ) -> StepSums:
     """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters; sums not yet fetched."""
-    sums = StepSums()
+    with model.counting_experts() as loads:
+        sums = StepSums(loads)
+        _accumulate(model, streams, objective, profile, sums)
+    return sums
+
+
+def _accumulate(
+    model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile, sums: StepSums
+) -> None:
     loss = objective.loss
     for rows, stream in streams:
         with profile.computing():
@@ -45,7 +55,6 @@ def accumulate_gradients(
                     metrics = loss.metrics(inputs)
                 total = sums.add(rows, stream, token_loss, metrics)
         (total / objective.normalizer).backward()
-    return sums
 
 
 def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
@@ -88,6 +97,8 @@ class SumsPart:
 
     loss: sum of weight * loss. weight: sum of weights. tokens: loss tokens. broken_rows: rows of the micro-batches
     whose loss is not finite. sums: of weight * value of the loss's metrics. extremes: of those named `/max`, `/min`.
+    expert_loads: tokens that each expert got from this rank; `load_metrics` joins them, since ranks count those that
+    count no loss.
     """
 
     loss: float = 0.0
@@ -96,6 +107,7 @@ class SumsPart:
     broken_rows: tuple[int, ...] = ()
     sums: Mapping[str, float] = field(default_factory=dict[str, float])
     extremes: Mapping[str, float] = field(default_factory=dict[str, float])
+    expert_loads: Loads = field(default_factory=dict[int, NDArray[np.int64]])
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
@@ -127,7 +139,8 @@ class SumsPart:
 class StepSums:
     """Weighted sums over micro-batches, kept on the device until `fetch`; one transfer per step, not one per number."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert_loads: ExpertLoads | None = None) -> None:
+        self._expert_loads = expert_loads or ExpertLoads()
         self._tokens = 0
         self._losses_by_rows: list[tuple[Rows, Tensor]] = []
         self._totals: dict[str, Tensor] = {}
@@ -169,6 +182,7 @@ class StepSums:
             broken_rows=tuple(row for rows in broken for row in rows.tolist()),
             sums=sums,
             extremes=extremes,
+            expert_loads=self._expert_loads.fetch(),
         )
         return part, list(values)
 

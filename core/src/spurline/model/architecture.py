@@ -44,6 +44,15 @@ _COUNTS = (
 """Fields that are above 0 in every model; transformers itself takes any number."""
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What models call the number of experts of a layer."""
+
+
+def num_experts(config: PretrainedConfig) -> int | None:
+    """Experts of a layer of a text model with this config; None where it has none."""
+    return next((getattr(config, name) for name in _EXPERT_COUNTS if getattr(config, name, None)), None)
+
+
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
     """The architecture of `model.path` with `model.config_overrides` applied. Raises ModelError."""
     try:

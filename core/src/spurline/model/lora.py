@@ -1,4 +1,4 @@
-"""Put low-rank adapters into a model, and read merged weights back out of it.
+"""Put low-rank adapters into a model, and read merged weights or the adapters themselves back out of it.
 
 peft replaces linear layers in place; the causal model itself stays the object that the backend drives. Only imported
 by runs that ask for adapters, since peft is an optional dependency.
@@ -7,6 +7,7 @@ by runs that ask for adapters, since peft is an optional dependency.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing
 from spurline.model.configs import LoraConfig
 
@@ -25,6 +27,9 @@ try:
     from peft.tuners.tuners_utils import BaseTunerLayer
 except ImportError as error:
     raise ModelError("backend.lora needs peft. Run `pip install 'spurline[lora]'`.") from error
+
+ADAPTER = "default"
+"""Name of the one adapter that models have here, which PEFT uses where none is chosen."""
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
@@ -63,12 +68,38 @@ def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor
     Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds
     a part of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
     """
+    for layer_name, part, parameter in adapter_parameters(causal):
+        name = f"{layer_name}.{part}"
+        yield name, _initial_value(part, parameter.shape, _generator(seed, name))
+
+
+def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """(layer name, the parameter's name in its layer, parameter) of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
-            # Layers may lie in each other; each draws its own.
+            # Layers may lie in each other; each has its own.
             if not part.startswith("base_layer."):
-                name = f"{layer_name}.{part}"
-                yield name, _initial_value(part, parameter.shape, _generator(seed, name))
+                yield layer_name, part, parameter
+
+
+def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, Any]:
+    """Settings of the model's adapter as PEFT writes them to `adapter_config.json`: JSON values, sets as sorted lists.
+
+    They have the targets that PEFT has found, and ranks and scales that differ from the others. model: what the adapter
+    was put into.
+    """
+    # PEFT leaves its settings in the model, and annotates the model without them.
+    found: Any = causal.peft_config
+    settings = found[ADAPTER].to_dict()
+    alpha = settings["lora_alpha"]
+    own = {
+        "base_model_name_or_path": model.path,
+        "revision": model.revision,
+        "inference_mode": True,
+        # Those that read the file may expect a whole number.
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+    }
+    return json.loads(json.dumps(settings | own, default=sorted))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

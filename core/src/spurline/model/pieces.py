@@ -266,6 +266,17 @@ class PieceIndex:
         self._read_into(result, key, box)
         return result
 
+    def read_span(self, key: str, box: Box, begin: int, end: int) -> Tensor:
+        """The values `begin` to `end` of a box, counted row by row, as a vector on CPU. Reads no more than these."""
+        result = torch.empty(end - begin, dtype=self.tensors[key].dtype)
+        filled = 0
+        for inner in _boxes_of_span(box.shape, begin, end):
+            offset = tuple(map(sum, zip(inner.offset, box.offset, strict=True)))
+            target = result[filled : filled + inner.num_values].view(inner.shape)
+            self._read_into(target, key, Box(offset, inner.shape))
+            filled += inner.num_values
+        return result
+
     def fill(self, target: Tensor, key: str) -> None:
         """Give a tensor of the same shape and dtype its values, of which this process holds some or all."""
         local, box = held_values(target), held_box(target)

@@ -8,7 +8,7 @@ differs, and is refused. Draws from its own generator; leaves weights, gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,21 +20,48 @@ from spurline.errors import ModelError, SpurlineError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.segment_attention import observed_windows
 from spurline.model.stream_model import StreamModel, TokenLogprobs, evaluation_mode, other_attention, vocabulary_size
-from spurline.model.token_stream import plan_segments
+from spurline.model.token_stream import TokenStream, plan_segments
 
 _OWN_ATTENTION = "eager"
 """The reference attention, which every model has and which implements all it asks for."""
 _LENGTHS = (4, 6, 6, 11)
-_CHUNK_TOKENS = 8
-_TOLERANCE = 3e-4
+CHUNK_TOKENS = 8
+"""Positions of a chunk of logits in the probe, which has more of them."""
+TOLERANCE = 3e-4
 """Allowed difference of logits in standard deviations of the logits; fp32 kernels differ by some 1e-6 to 1e-5."""
-_HALF_PRECISION_TOLERANCE = 0.1
+HALF_PRECISION_TOLERANCE = 0.1
 """Allowed difference where half precision is involved, same unit; mixed-up segments give far more."""
 _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the output layer's test: the small logits of fresh weights would hide a softcap."""
 
 _LOGIT_FIELDS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0, "logits_soft_cap": None}
 """Config fields by which known models change logits after the output layer, and the value that turns them off."""
+
+
+def probe_sequences(vocabulary: int, lengths: Sequence[int] = _LENGTHS) -> list[Tensor]:
+    """Sequences of random tokens of these lengths, int64; the same in every process."""
+    generator = torch.Generator().manual_seed(20_240_229)
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenStream:
+    """One stream of these sequences, whose lengths must not decrease, with loss on all tokens that can have it."""
+    lengths = [len(sequence) for sequence in sequences]
+    tokens = torch.cat([*sequences])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    targets = torch.nonzero(positions).flatten()
+    send = profile.send
+    return TokenStream(
+        input_ids=send(tokens).unsqueeze(0),
+        position_ids=send(positions).unsqueeze(0),
+        plan=plan_segments(np.array(lengths, np.int64), profile.slots_per_attention_call, send),
+        source=send(targets - 1),
+        targets=send(tokens[targets]),
+        weights=send(torch.ones(len(targets))),
+        segment_index=send(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[targets]),
+        columns={},
+        batch_index=targets,
+    )
 
 
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
@@ -62,12 +89,10 @@ class _Probe:
     """Compares on a few random sequences. Each comparison returns what is wrong with the model, or None."""
 
     def __init__(self, model: StreamModel, profile: DeviceProfile, in_half_precision: bool) -> None:
-        generator = torch.Generator().manual_seed(20_240_229)
-        vocabulary = vocabulary_size(model.causal)
         self._model = model
         self._profile = profile
-        self._tolerance = _HALF_PRECISION_TOLERANCE if in_half_precision else _TOLERANCE
-        self._sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in _LENGTHS]
+        self._tolerance = HALF_PRECISION_TOLERANCE if in_half_precision else TOLERANCE
+        self._sequences = probe_sequences(vocabulary_size(model.causal))
 
     def first_difference(self) -> str | None:
         with self._profile.computing_exactly():
@@ -108,7 +133,7 @@ class _Probe:
 
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """As training computes them, in small chunks."""
-        return TokenLogprobs(self._model.head, _CHUNK_TOKENS)(hidden, targets)[0]
+        return TokenLogprobs(self._model.head, CHUNK_TOKENS)(hidden, targets)[0]
 
     def _compare_packing(self, packed: Tensor, reference: list[Tensor]) -> str | None:
         worst, index = 0.0, 0
@@ -176,11 +201,11 @@ class _Probe:
         with self._profile.computing():
             differences = self._differences(self._packed_hidden()[0], reference)
         distance = float(torch.cat(differences).abs().mean() / _spread(reference))
-        if distance <= _HALF_PRECISION_TOLERANCE:
+        if distance <= HALF_PRECISION_TOLERANCE:
             return None
         return (
             f"gives other log-probabilities in bf16 than in fp32: {distance:.2g} standard deviations of the logits on "
-            f"average (allowed {_HALF_PRECISION_TOLERANCE:g}). Set backend.precision: fp32."
+            f"average (allowed {HALF_PRECISION_TOLERANCE:g}). Set backend.precision: fp32."
         )
 
 

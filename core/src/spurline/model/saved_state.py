@@ -21,28 +21,37 @@ def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = False) -> dict[str, Any]:
-    """What `write_facts` wrote. backend: the reader's name. layout: its facts have this as `format`.
+    """What `write_facts` wrote. backend: the reader's name. layout: its facts have this as `format`; one that is a text
+    begins with the name of the backend and a dash.
 
     is_ours: whether the rest of the checkpoint has shown that this backend wrote it.
     """
     path = folder / _FACTS
     if not path.exists() and not is_ours:
-        raise CheckpointError(
-            f"{folder}: this is no checkpoint of backend '{backend}': it has no {_FACTS}. Resume with the backend that "
-            "wrote it; or take its weights over into a new run: `spurline export` with its config, then model.path."
-        )
+        raise _of_another_backend(folder, backend, f"it has no {_FACTS}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(
             f"{path}: missing or damaged ({error}). Resume from another checkpoint."
         ) from error
-    if not isinstance(content, dict) or content.get("format") != layout:
+    found = content.get("format") if isinstance(content, dict) else None
+    writer = found.rpartition("-")[0] if isinstance(found, str) else backend
+    if writer != backend:
+        raise _of_another_backend(folder, backend, f"'{writer}' wrote it")
+    if found != layout:
         raise CheckpointError(
             f"{path}: not a state of backend '{backend}' of this Spurline version (format {layout}). Use the one that "
             "wrote it."
         )
     return content
+
+
+def _of_another_backend(folder: Path, backend: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: this is no checkpoint of backend '{backend}': {why}. Resume with the backend that wrote it; or "
+        "take its weights over into a new run: `spurline export` with its config, then model.path."
+    )
 
 
 def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:

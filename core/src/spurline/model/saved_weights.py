@@ -2,7 +2,7 @@
 
 Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
 checkpoint of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their
-digest.
+digest. The adapters alone are read without those weights.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError
+from spurline.model.adapter_weights import AdapterStream, AdapterWeights
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import device_profile
@@ -71,6 +72,28 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
     descriptions = {name: describe(named.tensors[name]) for name in wanted}
     check_weights(saved.where, {name: describe(value) for name, value in saved.layout.items()}, descriptions)
     return WeightStream(named.layout, _weights(saved, named, frozen, model, seed))
+
+
+def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, seed: int) -> AdapterStream:
+    """The adapter of the saved model; the weights under it are not read, so that they need not be there.
+
+    Raises CheckpointError for a checkpoint of another model.
+    """
+    from spurline.model.lora import adapter_settings, add_adapters
+
+    causal = _without_values(model, saved.frozen_dtype)
+    add_adapters(causal, lora, seed)
+    adapter = AdapterWeights(causal)
+    # Buffers are saved with the adapter, in the dtype of the weights under it, and do not belong to it.
+    buffers = {name for name, _ in causal.named_buffers()}
+    found = {name: describe(value) for name, value in saved.layout.items() if name not in buffers}
+    check_weights(saved.where, found, {name: describe(value) for name, value in adapter.tensors.items()})
+    tensors = (
+        item
+        for group in adapter.groups
+        for item in adapter.weights_of(group, {source: saved.read(source) for source in group.sources}).items()
+    )
+    return AdapterStream(adapter_settings(causal, model), tensors)
 
 
 def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:

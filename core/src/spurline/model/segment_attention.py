@@ -1,9 +1,9 @@
 """Causal attention within each segment of a padding-free stream, for any Hugging Face model.
 
-Place on the way: `TokenStream` -> decoder -> this function in every layer -> hidden states. It is registered with
-transformers as "spurline_segments", on purpose without a mask function: transformers then builds no mask and does not
-guess packing from positions. It knows no loss and no batch layout, only the `SegmentPlan` that the backend passes
-through the model as the keyword `segment_plan`.
+Place on the way: `TokenStream` -> decoder -> attention in every layer -> hidden states. `attend_segments` computes it;
+`segment_attention` is its form for transformers, registered there as "spurline_segments", on purpose without a mask
+function: transformers then builds no mask and does not guess packing from positions. It knows no loss and no batch
+layout, only the `SegmentPlan` that the backend passes through the model as the keyword `segment_plan`.
 """
 
 from __future__ import annotations
@@ -75,21 +75,39 @@ def segment_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, heads, D]: a view of how the projections lie in memory.
     query, key, value = (part.transpose(1, 2).squeeze(0) for part in (query, key, value))
-    exchange = segment_plan.exchange
+    output = attend_segments(query, key, value, segment_plan, scaling, sliding_window, dropout)
+    return output.unsqueeze(0), None
+
+
+def attend_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: SegmentPlan,
+    scaling: float | None,
+    window: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
+
+    T: tokens of the stream, or of this process's part of it where the plan has an exchange, which makes this a
+    collective. K divides H. scaling: None for 1 / sqrt(D). window: None for all tokens before a query; else how many it
+    sees, itself counted.
+    """
+    exchange = plan.exchange
     if exchange is not None:
         query, key, value = exchange.to_heads(query, key, value)
-    window = sliding_window if sliding_window is not None and sliding_window < segment_plan.max_length else None
+    if window is not None and window >= plan.max_length:
+        window = None
     if _varlen_kernel_fits(query, key, value, dropout):
-        output = _varlen(query, key, value, segment_plan, scaling, window)
+        output = _varlen(query, key, value, plan, scaling, window)
     else:
         # split, not slices: the backward of each slice would allocate zeros of the whole stream.
-        parts = (part.split(segment_plan.tokens_of_buckets) for part in (query, key, value))
-        buckets = zip(segment_plan.buckets, *parts, strict=True)
+        parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
+        buckets = zip(plan.buckets, *parts, strict=True)
         outputs = [_attend(bucket, q, k, v, dropout, scaling, window) for bucket, q, k, v in buckets]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    if exchange is not None:
-        output = exchange.to_tokens(output)
-    return output.unsqueeze(0), None
+    return output if exchange is None else exchange.to_tokens(output)
 
 
 AttentionInterface.register(ATTENTION_NAME, segment_attention)

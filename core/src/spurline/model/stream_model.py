@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
+from spurline.model.expert_loads import ExpertLoads
+from spurline.model.router_replay import ExpertRouting, has_routers
 from spurline.model.segment_attention import ATTENTION_NAME
 from spurline.model.token_stream import SegmentPlan, TokenStream
 from spurline.protocols.loss import TokenLossInputs
@@ -52,9 +56,44 @@ class StreamModel:
     def compile(self) -> None:
         """Run the decoder through torch.compile from now on; attention stays outside its graphs."""
         self._run_decoder = torch.compile(self.decoder, dynamic=True)
+        self.counts_experts = False
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan) -> Tensor:
-        """Last hidden states [T, H] of a stream [1, T]."""
+    counts_experts = True
+    """Whether `counting_experts` counts; compiled layers have no hooks."""
+
+    @contextmanager
+    def counting_experts(self) -> Iterator[ExpertLoads]:
+        """A context in which the tokens that each expert gets are counted; none of a model without experts."""
+        loads = ExpertLoads()
+        if not (self.counts_experts and has_routers(self.causal)):
+            yield loads
+            return
+        self.routing.loads = loads
+        try:
+            yield loads
+        finally:
+            self.routing.loads = None
+
+    @cached_property
+    def routing(self) -> ExpertRouting:
+        """The model's routers. Raises ModelError for a model without, or with unknown ones."""
+        return ExpertRouting(self.causal)
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        plan: SegmentPlan,
+        routed_experts: Tensor | None = None,
+        num_fill: int = 0,
+    ) -> Tensor:
+        """Last hidden states [T, H] of a stream [1, T]; fields as of `TokenStream`, whose experts are used again."""
+        if "routing" in self.__dict__:
+            self.routing.num_fill = num_fill
+        replayed: dict[str, Tensor] = {}
+        if routed_experts is not None:
+            self.routing.check(routed_experts)
+            replayed = {ROUTED_EXPERTS: routed_experts}
         output = self._run_decoder(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -65,12 +104,14 @@ class StreamModel:
             cu_seq_lens_k=plan.cu_seqlens,
             max_length_q=plan.max_length,
             max_length_k=plan.max_length,
+            **replayed,
         )
         return output.last_hidden_state.squeeze(0)
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """What a loss with these `needs` sees of the stream."""
-        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
+        hidden = hidden.index_select(0, stream.source)
         logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
         return TokenLossInputs(logprobs, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
 
@@ -87,8 +128,12 @@ class ValueModel(StreamModel):
         super().__init__(causal)
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy."""
-        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan).index_select(0, stream.source)
+        """What a critic's loss with these `needs` sees of the stream; no logits, so no temperature and no entropy.
+
+        The critic's routers choose for themselves: no engine has computed its weights.
+        """
+        hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, num_fill=stream.num_fill)
+        hidden = hidden.index_select(0, stream.source)
         values = self.head(hidden)
         return TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns)
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
 from spurline.data.dealing import RankShare, Rows
 from spurline.errors import DataError, listing
 from spurline.model.device_profile import DeviceProfile
@@ -83,6 +83,9 @@ class TokenStream:
     targets: [N] token ids. weights: [N]. segment_index: [N], from 0.
     columns: further token columns at the N positions.
     batch_index: [N] on CPU, where the token stands in the flattened [rows, length] of the batch.
+    routed_experts: int16 [T, layers, top_k], of every token, the experts that the engine chose for it; -1 where it did
+    not compute the token. None: routers choose.
+    num_fill: tokens at its beginning that belong to no sample.
     is_idle: it stands for no rows: a rank runs the model on it because the others run theirs, and nothing counts.
     """
 
@@ -95,6 +98,8 @@ class TokenStream:
     segment_index: Tensor
     columns: dict[str, Tensor]
     batch_index: Tensor
+    routed_experts: Tensor | None = None
+    num_fill: int = 0
     is_idle: bool = False
 
     @classmethod
@@ -112,6 +117,7 @@ class TokenStream:
             segment_index=zero,
             columns=dict.fromkeys(columns, weights),
             batch_index=torch.zeros(1, dtype=torch.int64),
+            num_fill=2,
             is_idle=True,
         )
 
@@ -147,7 +153,8 @@ def token_stream(
 ) -> TokenStream | None:
     """The chosen rows as one stream; None when none of their tokens has loss, as there is nothing to compute then.
 
-    columns: token columns to gather besides the standard ones.
+    columns: token columns to gather besides the standard ones, at positions with loss; `routed_experts` comes for all
+    tokens wherever the batch has it.
     """
     index, lengths = _stream_order(batch, rows)
     weights = batch.tokens["loss_weights"].flatten()[index]
@@ -158,6 +165,7 @@ def token_stream(
     input_ids = batch.tokens["input_ids"].flatten()[index]
     segment_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[target_positions]
     send = profile.send
+    experts = batch.tokens.get(ROUTED_EXPERTS)
     return TokenStream(
         input_ids=send(input_ids).unsqueeze(0),
         position_ids=send(batch.tokens["position_ids"].flatten()[index]).unsqueeze(0),
@@ -168,6 +176,7 @@ def token_stream(
         segment_index=send(segment_index),
         columns={name: send(batch.tokens[name].flatten(0, 1)[batch_index]) for name in columns},
         batch_index=batch_index,
+        routed_experts=None if experts is None else send(experts.flatten(0, 1)[index]),
     )
 
 

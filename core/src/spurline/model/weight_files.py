@@ -63,7 +63,8 @@ def check_weight_files(model: ModelConfig) -> None:
         files = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "(empty)"
         raise ModelError(
             f"model.path: no weights can be loaded from folder {folder}: it has none of {', '.join(_CANDIDATES)}.\n"
-            f"Files there: {files}.\nTo train this architecture from scratch set model.init: random."
+            f"Files there: {files}.\nCopy or download its weights into it, or set model.path to one that has them. "
+            "To train this architecture from scratch set model.init: random."
         )
     for path in shards_of(found) if found.suffix == ".json" else [found]:
         problem = _problem_of(path)

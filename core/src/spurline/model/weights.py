@@ -10,9 +10,9 @@ re-seeded model differs in them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +58,34 @@ class WeightGroup:
         return any(part.layer is not None for part in self.parts)
 
 
+class GroupedWeights(Protocol):
+    """What leaves a model, in groups that leave together, so that a divided model can be gathered group by group."""
+
+    @property
+    def groups(self) -> Sequence[WeightGroup]:
+        """All groups, in the order in which they leave."""
+        ...
+
+    @property
+    def layout(self) -> Mapping[str, Tensor]:
+        """Every weight that leaves, by its name in files, as a tensor on device `meta`."""
+        ...
+
+    def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a group. tensors: its sources, whole, on one device; the weights may share their memory."""
+        ...
+
+
 class NamedWeights:
     """How the tensors of this model become weights under Hugging Face names: every one once, tied ones too.
 
-    adapted: whether the model carries LoRA adapters.
+    adapted: whether the model carries LoRA adapters. read: gives the tensor that has the values of one of the model's
+    own, where these may be elsewhere.
     """
 
-    def __init__(self, causal: PreTrainedModel, *, adapted: bool):
+    def __init__(self, causal: PreTrainedModel, *, adapted: bool, read: Callable[[Tensor], Tensor] | None = None):
         self._causal = causal
+        self._read = read
         self.tensors: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
         """The model's own, by their names in it."""
         self._layers: Mapping[str, BaseTunerLayer] = {}
@@ -73,7 +93,7 @@ class NamedWeights:
             from spurline.model.lora import adapted_layers
 
             self._layers = dict(adapted_layers(causal))
-        self.groups = self._grouped(list(self._parts()))
+        self.groups: Sequence[WeightGroup] = self._grouped(list(self._parts()))
 
     @property
     def layout(self) -> dict[str, Tensor]:
@@ -83,7 +103,10 @@ class NamedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor), made of the model's own tensors, which must all be here."""
         for group in self.groups:
-            yield from self.weights_of(group, self.tensors).items()
+            tensors = (
+                self.tensors if self._read is None else {key: self._read(self.tensors[key]) for key in group.sources}
+            )
+            yield from self.weights_of(group, tensors).items()
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a group. tensors: its sources, whole, on one device; the weights may share their memory."""

@@ -24,6 +24,7 @@ class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), as one fused kernel."""
 
     needs_whole_parameters: ClassVar[str | None] = None
+    is_elementwise: ClassVar[bool] = True
 
     name: str = "adamw"
     betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
@@ -39,6 +40,7 @@ class SgdConfig(OptimizerConfig):
     """
 
     needs_whole_parameters: ClassVar[str | None] = None
+    is_elementwise: ClassVar[bool] = True
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
@@ -60,6 +62,8 @@ class MuonConfig(AdamWConfig):
     AdamW trains embeddings, the output layer, vectors, and tensors of three and more dimensions, such as experts that
     are stored together. `betas` and `eps` are its settings.
     """
+
+    is_elementwise: ClassVar[bool] = False
 
     name: str = "muon"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
@@ -100,6 +104,7 @@ class AdamW8BitConfig(AdamWConfig):
     """
 
     needs_whole_parameters: ClassVar[str | None] = "the kernels of bitsandbytes take no DTensors"
+    is_elementwise: ClassVar[bool] = False
 
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)

@@ -6,6 +6,7 @@ Place on the way: gradients -> clipping -> `Optimization.step` -> weights. It kn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 from torch.nn import Parameter
@@ -54,13 +55,8 @@ class Optimization:
 
         Returns the learning rates: `lr`, and `lr/groups.N` of each group that the config has.
         """
-        factor = self._factor(number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group[PEAK] * factor
+        rates = set_rates(self._config, self.optimizer, self._factor(number))
         self.optimizer.step()
-        rates = {"lr": self._config.learning_rate * factor}
-        for position, group in enumerate(self._config.groups):
-            rates[f"lr/groups.{position}"] = group_rate(self._config, group) * factor
         return rates
 
     def state(self) -> OptimizerState:
@@ -76,27 +72,47 @@ class Optimization:
         put_state(saved, self.optimizer, self._parameters, self._made)
 
 
-def policy_optimization(run: RunConfig, registry: Registry, total: int) -> MakeOptimization:
+@dataclass(frozen=True)
+class OptimizationRecipe:
+    """How the weights of a model of a run are optimized, before there are any.
+
+    factor, key: as of `Optimization`. A call makes one of the trained parameters by name; a backend whose optimizer
+    steps on other tensors than these takes what it needs.
+    """
+
+    config: OptimizerConfig
+    registry: Registry
+    factor: Callable[[int], float]
+    key: str = "optimizer"
+
+    def __call__(self, parameters: Mapping[str, Parameter]) -> Optimization:
+        return Optimization(self.config, self.make_optimizer(parameters), parameters, self.factor, self.key)
+
+    def make_optimizer(self, parameters: Mapping[str, Parameter]) -> Optimizer:
+        """A new optimizer of these parameters, at the peak rates of its groups."""
+        return self.registry.create("optimizer", self.config, named_parameters=parameters)
+
+
+def policy_optimization(run: RunConfig, registry: Registry, total: int) -> OptimizationRecipe:
     """The policy's optimization in a run of `total` optimizer steps."""
     schedule: Schedule = registry.create("schedule", run.schedule)
-    config = run.optimizer
-
-    def make(parameters: Mapping[str, Parameter]) -> Optimization:
-        optimizer: Optimizer = registry.create("optimizer", config, named_parameters=parameters)
-        return Optimization(config, optimizer, parameters, lambda step: schedule.factor(step, total))
-
-    return make
+    return OptimizationRecipe(run.optimizer, registry, lambda step: schedule.factor(step, total))
 
 
-def critic_optimization(critic: CriticConfig, registry: Registry) -> MakeOptimization:
+def critic_optimization(critic: CriticConfig, registry: Registry) -> OptimizationRecipe:
     """The critic's optimization, by its own optimizer steps: constant after warm-up, so it needs no total."""
-    config, warmup = critic.optimizer, max(1, critic.warmup_steps)
+    warmup = max(1, critic.warmup_steps)
+    return OptimizationRecipe(critic.optimizer, registry, lambda step: min(1.0, step / warmup), "critic.optimizer")
 
-    def make(parameters: Mapping[str, Parameter]) -> Optimization:
-        optimizer: Optimizer = registry.create("optimizer", config, named_parameters=parameters)
-        return Optimization(config, optimizer, parameters, lambda step: min(1.0, step / warmup), "critic.optimizer")
 
-    return make
+def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> dict[str, float]:
+    """Give every parameter group this share of its peak learning rate; returns the rates, see `Optimization.step`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group[PEAK] * factor
+    rates = {"lr": config.learning_rate * factor}
+    for position, group in enumerate(config.groups):
+        rates[f"lr/groups.{position}"] = group_rate(config, group) * factor
+    return rates
 
 
 def _check_groups_of(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:

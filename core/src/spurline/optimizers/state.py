@@ -8,7 +8,7 @@ are single numbers, the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,25 +87,28 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
     for parameter, state in optimizer.state.items():
         owner = names.get(id(parameter))
         if owner is None or not isinstance(state, Mapping):
-            raise _unsaveable(name, "state that belongs to no parameter", state)
+            raise unsaveable(name, "state that belongs to no parameter", state)
         for key, value in state.items():
             place = f"{owner}/{key}"
             if not isinstance(key, str) or "/" in key:
-                raise _unsaveable(name, f"something of {owner} under the key {key!r}, not a name without '/',", value)
+                raise unsaveable(name, f"something of {owner} under the key {key!r}, not a name without '/',", value)
             if isinstance(value, Tensor) and _fits(value, parameter):
                 tensors[place] = value.detach()
                 if value.device.type == "cpu" and parameter.device.type != "cpu":
                     on_host.append(place)
-            elif _is_plain(value):
+            elif is_plain(value):
                 values[place] = value
             else:
-                raise _unsaveable(name, f"`{key}` of {owner}", value)
+                raise unsaveable(name, f"`{key}` of {owner}", value)
     shapes = {key: describe(tensor) for key, tensor in tensors.items()}
-    return OptimizerState(tensors, name, values, _changed_groups(name, optimizer, made), shapes, tuple(on_host))
+    return OptimizerState(tensors, name, values, changed_groups(name, optimizer, made), shapes, tuple(on_host))
 
 
-def check_state(saved: OptimizerState, name: str, parameters: Mapping[str, Parameter], made: Groups) -> None:
-    """Raises CheckpointError, without a place, unless the state is complete and fits this optimizer's parameters."""
+def check_state(saved: OptimizerState, name: str, parameters: Container[str], made: Groups) -> None:
+    """Raises CheckpointError, without a place, unless the state is complete and fits this optimizer's parameters.
+
+    parameters: their names.
+    """
     if saved.optimizer != name:
         raise CheckpointError(
             f"the optimizer state is that of {saved.optimizer}, and this run has {name}. Resume with the optimizer the "
@@ -164,13 +167,17 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
     return value.numel() == 1
 
 
-def _changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
+def changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
+    """What `OptimizerState.groups` holds: of each group the values that it had not when the optimizer was made.
+
+    Raises CheckpointWriteError for values that a checkpoint cannot hold.
+    """
     changed: Groups = []
     for now, before in zip(group_values(optimizer), made, strict=True):
         different = {key: value for key, value in now.items() if not _same(value, before.get(key, _Absent))}
         for key, value in different.items():
-            if not _is_plain(value):
-                raise _unsaveable(name, f"`{key}` of a parameter group", value)
+            if not is_plain(value):
+                raise unsaveable(name, f"`{key}` of a parameter group", value)
         changed.append(different)
     return changed if any(changed) else []
 
@@ -185,11 +192,13 @@ def _same(value: object, before: object) -> bool:
     return type(value) is type(before) and value == before
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Whether JSON holds this value."""
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
+def unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
+    """The error for state that a checkpoint cannot hold. name: the optimizer's in the config."""
     return CheckpointWriteError(
         f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
         "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Tensors of a sharded "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from spurline.config.run_config import RunConfig
     from spurline.data.batch import TrainingBatch
+    from spurline.model.configs import LoraConfig
     from spurline.protocols.loss import Objective
     from spurline.protocols.rollout_engine import WeightBucket
     from spurline.protocols.weight_sync import MakerChoice
@@ -146,12 +147,52 @@ class Generates(Protocol):
 class MakesBuckets(Protocol):
     """A backend whose weights are in other processes, and are made into buckets there, so that they never come here."""
 
-    def weight_buckets(self, version: int, choice: MakerChoice) -> Iterator[WeightBucket]:
+    def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
         """All weights, as `named_weights` has them, in buckets that a maker of this choice makes where they are.
 
-        The next bucket is asked for when every engine has taken the last one over. The maker is kept, with what it
-        holds, until another choice is made or the backend is closed; its memory and files go with its process.
+        first: number of the first bucket, from 1; what stands before it has been taken over already. The next bucket is
+        asked for when every engine has taken the last one over, or before, where the maker can. The maker is kept, with
+        what it holds, until another choice is made or the backend is closed; its memory and files go with its process.
         """
+        ...
+
+
+@runtime_checkable
+class TrainsAdapters(Protocol):
+    """A backend that may train adapters, and can tell them from the weights below them."""
+
+    def adapter_settings(self) -> Mapping[str, Any] | None:
+        """Settings of the policy's adapter, as PEFT writes them to `adapter_config.json`; None: it has none."""
+        ...
+
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of the policy's adapter as `adapter_model.safetensors` has them, such as
+        `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`: what `named_weights` is for the model.
+
+        A backend that `MakesBuckets` makes buckets of them where `MakerChoice.part` asks for that.
+        """
+        ...
+
+
+@runtime_checkable
+class YieldsDevice(Protocol):
+    """A backend that can give the memory of its devices to engines that generate while it does not train.
+
+    Between the two calls it may be asked for weights, to save, and for facts, and to close. All else raises
+    RunFailedError.
+    """
+
+    def yield_device(self, *, keep_weights: bool) -> None:
+        """Move what is kept between updates, such as the optimizer's state, to the host's memory, and free the rest.
+
+        keep_weights: let the weights of the models stay on the device. May be called again to free these too.
+        Raises RunFailedError when the host has no room; what was moved comes back with `take_device`.
+        """
+        ...
+
+    def take_device(self) -> None:
+        """Bring everything back, bit for bit; nothing where nothing was given. Raises RunFailedError when the memory is
+        not there."""
         ...
 
 
@@ -236,6 +277,8 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsModel`, as an engine needs that generates with the very model trained."""
     lends_parameters: ClassVar[bool] = False
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
+    yields_device: ClassVar[bool] = False
+    """Whether its backend is one that `YieldsDevice`, as engines need that are colocated with it."""
     beyond: ClassVar[str] = ""
     """What to do with a model that its settings cannot make fit, as a sentence."""
     update_parts: ClassVar[frozenset[str]] = frozenset()
@@ -245,10 +288,19 @@ class BackendConfig(ComponentConfig):
     exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
     `spurline.model.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
     None: the backend is built and loads the checkpoint."""
+    adapter_reader: ClassVar[str | None] = None
+    """`"module:function"` that reads the policy's adapter out of a checkpoint of a run with `trains_adapters`, in the
+    same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of `spurline.model.adapter_weights`.
+    None: the backend is built, and must be one that `TrainsAdapters`."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""
         return ParallelLayout()
+
+    @property
+    def stays_on_cpu(self) -> bool:
+        """Whether it leaves the GPUs of this process, if there are any, to others."""
+        return False
 
     def rank_request(self) -> RankRequest | None:
         """The processes that its backend starts beside this one; None for a backend that computes in this process."""
@@ -259,9 +311,19 @@ class BackendConfig(ComponentConfig):
         return ""
 
     @property
+    def replays_experts(self) -> bool:
+        """Whether its models compute with the experts of a batch's column `routed_experts`, where it has one."""
+        return False
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        """Settings of the adapters that are trained instead of all weights; None where there are none."""
+        return None
+
+    @property
     def trains_adapters(self) -> bool:
         """Whether adapters are trained instead of all weights."""
-        return False
+        return self.adapters is not None
 
     @property
     def dropout_rates(self) -> Mapping[str, float]:
@@ -301,6 +363,16 @@ class BackendConfig(ComponentConfig):
         """Bytes on the fullest device by part that `evaluation.generate` takes beside what stays between updates."""
         return {}
 
+    def estimate_yielded(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        """Bytes by part that stay on the fullest device while engines have it and weights are kept.
+
+        Where weights leave too, nothing stays. Arguments, and names of the parts, as in `estimate_memory`.
+        """
+        parts = self.estimate_memory(run, row_length, tokens)
+        kept = {name: parts[name] for name in ("weights", "reference") if name in parts}
+        # As large as the policy but for its output layer.
+        return kept | ({"critic": parts["weights"]} if "critic" in parts else {})
+
     def estimate_host_memory(self, run: RunConfig) -> int:
         """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
         return 0
@@ -313,6 +385,17 @@ class BackendConfig(ComponentConfig):
         """Changes of this section that need less memory, each tried on top of those before: the cheapest in time first.
 
         row_length, tokens: as in `estimate_memory`. With each the section stays valid. A plan suggests what is needed.
+        """
+        return ()
+
+    def suggested_layouts(
+        self, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
+    ) -> Iterable[str]:
+        """Lines on how its ranks could be divided otherwise, for `spurline plan`: what fits, the fastest first; none
+        for a backend with one way.
+
+        row_length, tokens: as in `estimate_memory`. device_bytes: memory of a device, of which a plan counts on
+        usable_bytes.
         """
         return ()
 

@@ -60,6 +60,11 @@ class OptimizerConfig(ComponentConfig):
     Such parameters are DTensors. An optimizer takes them whose steps are torch operations that know them, and that
     changes each value by that value's own gradient and state, or gathers what it needs."""
 
+    is_elementwise: ClassVar[bool] = False
+    """Whether its steps change each value by that value's own gradient and state alone, whatever the shape, so that it
+    may be given any flat piece of a parameter. A class that derives from one that sets it, such as `AdamWConfig`, and
+    steps otherwise has to set it anew: it would be trained wrongly, and `OptimizerContract` finds that."""
+
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate; `schedule` says how much of it each step gets."""
     weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 
@@ -29,9 +29,34 @@ class RolloutEngineConfig(ComponentConfig):
     """Whether it can generate with a copy in this process too, and takes tensors for it (transport `in_process`)."""
 
     @property
+    def notes_experts(self) -> bool:
+        """Whether its results have `routed_experts` where the run's source asks for router replay."""
+        return False
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether its engines, which then are such as `MaySleep`, and the backend have the same devices by turns."""
+        return False
+
+    @property
+    def offloads_trainer(self) -> bool:
+        """Whether the backend's weights too leave the devices while colocated engines generate."""
+        return False
+
+    @property
+    def update_limit_s(self) -> float | None:
+        """Seconds that an engine may take for one bucket of weights before it is ended; None where nothing ends it."""
+        return None
+
+    @property
     def num_engines(self) -> int:
         """Engines that requests are spread over."""
         return 1
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it may be on another machine than this process."""
+        return False
 
     @property
     def context_tokens(self) -> int | None:
@@ -45,9 +70,47 @@ class RolloutEngineConfig(ComponentConfig):
         """
         return {}
 
+    def colocated_memory(
+        self, run: RunConfig, responses: int, length: int, device_bytes: int
+    ) -> dict[EngineMemory, int]:
+        """Bytes on the fullest device of what a colocated engine wakes there; {} where it is not known.
+
+        device_bytes: memory of the device. Responses as above.
+        """
+        return {}
+
+    def colocated_savings(
+        self, run: RunConfig, responses: int, length: int, device_bytes: int, beside: int, alone: int
+    ) -> Iterable[Mapping[str, Any]]:
+        """Changes of this section that leave a trainer more of the device, each tried alone: the cheapest first.
+
+        beside, alone: bytes that it may take beside the weights that the trainer leaves there, and where these leave
+        too. All else as in `colocated_memory`.
+        """
+        return ()
+
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         """Sentences for `spurline plan`: where it generates, and what memory it takes there, responses as above."""
         return ()
+
+
+EngineMemory = Literal["weights", "cache"]
+"""Parts of an engine's memory on its device: the weights, and the keys and values of requests."""
+
+
+@dataclass(frozen=True)
+class ColocatedEngine:
+    """An engine that has the devices of the backend by turns with it, and what is asked of it.
+
+    config: its settings. key: where these are in the config file. responses, length: as in `estimate_memory`.
+    bucket_bytes: of weights that are on their way at a time.
+    """
+
+    config: RolloutEngineConfig
+    key: str
+    responses: int
+    length: int
+    bucket_bytes: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +155,9 @@ class GenerationResult:
     does not know them.
     versions: int32 [A], the version of the weights each token came from.
     finish_reason: `stop` at an end token or stop text, `length` at the limit of tokens or context.
+    routed_experts: int16 [P + A, layers, top_k], the experts that were chosen while prompt and response were computed:
+    for each token those of the first time it was, and -1 where it never was, as for the last one. None from an engine
+    that was not asked to note them.
     """
 
     token_ids: NDArray[np.int32]
@@ -99,6 +165,7 @@ class GenerationResult:
     raw_logprobs: NDArray[np.float32] | None
     versions: NDArray[np.int32]
     finish_reason: FinishReason
+    routed_experts: NDArray[np.int16] | None = None
 
 
 class RolloutEngine(Protocol):
@@ -142,6 +209,24 @@ class SharesWeights(Protocol):
 
 
 @runtime_checkable
+class MaySleep(Protocol):
+    """An engine that can give the memory of its device to others between two tokens.
+
+    Between `sleep` and the last `wake` it generates nothing; requests in flight wait, and go on afterwards: their keys
+    and values are computed anew. A failure raises RunFailedError and leaves an engine that generates nothing more.
+    """
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Free the device's memory when it is standing still. keep_weights: hold them in the host's memory until `wake`
+        brings them back; else they are gone, and an update has to bring all of them."""
+        ...
+
+    async def wake(self, part: EngineMemory) -> None:
+        """Take the memory of this part again: `weights`, then `cache`. Weights may be updated between the two."""
+        ...
+
+
+@runtime_checkable
 class MayBeDown(Protocol):
     """An engine that there may be none of for a while, such as while one that died is started again."""
 
@@ -178,6 +263,7 @@ class WeightBucket:
     tensors: the tensors themselves, in the order of `places`, for transports within this process; else empty.
     machine: the one whose processes alone can read it, as `spurline.ranks.machine.this_machine` names it; empty when
     others can too.
+    receiver: which of an engine's `receivers` reads this copy of the description; set on the way to it.
     """
 
     transport: str
@@ -185,17 +271,24 @@ class WeightBucket:
     where: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tensors: tuple[Tensor, ...] = ()
     machine: str = ""
+    receiver: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """The bucket as JSON can hold it; tensors of a transport within one process do not travel."""
         places = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
-        return {"transport": self.transport, "places": places, "where": dict(self.where), "machine": self.machine}
+        return {
+            "transport": self.transport,
+            "places": places,
+            "where": dict(self.where),
+            "machine": self.machine,
+            "receiver": self.receiver,
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WeightBucket:
         """The bucket that `to_plain` wrote."""
         places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain["places"])
-        return cls(plain["transport"], places, plain["where"], machine=plain["machine"])
+        return cls(plain["transport"], places, plain["where"], machine=plain["machine"], receiver=plain["receiver"])
 
 
 class TakesWeights(ABC):
@@ -207,16 +300,14 @@ class TakesWeights(ABC):
     What has a default here is for an engine that takes long to start, consists of several, or starts some anew.
 
     transports: those whose buckets it reads, the best one first.
-    num_workers: processes that hold weights: those that a transport with a group of ranks has to reach.
-    engines_started: members started so far; when it has risen, some of the workers are others than before.
+    takes_adapters: whether `begin_adapter_update` works, so that adapters alone need be sent.
     longest_start_s: seconds that `start` and `wait_for_one` may take by the engine's own limits.
     on_awaiting_weights: called on the event loop when a member has been started and awaits weights; then look at
     `awaiting_weights`, and publish to them from the thread that owns the backend.
     """
 
     transports: Sequence[str]
-    num_workers: int = 1
-    engines_started: int = 0
+    takes_adapters: bool = False
     longest_start_s: float = 0.0
     on_awaiting_weights: Callable[[], None] | None = None
 
@@ -224,6 +315,20 @@ class TakesWeights(ABC):
     def awaiting_weights(self) -> Sequence[TakesWeights]:
         """Members that generate nothing until they alone, or all, get weights. May be read on any thread."""
         return ()
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """What it keeps weights in once it has started, as torch writes it without `torch.`; None when it takes them as
+        they come."""
+        return None
+
+    @property
+    def receivers(self) -> Mapping[str, int]:
+        """Who takes part in the update under way: name of each member -> its processes that hold weights.
+
+        A member that is started anew has another name. A `BucketLostError` of some of them leaves those that are left.
+        """
+        return {"the engine": 1}
 
     def holder_of(self, name: str) -> str | None:
         """Who has the request of this name; None while it waits for a member. May be called on any thread."""
@@ -241,9 +346,21 @@ class TakesWeights(ABC):
     async def begin_update(self, version: int) -> None:
         """Stop between two tokens; requests in flight wait."""
 
+    async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
+        """As `begin_update`, for buckets with the tensors of an adapter alone, on the weights the engine was started
+        with. Only called where `takes_adapters`.
+
+        adapter: its settings as PEFT writes them to `adapter_config.json`. Tensors have the names of
+        `adapter_model.safetensors`, such as `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Take these weights over. When it returns, the transport may use the bucket's memory for the next one."""
+        """Take these weights over. When it returns, the transport may use the bucket's memory for the next one.
+
+        Raises BucketLostError when it did not come and nothing was taken, so that it may be sent again.
+        """
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:

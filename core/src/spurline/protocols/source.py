@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spurline.protocols.collator import ParallelLayout
     from spurline.protocols.dataset import DatasetConfig
     from spurline.protocols.evaluation import HeldOutEvaluation
+    from spurline.protocols.rollout_engine import ColocatedEngine
     from spurline.protocols.tokenization import DatasetToTokenize
 
 
@@ -112,6 +113,10 @@ class SourceConfig(ComponentConfig):
         """Bytes by part that generating takes on the trainer's device; {} where nothing is generated there."""
         return {}
 
+    def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
+        """The engine that has the trainer's devices by turns with it, if there is one. Arguments as above."""
+        return None
+
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
         """Sentences about where it generates, for `spurline plan`."""
         return ()
@@ -130,6 +135,32 @@ class SourceConfig(ComponentConfig):
     def transport(self) -> str | None:
         """Name of the `weight_sync` that was chosen for its engines; None where none was."""
         return None
+
+    @property
+    def has_colocated_engines(self) -> bool:
+        """Whether its engines have the devices of the backend by turns with it."""
+        return False
+
+    @property
+    def engines_elsewhere(self) -> bool:
+        """Whether its engines may be on other machines than this process."""
+        return False
+
+    @property
+    def update_limit_s(self) -> float | None:
+        """Seconds that one of its engines may take for one bucket of weights before it is ended; None where nothing
+        ends it."""
+        return None
+
+    @property
+    def sends_adapters(self) -> bool | None:
+        """Whether its engines are to be sent adapters alone; None leaves it to what they can take."""
+        return None
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether its batches bring the experts that the engine chose, so that models compute with these."""
+        return False
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         """Dropout that is switched on in a run that compares logprobs.
@@ -196,6 +227,26 @@ class DecoratedSourceConfig(SourceConfig):
         return self.of.transport
 
     @property
+    def has_colocated_engines(self) -> bool:
+        return self.of.has_colocated_engines
+
+    @property
+    def engines_elsewhere(self) -> bool:
+        return self.of.engines_elsewhere
+
+    @property
+    def update_limit_s(self) -> float | None:
+        return self.of.update_limit_s
+
+    @property
+    def sends_adapters(self) -> bool | None:
+        return self.of.sends_adapters
+
+    @property
+    def replays_experts(self) -> bool:
+        return self.of.replays_experts
+
+    @property
     def context_tokens(self) -> int | None:
         return self.of.context_tokens
 
@@ -212,6 +263,9 @@ class DecoratedSourceConfig(SourceConfig):
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
         return self.of.generation_memory(run, prompt_tokens, context)
+
+    def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
+        return self.of.colocated_engine(run, prompt_tokens, context)
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
         return self.of.generation_notes(run, prompt_tokens, context)

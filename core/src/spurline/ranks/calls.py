@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from spurline.errors import RankFailedError, RunFailedError
 from spurline.ranks.group import TimeLimits
@@ -20,12 +20,13 @@ START = "start"
 """What the first call is named in texts: processes come up, join each other and make their workers."""
 PATIENCE_S = 60.0
 """Seconds without an answer after which a line says who is missing, and again each time."""
-_GRACE_S = 0.3
-"""Seconds that a failure of one rank waits for the failure that caused it."""
 
 
 class RankCalls(ABC):
     """Ranks, and calls that take turns. Raises out of a call end all ranks first, whatever it is."""
+
+    _grace_s: ClassVar[float] = 0.3
+    """Seconds that a failure of one rank waits for the failure that caused it."""
 
     def __init__(self, size: int, limits: TimeLimits) -> None:
         self.size = size
@@ -51,6 +52,11 @@ class RankCalls(ABC):
     @abstractmethod
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
         """The stack of every thread of each; in few seconds."""
+
+    def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
+        """Those of them that are gone although nobody has told so yet, found by asking their machines; in few seconds,
+        and at once where all are there."""
+        return {}
 
     @abstractmethod
     def _end(self) -> None:
@@ -98,7 +104,7 @@ class RankCalls(ABC):
             until = min(began + limit_s, told + PATIENCE_S)
             outcomes = self._wait(missing, max(0.0, until - time.monotonic()))
             if failures := _failures(outcomes):
-                self._fail(call, failures, missing, began)
+                self._fail(call, failures, [rank for rank in missing if rank not in outcomes], began)
             values |= {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Value)}
             if not outcomes:
                 told = time.monotonic()
@@ -109,11 +115,13 @@ class RankCalls(ABC):
         return [values[rank] for rank in range(self.size)]
 
     def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int], began: float) -> None:
-        until = time.monotonic() + _GRACE_S
+        until = time.monotonic() + self._grace_s
         while all(isinstance(failure, Raised) and not failure.classes for failure in failures.values()):
             others = [rank for rank in missing if rank not in failures]
             more = self._wait(others, max(0.0, until - time.monotonic())) if others else {}
             if not more:
+                # Ranks in an exchange with one that is gone may say so long before its death is told.
+                failures |= self._gone(others) if others else {}
                 break
             missing = [rank for rank in missing if rank not in more]
             failures |= _failures(more)

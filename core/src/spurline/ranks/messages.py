@@ -1,4 +1,4 @@
-"""What ranks are told of a run and of an objective, as plain data.
+"""What ranks are told of a run and of an objective, as plain data, and what they answer of a checkpoint.
 
 A rank reads the run's settings anew and makes the loss of every call from its config, through a registry of its own: no
 config, loss or plugin is ever pickled.
@@ -7,11 +7,13 @@ config, loss or plugin is ever pickled.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spurline.config.loading import load_config
 from spurline.config.run_config import RunConfig
+from spurline.digests import FileDigest
 from spurline.errors import ConfigError, PluginError
 from spurline.plugins.registry import Registry
 from spurline.protocols.loss import Loss, Objective
@@ -74,3 +76,11 @@ def refuse_stateful(loss: Loss, key: str = "loss") -> None:
             f"is made by {type(loss).__name__}, which keeps a state: each rank would have one of its own. Choose "
             "a loss without, or backend.name: local.",
         )
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """What one rank has written of a checkpoint: digests by path in its folder, or why it could not."""
+
+    digests: Mapping[str, FileDigest]
+    failure: str | None = None

@@ -6,6 +6,7 @@ Whoever starts the process makes one `RankMain` there, and hands it the calls.
 from __future__ import annotations
 
 import faulthandler
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ class RankMain:
     def start(self) -> Outcome:
         """Join the others and make the worker. Returns when all ranks have joined."""
         try:
+            os.environ.update(self._order.environment)
             self._join()
             self.say(f"making {self._order.worker}")
             place = Place(self._order.rank, self._order.world, self._order.local_rank, self._order.node, self.say)

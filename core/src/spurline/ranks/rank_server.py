@@ -152,7 +152,6 @@ class _Rank:
         sys.path[:] = process["path"]
         os.chdir(process["folder"])
         self._main = RankMain(process["order"])
-        os.environ.update(process["order"].environment)
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="connection", daemon=True).start()

@@ -12,38 +12,41 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
-from spurline.errors import ConfigError, RunFailedError
-from spurline.ranks.calls import PATIENCE_S, START, RankCalls
-from spurline.ranks.cluster_checks import AskNodes
-from spurline.ranks.group import RankRequest, TimeLimits
+from spurline.errors import RunFailedError
+from spurline.ranks.calls import START, RankCalls
+from spurline.ranks.cluster_checks import NodeChecks
+from spurline.ranks.cluster_room import each_needs, outcomes_of, room_for, what_comes
+from spurline.ranks.group import ANY_CLUSTER, ClusterRequest, RankRequest, TimeLimits
 from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of
 from spurline.ranks.rank_main import RankMain, RankOrder
-from spurline.ranks.ray_cluster import Bundle, Node, RayCluster, amounts
-from spurline.ranks.ray_node import NodeActor, packed, unpacked
+from spurline.ranks.ray_cluster import Node, RayCluster
+from spurline.ranks.ray_node import NodeActor, packed, unpacked, write_into
 
-ROOM_TIMEOUT_S = 180.0
-"""Seconds to wait for a cluster in which others hold what the ranks need, or whose machines are still coming."""
 _END_TIMEOUT_S = 30.0
 """Seconds that a process may take to be gone after it was killed."""
 _ANSWER_TIMEOUT_S = 3.0
 """Seconds that a machine has to say what a rank does, wrote or where it stands."""
-_SLICE_S = 2.0
+_PING_TIMEOUT_S = 15.0
+"""Seconds that a machine has to say that it is there, busy as it may be, before it counts as lost."""
+_TELLING_S = 10.0
+"""Seconds that Ray has to tell of the end of a process that is not there any more."""
 _WATCH = "watch"
 """The thread of an actor that answers while another one computes."""
+
+
+_LOST = Died("was lost with its machine, which does not answer any more,")
 
 
 class RankActor:
@@ -66,8 +69,10 @@ class RankActor:
             store = (get_node_ip_address(), self._store.port)
         return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
-    def start(self, order: RankOrder) -> bytes:
-        """Outcome of joining the others and making the worker."""
+    def start(self, order: RankOrder, log: str | None) -> bytes:
+        """Outcome of joining the others and making the worker. log: of this rank from now on."""
+        if log is not None:
+            write_into(log)
         self._main = RankMain(order)
         return packed(self._main.start())
 
@@ -105,11 +110,13 @@ class RayRanks(RankCalls):
         worker: str,
         arguments: tuple[Any, ...],
         limits: TimeLimits,
-        on_nodes: Callable[[AskNodes], None] | None = None,
+        on_nodes: NodeChecks | None = None,
+        cluster: ClusterRequest = ANY_CLUSTER,
     ) -> None:
         """on_nodes: is called when there is a process on each machine, before any worker is made."""
         super().__init__(request.count, limits)
-        self._cluster = RayCluster(request.runtime_env)
+        self._cluster_request = cluster
+        self._cluster = RayCluster(cluster)
         self._group: PlacementGroup | None = None
         self._watchers: dict[str, Any] = {}
         self._lost: set[str] = set()
@@ -118,7 +125,7 @@ class RayRanks(RankCalls):
         self._ending = threading.Lock()
         try:
             self._cluster.open()
-            self._place(request)
+            self._place_ranks(request)
             stores = self._meet()
             if on_nodes is not None:
                 on_nodes(self._ask_nodes)
@@ -151,7 +158,7 @@ class RayRanks(RankCalls):
         return Identity(rank, self.size, self._ranks[rank].node.name, self._ranks[rank].pid)
 
     def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
-        return _what_comes({rank: self._ranks[rank].actor.doing.remote() for rank in missing}, _ANSWER_TIMEOUT_S)
+        return what_comes({rank: self._ranks[rank].actor.doing.remote() for rank in missing}, _ANSWER_TIMEOUT_S)
 
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
         asked: dict[int, Any] = {}
@@ -161,7 +168,24 @@ class RayRanks(RankCalls):
                 # It has never answered, so nobody knows which process it is.
                 continue
             asked[number] = self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
-        return _what_comes(asked, 2 * _ANSWER_TIMEOUT_S)
+        return what_comes(asked, 2 * _ANSWER_TIMEOUT_S)
+
+    def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
+        by_node: dict[str, list[int]] = {}
+        for number in ranks:
+            by_node.setdefault(self._ranks[number].node.id, []).append(number)
+        pids = {node: [self._ranks[number].pid for number in numbers] for node, numbers in by_node.items()}
+        asked = {node: self._watchers[node].missing.remote(pids[node]) for node in by_node}
+        answers = what_comes(asked, _PING_TIMEOUT_S)
+        gone: dict[int, Died] = {}
+        for node, numbers in by_node.items():
+            if (missing := answers.get(node)) is None:
+                self._lost.add(node)
+                gone |= dict.fromkeys(numbers, _LOST)
+            elif died := [number for number in numbers if self._ranks[number].pid in missing]:
+                told = self._wait(died, _TELLING_S)
+                gone |= {number: outcome for number, outcome in told.items() if isinstance(outcome, Died)}
+        return gone
 
     def _end(self) -> None:
         with self._ending:
@@ -180,44 +204,20 @@ class RayRanks(RankCalls):
     def _release(self) -> None:
         self._cluster.close()
 
-    def _place(self, request: RankRequest) -> None:
+    def _place_ranks(self, request: RankRequest) -> None:
         """Make an actor for each rank, and one for each machine, where there is room for them."""
-        per_node = ranks_per_node(request, self._cluster.nodes())
-        each = {**({"GPU": 1.0} if request.device == "cuda" else {}), "CPU": float(request.num_threads or 1)}
-        bundle = {resource: count * per_node for resource, count in each.items()}
-        machines = request.count // per_node
-        self._group = self._cluster.reserve([bundle] * machines, "STRICT_SPREAD" if machines > 1 else "STRICT_PACK")
-        self._wait_for_room(machines, bundle)
-        place_of_bundle = placement_group_table(self._group)["bundles_to_node_id"]
-        nodes = {node.id: node for node in self._cluster.nodes()}
-        for number in range(machines):
-            node = nodes[place_of_bundle[number]]
+        need = request.cluster_need()
+        assert need is not None, request
+        (place,) = room_for(self._cluster, need, "backend", self._cluster_request.room_timeout_s)
+        self._group = place.group
+        each, per_node = each_needs(need, place.nodes), need.count // len(place.nodes)
+        for number, node in enumerate(place.nodes):
             # It sees ranks end also while it does what takes long, such as a download.
             options = self._cluster.actor_options(self._group, number, {}) | {"max_concurrency": 2}
             self._watchers[node.id] = ray.remote(NodeActor).options(**options).remote()
             options = self._cluster.actor_options(self._group, number, each)
             kind: Any = ray.remote(concurrency_groups={_WATCH: 1})(RankActor)  # pyright: ignore[reportCallIssue]
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
-
-    def _wait_for_room(self, machines: int, bundle: Bundle) -> None:
-        assert self._group is not None
-        needed = f"{machines} machine{'s' if machines > 1 else ''} with {amounts(bundle)}{' each' * (machines > 1)}"
-        nodes = self._cluster.nodes()
-        fitting = sum(all(node.has(resource) >= count for resource, count in bundle.items()) for node in nodes)
-        lacks = f"{self.size} ranks need {needed}; the Ray cluster has {self._cluster.describe()}"
-        limit_s = 0.0 if fitting < machines and self._cluster.is_own else ROOM_TIMEOUT_S
-        until, is_told = time.monotonic() + limit_s, False
-        # A slice at a time: an interruption is seen only in between.
-        while not self._group.wait(_SLICE_S):
-            if not is_told:
-                print(f"Waiting for room, {limit_s:g} s at most: {lacks}.", file=sys.stderr, flush=True)
-                is_told = True
-            if time.monotonic() >= until:
-                raise ConfigError.at(
-                    "backend",
-                    f"finds no room: {lacks}, so that {fitting} of its machines can have that much. Lower ranks or "
-                    "ranks_per_node, add machines with `ray start --address=...`, or wait for those who use them.",
-                )
 
     def _meet(self) -> list[Any]:
         """Wait until every actor is there; returns what each says of a store."""
@@ -231,8 +231,9 @@ class RayRanks(RankCalls):
     def _order(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], store: tuple[str, int]) -> None:
         """Tell every actor which rank it is."""
         asked = {node: watcher.cores.remote() for node, watcher in self._watchers.items()}
-        cores = _what_comes(asked, self._limits.start_s)
+        cores = what_comes(asked, self._limits.start_s)
         per_node = self.size // len(self._watchers)
+        chosen = self._cluster_request.runtime_env.env_vars
         self._answers = {}
         for number, rank in enumerate(self._ranks):
             order = RankOrder(
@@ -246,36 +247,40 @@ class RayRanks(RankCalls):
                 device=request.device,
                 num_threads=request.num_threads or max(1, cores.get(rank.node.id, 1) // per_node),
                 store=store,
-                environment={},
+                # What the user has set for the machines, the processes have already.
+                environment={name: value for name, value in request.variables.items() if name not in chosen},
             )
-            self._answers[rank.actor.start.remote(order)] = number
+            log = (
+                None if self._cluster_request.log_dir is None else f"{self._cluster_request.log_dir}/rank-{number}.log"
+            )
+            self._answers[rank.actor.start.remote(order, log)] = number
+            if log is not None:
+                rank.log = log
 
     def _ask_nodes(self, function: str, *arguments: Any, doing: str | None = None) -> Mapping[str, Any]:
         limits = self._limits
         limit_s, setting = (limits.start_s, "start_timeout_s") if doing is None else (limits.call_s, "call_timeout_s")
         names = {rank.node.id: rank.node.name for rank in self._ranks}
-        asked = {node: watcher.run.remote(function, arguments) for node, watcher in self._watchers.items()}
+        watchers = {names[node]: watcher for node, watcher in self._watchers.items()}
         what = doing or f"answer `{function}`"
-        _wait_for_nodes({names[node]: answer for node, answer in asked.items()}, what, limit_s)
-        answers = {names[node]: unpacked(wire) for node, wire in _what_comes(asked, _SLICE_S).items()}
-        if silent := [name for name in names.values() if name not in answers]:
-            limit = f"within {limit_s:g} s (backend.{setting})"
-            raise RunFailedError(f"{', '.join(dict.fromkeys(silent))} did not {what} {limit}. Look at `ray status`.")
-        for name, outcome in answers.items():
+        answers: dict[str, Any] = {}
+        for name, outcome in outcomes_of(watchers, function, arguments, what, limit_s, f"backend.{setting}").items():
             if isinstance(outcome, Raised):
                 first = next(number for number, rank in enumerate(self._ranks) if rank.node.name == name)
                 raise error_of(self._identity(first), function, outcome)
-        return {name: outcome.value for name, outcome in answers.items()}
+            assert isinstance(outcome, Value), outcome
+            answers[name] = outcome.value
+        return answers
 
     def _death(self, rank: _Rank, error: RayActorError) -> Died:
         if not rank.log:
             return Died(_how_it_died(error))
         node = rank.node.id
-        said = _what_comes({node: self._watchers[node].last_words.remote(rank.log)}, _ANSWER_TIMEOUT_S)
-        if node in said:
-            return Died(_how_it_died(error), said[node])
+        said = what_comes({node: self._watchers[node].last_words.remote(rank.log)}, _PING_TIMEOUT_S)
+        if (words := said.get(node)) is not None:
+            return Died(_how_it_died(error), words)
         self._lost.add(node)
-        return Died("was lost with its machine, which does not answer any more,")
+        return _LOST
 
     def _left(self) -> list[str]:
         """Ranks that are still there although they were killed. A lost machine cannot be asked, and has none."""
@@ -285,61 +290,12 @@ class RayRanks(RankCalls):
                 continue
             pids = [rank.pid for rank in self._ranks if rank.node.id == node and rank.pid]
             asked[node] = watcher.end.remote(pids, _END_TIMEOUT_S)
-        left = _what_comes(asked, _END_TIMEOUT_S + _ANSWER_TIMEOUT_S)
+        left = what_comes(asked, _END_TIMEOUT_S + _ANSWER_TIMEOUT_S)
         return [
             str(self._identity(number))
             for number, rank in enumerate(self._ranks)
             if rank.pid in left.get(rank.node.id, ())
         ]
-
-
-def ranks_per_node(request: RankRequest, nodes: Sequence[Node]) -> int:
-    """Ranks of each machine: as many as are asked for, else all where one machine has room, else as many as each has.
-
-    Raises ConfigError for machines that are not equal, and for a number of ranks that does not fill them.
-    """
-    resource, per_rank = ("GPU", 1) if request.device == "cuda" else ("CPU", request.num_threads or 1)
-    room = {node.name: int(node.has(resource) // per_rank) for node in nodes if node.has(resource) >= per_rank}
-    # Where no machine has room, `_wait_for_room` says so.
-    most = max(room.values(), default=request.count)
-    per_node = min(request.count, request.per_node or most)
-    if request.per_node is None and most < request.count and len(set(room.values())) > 1:
-        each = ", ".join(f"{name} {count}" for name, count in room.items())
-        raise ConfigError.at(
-            "backend", f"has to spread {request.count} ranks over machines with room for {each}. Set ranks_per_node."
-        )
-    if request.count % per_node:
-        raise ConfigError.at(
-            "backend",
-            f"has {request.count} ranks, which do not fill machines with {per_node} ranks each. Set ranks to a "
-            f"multiple of {per_node}, or ranks_per_node to a divisor of {request.count}.",
-        )
-    return per_node
-
-
-def _wait_for_nodes(asked: Mapping[str, Any], what: str, limit_s: float) -> None:
-    """Until each machine has answered or the limit is over; says now and then who has not. what: a verb first."""
-    began = told = time.monotonic()
-    waiting = dict(asked)
-    while waiting and (left := began + limit_s - time.monotonic()) > 0:
-        # A slice at a time: an interruption is seen only in between.
-        ready, _ = ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=min(_SLICE_S, left))
-        waiting = {name: answer for name, answer in waiting.items() if answer not in ready}
-        if waiting and time.monotonic() - told >= PATIENCE_S:
-            told = time.monotonic()
-            text = f"Waiting for {told - began:.0f} s, {limit_s:g} s at most, for {', '.join(waiting)} to {what}."
-            print(text, file=sys.stderr, flush=True)
-
-
-def _what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:
-    """key -> answer, of those that answer within the limit; dead ones do not."""
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
-    answers: dict[Any, Any] = {}
-    for key, answer in asked.items():
-        if answer in ready:
-            with suppress(RayError):
-                answers[key] = ray.get(answer)
-    return answers
 
 
 def _how_it_died(error: RayActorError) -> str:

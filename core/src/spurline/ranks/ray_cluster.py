@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spurline.errors import UserError
-from spurline.ranks.group import RuntimeEnv
+from spurline.ranks.group import ClusterRequest, RuntimeEnv
 
 Bundle = Mapping[str, float]
 """What one machine has to give, such as `{"GPU": 2, "CPU": 2}`."""
@@ -35,16 +38,23 @@ _OWN_SETTINGS = {
 }
 CONNECT_TIMEOUT_S = 60.0
 """Seconds until a cluster has been joined or started."""
-_RESTART = "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set RAY_ADDRESS to another one."
+_ANSWER_TIMEOUT_S = 5.0
+"""Seconds that the head of a cluster has to answer at its address."""
+_RESTART = (
+    "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set cluster.address or RAY_ADDRESS to "
+    "another one."
+)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster that is alive. id: Ray's. name: for people. resources: all that it has to give."""
+    """A machine of the cluster that is alive. id: Ray's. name: for people. resources: all that it has to give.
+    free: what of that nobody has."""
 
     id: str
     name: str
     resources: Mapping[str, float]
+    free: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def has(self, resource: str) -> float:
         return self.resources.get(resource, 0.0)
@@ -53,20 +63,21 @@ class Node:
 class RayCluster:
     """One user's hold on the cluster, from `open` to `close`."""
 
-    def __init__(self, runtime_env: RuntimeEnv) -> None:
-        """runtime_env: that of all processes this one places on Ray, who are one job to it."""
-        self._runtime_env = runtime_env
+    def __init__(self, request: ClusterRequest) -> None:
+        """request: that of all that this process places on Ray, which is one job to it."""
+        self._request = request
         self._lock = threading.Lock()
         self._is_open = False
 
     def open(self) -> None:
-        """Join the cluster of RAY_ADDRESS or of `ray start` on this machine, or start one. May be called again.
+        """Join the cluster, or start one where it may be any and there is none. May be called again.
 
-        Raises UserError for a cluster that does not answer, and for one that was opened with another `runtime_env`.
+        Raises UserError for a cluster that does not answer, and where another one, or one with another `runtime_env`,
+        is open already.
         """
         with self._lock:
             if not self._is_open:
-                _CONNECTION.enter(self._runtime_env)
+                _CONNECTION.enter(self._request)
                 self._is_open = True
 
     def close(self) -> None:
@@ -85,11 +96,13 @@ class RayCluster:
         """Those that are alive, in an order that stays."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         there = Counter(node["NodeManagerHostname"] for node in alive)
+        free = available_resources_per_node()
         nodes: list[Node] = []
         for node in alive:
             name, identity = node["NodeManagerHostname"], node["NodeID"]
             # Several may run on one machine.
-            nodes.append(Node(identity, name if there[name] == 1 else f"{name} ({identity[:8]})", node["Resources"]))
+            told = name if there[name] == 1 else f"{name} ({identity[:8]})"
+            nodes.append(Node(identity, told, node["Resources"], free.get(identity, {})))
         return sorted(nodes, key=lambda node: (node.name, node.id))
 
     def total(self, resource: str) -> float:
@@ -115,7 +128,7 @@ class RayCluster:
             remove_placement_group(group)
 
     def actor_options(self, group: PlacementGroup, bundle: int, needs: Bundle) -> dict[str, Any]:
-        """Options of an actor in that bundle, which is never started a second time."""
+        """Options of an actor in that bundle, which is never started a second time. needs: 0 where it has none."""
         return {
             "num_cpus": needs.get("CPU", 0),
             "num_gpus": needs.get("GPU", 0),
@@ -137,21 +150,21 @@ class _Connection:
         self.is_own = False
         self._lock = threading.Lock()
         self._users = 0
-        self._runtime_env = RuntimeEnv()
+        self._request = ClusterRequest()
         self._keeper: threading.Thread | None = None
         self._leaving = threading.Event()
 
-    def enter(self, runtime_env: RuntimeEnv) -> None:
+    def enter(self, request: ClusterRequest) -> None:
         with self._lock:
             if not self._users:
-                self._runtime_env = runtime_env
+                self._request = request
                 # Otherwise whoever has initialized Ray in this process also ends it.
                 if not ray.is_initialized():
                     self._start()
-            elif self._runtime_env != runtime_env:
+            elif (self._request.address, self._request.runtime_env) != (request.address, request.runtime_env):
                 raise UserError(
-                    "This process has joined the Ray cluster with another runtime_env: what a run places on Ray is one "
-                    "job, with one environment. Give both the same."
+                    "This process has joined a Ray cluster with another address or runtime_env: what a run places on "
+                    "Ray is one job, with one environment. Give both the same."
                 )
             self._users += 1
 
@@ -179,7 +192,7 @@ class _Connection:
     def _keep(self, started: Future[None]) -> None:
         before = set(os.environ)
         try:
-            self.is_own = _connect(self._runtime_env)
+            self.is_own = _connect(self._request)
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             started.set_exception(error)
             return
@@ -195,26 +208,46 @@ class _Connection:
 _CONNECTION = _Connection()
 
 
-def _connect(runtime_env: RuntimeEnv) -> bool:
+def _connect(request: ClusterRequest) -> bool:
     """Join the cluster there is, or start one; returns whether it was started."""
-    environment = _plain(runtime_env)
-    # On this very machine modules are found where this process finds them.
-    path = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
+    environment = _plain(request.runtime_env)
     # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
+    address = None if request.address == "auto" else request.address
+    try:
+        # What Ray would join, so that it is asked before Ray waits for it.
+        joined = canonicalize_bootstrap_address(address)  # pyright: ignore[reportArgumentType] - None is for any
+        if joined is not None:
+            _check_answers(joined)
+    except (OSError, ValueError) as error:
+        raise _cannot_join(error) from error
     # log_to_driver would write over the terminal's tracker; errors carry the end of what their process said.
     init = partial(ray.init, logging_level=logging.ERROR, log_to_driver=False)
-    try:
-        init(num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
+    if joined is None:
+        # On this very machine modules are found where this process finds them.
+        path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
+        init("local", num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
         return True
-    except ValueError:
-        # A cluster is there to join, which has its own settings; whatever else is wrong, is so again.
-        pass
     try:
-        init(runtime_env=environment)
+        init(joined, runtime_env=environment)
         return False
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"The Ray cluster cannot be joined: {error}. {_RESTART}") from error
+        raise _cannot_join(error) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError where nobody answers at the address of a head: Ray itself asks for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"nobody answers at {address} ({error.strerror or error}), where the head of the cluster should be"
+        ) from error
+
+
+def _cannot_join(error: Exception) -> UserError:
+    return UserError(f"The Ray cluster cannot be joined: {error}. {_RESTART}")
 
 
 def _plain(runtime_env: RuntimeEnv) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -25,6 +27,7 @@ _WRITING_S = 0.2
 """Seconds after which a file that does not grow any more counts as written."""
 _RAYS_TIME_S = 2.0
 """Seconds that Ray has for killing a rank by itself; what is killed otherwise it reports on the terminal."""
+_BEGIN = "The output of process "
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into a process's output for its own use begin so."""
 
@@ -39,8 +42,36 @@ def unpacked(wire: bytes) -> Any:
     return pickle.loads(wire)  # noqa: S301
 
 
+def write_into(log: str) -> None:
+    """Make this file, and its folder, the output of this process and of those that it will start.
+
+    What earlier processes wrote there stays; a line says where this one begins.
+    """
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    os.write(2, f"{_BEGIN}{os.getpid()} on {platform.node()} at {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+
+
+def last_words(log: str) -> str:
+    """The end of what the last process wrote that writes there."""
+    lines = _end_of(Path(log), _LAST_WORDS_BYTES).splitlines() if Path(log).is_file() else []
+    begin = max((number + 1 for number, line in enumerate(lines) if line.startswith(_BEGIN)), default=0)
+    return "\n".join(line for line in lines[begin:] if not line.startswith(_RAYS_OWN)).strip()
+
+
 class NodeActor:
     """Every method is called through Ray."""
+
+    def __init__(self) -> None:
+        self._raylet = os.getppid()
+
+    def missing(self, pids: Sequence[int]) -> list[int] | None:
+        """Those of these processes that are not there; None where Ray itself has ended on this machine, so that all it
+        has started here is about to end, this process too."""
+        return None if os.getppid() != self._raylet else [pid for pid in pids if not _is_there(pid)]
 
     def cores(self) -> int:
         """CPU cores that processes may use here."""
@@ -54,10 +85,11 @@ class NodeActor:
             outcome = Raised.of(error)
         return packed(outcome)
 
-    def last_words(self, log: str) -> str:
-        """The end of what a rank wrote."""
-        lines = _end_of(Path(log), _LAST_WORDS_BYTES).splitlines()
-        return "\n".join(line for line in lines if not line.startswith(_RAYS_OWN)).strip()
+    def last_words(self, log: str) -> str | None:
+        """The end of what a rank wrote; None where Ray itself has ended on this machine."""
+        if os.getppid() != self._raylet:
+            return None
+        return last_words(log)
 
     def stacks(self, pid: int, log: str, limit_s: float) -> str:
         """Where each thread of a rank stands; the rank writes that to its log when it is sent SIGUSR1.

@@ -173,6 +173,9 @@ class PromptSourceConfig(SourceConfig):
     (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     max_draws_per_step: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """Prompts that one step may draw, those given up or filtered included; null is 8 x prompts_per_step."""
+    router_replay: Annotated[bool, OnResume.BY_NAME] = False
+    """Mixtures of experts: the trained model and the reference send each token to the experts that the engine chose for
+    it (Ma et al. 2025, arXiv:2510.11370); routers learn by the weights they give these. A critic chooses for itself."""
     carry: tuple[str, ...] = ()
     """Columns of the training rows, a number or a truth value in each, that go along with the rollouts: advantages read
     them in `Group.columns`, and each becomes a float32 token column of the batch, which a loss asks for in `needs`."""
@@ -220,12 +223,30 @@ class PromptSourceConfig(SourceConfig):
                 "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
                 "`minibatch_prompts` in their config.",
             )
+        yield from self._replay_problems(run)
         if self.correction is not None and self.sampling.cuts:
             cut = next(iter(self.sampling.cuts))
             yield Problem(
                 "correction",
                 f"is {self.correction.name}, but with sampling.{cut} rollout logprobs are those of the tokens left, "
                 "likelier than the trainer finds them, so every ratio would be too small. Remove one of the two.",
+            )
+
+    def _replay_problems(self, run: RunConfig) -> Iterable[Problem]:
+        """What keeps the engine from noting experts, and the backend from using them."""
+        if not self.router_replay:
+            return
+        if not self.engine.notes_experts:
+            yield Problem(
+                "router_replay",
+                f"is true, and engine '{self.engine.name}' with these settings does not tell which experts it chose. "
+                "Set router_replay: false, or use engine in_process, child_process, or vllm with mode: engine.",
+            )
+        if not run.backend.replays_experts:
+            yield Problem(
+                "router_replay",
+                f"is true, and backend '{run.backend.name}' with these settings lets its routers choose. Set "
+                "router_replay: false, leave backend.compile off, or choose backend local, fsdp or megatron.",
             )
 
     def _advantage_problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -308,6 +329,14 @@ class PromptSourceConfig(SourceConfig):
         return self.carry
 
     @property
+    def has_colocated_engines(self) -> bool:
+        return self.engine.is_colocated
+
+    @property
+    def replays_experts(self) -> bool:
+        return self.router_replay
+
+    @property
     def reward_terms(self) -> Collection[str] | None:
         return self.environment.reward_terms
 
@@ -329,20 +358,20 @@ class PromptSourceConfig(SourceConfig):
 
     def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate | None:
         prompts = run.minibatches.minibatch_prompts(self.prompts_per_step) or self.prompts_per_step
-        length = self._longest_attempt(prompt_tokens, context)
+        length = self.longest_attempt(prompt_tokens, context)
         return LargestUpdate(length, prompts * self.samples_per_prompt * length)
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
-        length = self._longest_attempt(prompt_tokens, context)
+        length = self.longest_attempt(prompt_tokens, context)
         return self.engine.estimate_memory(run, self.responses_at_once, length)
 
-    def _longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
+    def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
         """Tokens of an attempt whose every response is as long as it may get."""
         length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
         return length if context is None else min(length, context)
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        return self.engine.describe(run, self.responses_at_once, self._longest_attempt(prompt_tokens, context))
+        return self.engine.describe(run, self.responses_at_once, self.longest_attempt(prompt_tokens, context))
 
     @property
     def responses_at_once(self) -> int:
@@ -389,4 +418,10 @@ class RolloutSourceConfig(PromptSourceConfig):
                 f"is {self.engine.name}, which generates with the very model of the backend, but backend "
                 f"'{run.backend.name}' does not hold its whole model in this process. Set engine: in_process, "
                 "backend.name: local, or choose a source that publishes weights.",
+            )
+        if self.engine.is_colocated:
+            yield Problem(
+                "engine.placement",
+                f"is colocated, and source '{self.name}' does not change between trainer and engines. Set source: "
+                "async_rollouts with max_staleness: 0, which trains on the same batches.",
             )

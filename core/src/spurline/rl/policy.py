@@ -117,6 +117,7 @@ def _make_turn(request: GenerationRequest, result: GenerationResult) -> Turn:
         loss_mask=np.ones(length, dtype=np.uint8),
         logprobs=result.logprobs,
         versions=result.versions,
+        routed_experts=result.routed_experts,
         finish_reason=result.finish_reason,
     )
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import ConfigError, DataError
 from spurline.losses.policy_loss import kl_estimate
@@ -115,9 +115,13 @@ class Preparation:
 
     def prepare(self, groups: Sequence[Group], backend: Backend) -> Prepared:
         """The batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
+        if not self._config.router_replay:
+            groups = _without_experts(groups)
         trajectories, rows = self._choose_rows(groups)
         laid_out = self._collator.collate_rollouts(trajectories)
         batch = laid_out.without_padding_rows()
+        if self._config.router_replay:
+            _check_experts(batch, trajectories)
         turns = turns_of(groups)
         columns = TurnColumns(batch, turns, rows)
         begin = time.perf_counter()
@@ -205,6 +209,25 @@ def _join_computed(turns: Sequence[Turn], columns: TurnColumns) -> dict[str, Ten
         name: columns.join(name, cast("list[NDArray[np.float32]]", [getattr(turn, name) for turn in turns]))
         for name in names
     }
+
+
+def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups without the experts that a recording has, which would be laid out, sent to ranks and replayed."""
+    if all(turn.routed_experts is None for turn in turns_of(groups)):
+        return groups
+    return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
+
+
+def _check_experts(batch: TrainingBatch, trajectories: Sequence[Trajectory]) -> None:
+    """Raise DataError unless every turn has its experts: without, the models would silently choose others."""
+    if batch.num_rows == 0 or ROUTED_EXPERTS in batch.tokens:
+        return
+    lacking = [item for item in trajectories if any(turn.routed_experts is None for turn in item.turns)]
+    named = f"sample {lacking[0].sample} of prompt '{lacking[0].uid}'" if lacking else "the batch"
+    raise DataError(
+        f"source.router_replay is true, and {named} has turns without the experts that were chosen for them. Set it to "
+        "false, or use an engine that notes them; a recording must have been made with it too."
+    )
 
 
 def _refuse_taken_columns(names: Sequence[str]) -> None:

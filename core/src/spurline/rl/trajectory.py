@@ -165,8 +165,8 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
     One row holds it then instead of one per turn, so that shared context is computed once. Tokens that came between the
     model's turns (a user's or a tool's message) become response tokens without loss; advantages that walk along the
     response tokens are therefore computed before turns are merged. Per-token values of the tokens in between are 0;
-    what some turn lacks, the merged one lacks. Routed experts and the finish reason are those of the last turn, which
-    saw all tokens.
+    what some turn lacks, the merged one lacks. The finish reason is that of the last turn; the routed experts of a
+    token are those that were chosen first, as what came after it was sampled with them.
     """
     turns = trajectory.turns
     if len(turns) < 2 or not all(_goes_on(before, after) for before, after in pairwise(turns)):
@@ -179,6 +179,7 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
         prompt_ids=context[:first_prompt],
         response_ids=context[first_prompt:],
         loss_mask=_join(turns, [turn.loss_mask for turn in turns]),
+        routed_experts=_first_experts(turns),
         **{name: _join_column(turns, name) for name in (*_NUMBERS, "versions")},
     )
     return replace(trajectory, turns=(merged,))
@@ -188,6 +189,18 @@ def _goes_on(before: Turn, after: Turn) -> bool:
     """Whether the later turn's prompt begins with everything the model had seen and written."""
     seen = np.concatenate([before.prompt_ids, before.response_ids])
     return np.array_equal(after.prompt_ids[: len(seen)], seen)
+
+
+def _first_experts(turns: Sequence[Turn]) -> NDArray[np.int16] | None:
+    """Of every token the experts of the first turn that has some; None where a turn notes none."""
+    columns = [turn.routed_experts for turn in turns if turn.routed_experts is not None]
+    if len(columns) < len(turns):
+        return None
+    first = columns[-1].copy()
+    for column in reversed(columns[:-1]):
+        known = (column >= 0).any(axis=(1, 2))
+        first[: len(column)][known] = column[known]
+    return first
 
 
 def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:

@@ -17,6 +17,7 @@ from spurline.protocols.loss import Loss
 from spurline.protocols.minibatches import MiniBatches
 from spurline.protocols.source import BatchSource, SourceContext
 from spurline.protocols.tracker import Tracker
+from spurline.ranks.launch import room_on_cluster
 from spurline.run.evaluation import ScheduledEvaluation, build_evaluations
 from spurline.run.hook_state import HookStates
 from spurline.run.lengths import check_lengths
@@ -97,6 +98,8 @@ def build_components(
         *template_notes(loaded.config.model, data.context.tokenizer),
         *loaded.config.schedule.notes(data.total_updates(done)),
     ]
+    # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
+    stack.enter_context(room_on_cluster(loaded.config))
     progress("drawing weights" if loaded.config.model.init == "random" else "loading weights")
     backend = build_backend(loaded, stack, data.total_updates(done))
     facts = backend.facts()

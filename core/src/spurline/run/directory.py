@@ -32,6 +32,7 @@ class RunDirectory:
         self.report = path / "report.html"
         self.eval_samples = path / "eval_samples.jsonl"
         self.exported_model = path / "model"
+        self.exported_adapter = path / "adapter"
         self._lock: IO[str] | None = None
         self._folder: int | None = None
 

@@ -1,4 +1,7 @@
-"""Write a trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads."""
+"""Write a trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+Or write its adapter alone, as a folder that `PeftModel.from_pretrained` loads on the model that the run began with.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import RunConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions
+from spurline.model.adapter_weights import AdapterStream, write_adapter_files
 from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import Backend
+from spurline.protocols.backend import Backend, TrainsAdapters
 from spurline.run.build import build_backend
 from spurline.run.checkpoint import BACKEND, CheckpointStore
 
@@ -44,6 +49,46 @@ def export_hf(
     return _write_folder(backend.write_weights, loaded, tokenizer, out)
 
 
+def export_adapter(
+    backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, replace: bool = False
+) -> Path:
+    """Write the backend's current adapter, its settings and the tokenizer into `out`; tensors keep their dtype.
+
+    replace: overwrite what is there; otherwise `out` must be new or empty. Raises UserError for a run without an
+    adapter that could be used elsewhere.
+    """
+    if not replace:
+        check_free(out)
+    check_adapter(loaded.config)
+    settings = backend.adapter_settings() if isinstance(backend, TrainsAdapters) else None
+    if not isinstance(backend, TrainsAdapters) or settings is None:
+        raise UserError(
+            f"Backend '{loaded.config.backend.name}' cannot tell its adapters from the weights under them. Export the "
+            "whole model, in which they are merged."
+        )
+    return _write_adapter(AdapterStream(settings, backend.named_adapter_weights()), tokenizer, out)
+
+
+def check_adapter(config: RunConfig) -> None:
+    """Raise UserError unless the run trains an adapter of a model that can be loaded elsewhere."""
+    whole = "Export the whole model: `spurline export RUN_DIR OUT`, without --adapter."
+    if not config.backend.trains_adapters:
+        raise UserError(f"This run has no adapter: it trains all weights, since backend.lora is not set. {whole}")
+    if config.model.init == "random":
+        raise UserError(
+            "The adapter of this run belongs to random weights (model.init: random), which are in no folder that it "
+            f"could be put on. {whole}"
+        )
+
+
+def _write_adapter(adapter: AdapterStream, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+    def fill(folder: Path) -> None:
+        write_adapter_files(folder, adapter)
+        tokenizer.save_pretrained(folder)
+
+    return _write_beside(out, "adapter", fill)
+
+
 def _write_folder(
     write_weights: _WriteWeights, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path
 ) -> Path:
@@ -52,22 +97,30 @@ def _write_folder(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code, **model.config_overrides
     )
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+    def fill(folder: Path) -> None:
+        write_weights(folder, dtype, _MAX_FILE_BYTES)
+        config.save_pretrained(folder)
+        _save_generation_config(loaded, tokenizer, folder)
+        tokenizer.save_pretrained(folder)
+
+    return _write_beside(out, "model", fill)
+
+
+def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
+    """Fill a folder beside `out` and rename it: a folder that `from_pretrained` finds is whole."""
     out = out.resolve()
-    # Written beside and renamed: a folder that `from_pretrained` finds is whole.
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        write_weights(temporary, dtype, _MAX_FILE_BYTES)
-        config.save_pretrained(temporary)
-        _save_generation_config(loaded, tokenizer, temporary)
-        tokenizer.save_pretrained(temporary)
+        fill(temporary)
         for file in temporary.iterdir():
             give_default_permissions(file)
         if out.exists():
             shutil.rmtree(out)
         temporary.rename(out)
     except OSError as error:
-        raise RunFailedError(f"The model cannot be exported to {out}: {error}. Free some space.") from error
+        raise RunFailedError(f"The {what} cannot be exported to {out}: {error}. Free some space.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
@@ -102,25 +155,31 @@ def _generation_config(loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase)
     return config
 
 
-def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None) -> Path:
+def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
     """Export a checkpoint of a run: the given folder, or `best` or `latest` (the default) of the config's run_dir.
 
-    The backend is not built where its config names a `checkpoint_reader`. Raises CheckpointError when there is no
-    checkpoint or it is damaged.
+    adapter: write the adapter alone, as `export_adapter` does. The backend is not built where its config names a
+    `checkpoint_reader`, or for adapters an `adapter_reader`. Raises CheckpointError when there is no checkpoint or it
+    is damaged.
     """
     check_free(out)
     config = loaded.config
+    if adapter:
+        check_adapter(config)
     found = CheckpointStore(config.run_dir / "checkpoints", config.checkpoint.verify).chosen(checkpoint)
-    if config.backend.checkpoint_reader is not None:
-        read = resolve(config.backend.checkpoint_reader, f"checkpoint reader of backend '{config.backend.name}'")
+    reader = config.backend.adapter_reader if adapter else config.backend.checkpoint_reader
+    if reader is None:
+        with ExitStack() as stack:
+            backend = build_backend(loaded, stack, total_updates=1)
+            backend.load(found.path / BACKEND, found.unverified(BACKEND))
+            export = export_adapter if adapter else export_hf
+            return export(backend, loaded, load_tokenizer(config.model), out)
+    read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
+    if adapter:
+        stream = read(config, found.path / BACKEND, found.unverified(BACKEND))
+        return _write_adapter(stream, load_tokenizer(config.model), out)
 
-        def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-            write_weight_files(
-                folder, read(config, found.path / BACKEND, found.unverified(BACKEND)), dtype, max_file_bytes
-            )
+    def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        write_weight_files(folder, read(config, found.path / BACKEND, found.unverified(BACKEND)), dtype, max_file_bytes)
 
-        return _write_folder(write_weights, loaded, load_tokenizer(config.model), out)
-    with ExitStack() as stack:
-        backend = build_backend(loaded, stack, total_updates=1)
-        backend.load(found.path / BACKEND, found.unverified(BACKEND))
-        return export_hf(backend, loaded, load_tokenizer(loaded.config.model), out)
+    return _write_folder(write_weights, loaded, load_tokenizer(config.model), out)

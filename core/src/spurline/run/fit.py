@@ -12,6 +12,7 @@ from typing import Any
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.backend import BackendConfig
+from spurline.protocols.rollout_engine import ColocatedEngine
 from spurline.ranks.machine import memory_bytes
 
 SHARE_USED = 0.9
@@ -23,11 +24,13 @@ class Load:
     """The largest step that is known. row_length, tokens: both 0 where no batch is.
 
     generation: bytes by part that generating takes on the device, in turn with updates.
+    engine: that has the device by turns with the trainer; None where it has others.
     """
 
     row_length: int = 0
     tokens: int = 0
     generation: Mapping[str, int] = field(default_factory=dict[str, int])
+    engine: ColocatedEngine | None = None
 
 
 def peak_memory(training: Mapping[str, int], generation: Mapping[str, int], update_parts: Collection[str]) -> int:
@@ -44,7 +47,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 
     device_bytes: memory of a device; None asks the backend what there is here. Raises ModelError, ConfigError.
     """
-    parts, generation = _parts(run, run.backend, load)
+    parts, generation = memory_parts(run, run.backend, load)
     if not parts:
         return []
     # Without a batch, what grows with its tokens comes out as 0.
@@ -67,21 +70,33 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     here = memory_bytes() if device_bytes is None else None
     if here is not None and host > SHARE_USED * here:
         lines.append(
-            f"does not fit the memory of this machine, {_gib(here)}, of which {SHARE_USED:.0%} can be counted on"
+            f"does not fit the memory of this machine, {as_gib(here)}, of which {SHARE_USED:.0%} can be counted on"
         )
     return lines + _beside_device(run, load, peak, limit, here)
+
+
+def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
+    """How the backend could divide the same ranks otherwise; none without a batch, or without a device to fit.
+
+    device_bytes: as in `memory_lines`. Raises ModelError, ConfigError.
+    """
+    limit = run.backend.device_bytes() if device_bytes is None else device_bytes
+    if limit is None or not load.tokens:
+        return []
+    usable = int(SHARE_USED * limit)
+    return list(run.backend.suggested_layouts(run, load.row_length, load.tokens, limit, usable))
 
 
 def _beside_device(run: RunConfig, load: Load, peak: int, limit: int, here: int | None) -> list[str]:
     """here: memory of this machine, where it is the one that trains."""
     if peak <= SHARE_USED * limit:
-        return [f"fits a device of {_gib(limit)}"]
-    lines = [f"does not fit a device of {_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"]
+        return [f"fits a device of {as_gib(limit)}"]
+    lines = [f"does not fit a device of {as_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"]
     found, needed = _suggest(run, load, SHARE_USED * limit)
     if not found:
         return [*lines, f"suggestion: none of its settings needs less. {run.backend.beyond}".rstrip()]
-    words = " ".join(f"--set backend.{key}={_as_value(value)}" for key, value in found.items())
-    needs = _gib(needed) + _host_words(run.backend.model_copy(update=found).estimate_host_memory(run), here)
+    words = " ".join(f"--set backend.{key}={as_value(value)}" for key, value in found.items())
+    needs = as_gib(needed) + _host_words(run.backend.model_copy(update=found).estimate_host_memory(run), here)
     if needed <= SHARE_USED * limit:
         return [*lines, f"suggestion: {words}, which needs {needs}"]
     return [*lines, f"suggestion: even {words} needs {needs}. {run.backend.beyond}".rstrip()]
@@ -91,10 +106,10 @@ def _host_words(host: int, here: int | None) -> str:
     """What a suggestion takes of the host, to follow what it takes of a device."""
     if not host:
         return ""
-    said = f" and {_gib(host)} in the memory of the fullest machine"
+    said = f" and {as_gib(host)} in the memory of the fullest machine"
     if here is None:
         return said
-    return f"{said}, {'more than can be counted on of' if host > SHARE_USED * here else 'of'} the {_gib(here)} here"
+    return f"{said}, {'more than can be counted on of' if host > SHARE_USED * here else 'of'} the {as_gib(here)} here"
 
 
 def _suggest(run: RunConfig, load: Load, limit: float) -> tuple[dict[str, Any], int]:
@@ -117,17 +132,20 @@ def _suggest(run: RunConfig, load: Load, limit: float) -> tuple[dict[str, Any], 
 
 
 def _peak_with(run: RunConfig, changes: Mapping[str, Any], load: Load) -> int:
-    return peak_memory(*_parts(run, run.backend.model_copy(update=changes), load), run.backend.update_parts)
+    return peak_memory(*memory_parts(run, run.backend.model_copy(update=changes), load), run.backend.update_parts)
 
 
-def _parts(run: RunConfig, backend: BackendConfig, load: Load) -> tuple[dict[str, int], dict[str, int]]:
+def memory_parts(run: RunConfig, backend: BackendConfig, load: Load) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by part of this backend's updates, and of generating on its device."""
     parts = backend.estimate_memory(run, load.row_length, load.tokens)
     return parts, {**load.generation, **backend.estimate_generation(run)}
 
 
-def _gib(size: int) -> str:
+def as_gib(size: int) -> str:
+    """Bytes for people: `79.6 GiB`."""
     return f"{size / 2**30:,.1f} GiB"
 
 
-def _as_value(value: Any) -> str:
+def as_value(value: Any) -> str:
+    """A value as `--set` takes it."""
     return value if isinstance(value, str) else json.dumps(value)

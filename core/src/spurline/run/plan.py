@@ -28,8 +28,9 @@ from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.ranks.messages import check_losses
 from spurline.run.build import DataComponents, build_data, build_trackers
-from spurline.run.fit import Load, memory_lines
+from spurline.run.fit import Load, layout_lines, memory_lines
 from spurline.run.lengths import check_lengths
+from spurline.run.phases import phase_lines
 from spurline.update.reduction import describe_reduction
 
 ROW_LIMIT = 10_000
@@ -77,9 +78,9 @@ def make_plan(
         if loaded.config.backend.rank_request() is not None:
             _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]
-        layout = loaded.config.backend.describe_layout(loaded.config)
+        layout = _attempt(plan, lambda: list(loaded.config.backend.describe_layout(loaded.config)))
         if layout:
-            plan.sections["parallel layout"] = list(layout)
+            plan.sections["parallel layout"] = layout
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
@@ -94,7 +95,13 @@ def make_plan(
                 if load is not None:
                     memory = _attempt(plan, lambda: memory_lines(loaded.config, load, device_bytes))
                     plan.sections |= {"memory (estimate)": memory} if memory else {}
+                    phases = _attempt(plan, lambda: phase_lines(loaded.config, load, device_bytes))
+                    plan.sections |= {"phases of a device (estimate)": phases} if phases else {}
+                    layouts = _attempt(plan, lambda: layout_lines(loaded.config, load, device_bytes))
+                    plan.sections |= {"layouts (estimate)": layouts} if layouts else {}
             _attempt(plan, lambda: _divisibility(loaded, data))
+    # Last: a config alone, whose weights are yet to be fetched, tells everything above.
+    _attempt(plan, lambda: check_weight_files(loaded.config.model))
     if warning:
         plan.sections["on this machine"] = [warning]
     plan.sections["plugins"] = _plugins(loaded)
@@ -116,7 +123,6 @@ class _Model:
 
 def _model(loaded: LoadedConfig) -> _Model:
     model = loaded.config.model
-    check_weight_files(model)
     limit = position_limit(load_model_config(model))
     ends = limit is not None and not (limit.extends and model.allow_extrapolation)
     return _Model(count_parameters(model), limit.tokens if ends and limit is not None else None)
@@ -218,7 +224,9 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
         f"{update.row_length:,}, where every response is as long as it may get{known}"
     ]
     plan.sections["generation"] = list(source.generation_notes(config, prompt, model.context))
-    return Load(update.row_length, update.tokens, source.generation_memory(config, prompt, model.context))
+    generation = source.generation_memory(config, prompt, model.context)
+    engine = source.colocated_engine(config, prompt, model.context)
+    return Load(update.row_length, update.tokens, generation, engine)
 
 
 def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
@@ -260,8 +268,9 @@ def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, f
     time = sum(dealing.costs.max(axis=0).sum() for dealing in dealings) / ideal if ideal else 1.0
     idle = sum(dealing.idle_slots for dealing in dealings)
     waste = f", of which {idle:,} idle for want of rows" if idle else ""
+    where = "the one data-parallel rank" if ranks == 1 else f"each of {ranks} data-parallel ranks"
     said = (
-        f"{slots:,} micro-batch{'es' if slots != 1 else ''} on each of {ranks} data-parallel ranks{waste}, about "
+        f"{slots:,} micro-batch{'es' if slots != 1 else ''} on {where}{waste}, about "
         f"{tokens:,.0f} tokens each; {time:.2f} times the time of an even share"
     )
     return said, float(time)

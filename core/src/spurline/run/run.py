@@ -41,7 +41,7 @@ from spurline.run.build import build_components, build_update, summarize_run
 from spurline.run.changes import ResumeRequest
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.evaluation import run_all
-from spurline.run.export import export_hf
+from spurline.run.export import export_adapter, export_hf
 from spurline.run.health import findings
 from spurline.run.hook_state import HookStates
 from spurline.run.rescue import rescue
@@ -252,6 +252,13 @@ class Run:
         """
         return export_hf(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace)
 
+    def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path:
+        """Write the adapter that the backend has at this moment as a folder that `PeftModel.from_pretrained` loads.
+
+        path, replace: as for `export`. Also raises UserError for a run without `backend.lora`.
+        """
+        return export_adapter(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace)
+
     def request_stop(self, reason: str) -> None:
         """End the run in good order after the step it is in: with a checkpoint, a report and status `stopped`.
 
@@ -412,8 +419,12 @@ class Run:
         return self._stop.reason if self._status() == "stopped" else None
 
     def _export_if_finished(self) -> None:
-        if self.config.checkpoint.export_hf and self._status() == "finished":
-            export_hf(self.backend, self.loaded, self.tokenizer, self.directory.exported_model, replace=True)
+        if self._status() != "finished":
+            return
+        if self.config.checkpoint.export_hf:
+            self.export(self.directory.exported_model, replace=True)
+        if self.config.checkpoint.export_adapter:
+            self.export_adapter(self.directory.exported_adapter, replace=True)
 
     def _end(self, error: BaseException | None) -> None:
         """Tell the hooks and write the status; a failure here never hides the error that ended the run."""

@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spurline.testing.adapter_contract import AdapterContract as AdapterContract
     from spurline.testing.advantage_contract import AdvantageContract as AdvantageContract
     from spurline.testing.backend_contract import BackendContract as BackendContract
     from spurline.testing.collator_contract import CollatorContract as CollatorContract
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from spurline.testing.tokenization_contract import TokenizationContract as TokenizationContract
 
 _NAMES = {
+    "adapter_contract": ("AdapterContract",),
     "advantage_contract": ("AdvantageContract",),
     "backend_contract": ("BackendContract",),
     "collator_contract": ("CollatorContract", "RolloutCollatorContract"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
@@ -65,13 +66,24 @@ def weights_of(backend: Backend) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
 
 
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the safetensors files of a folder and those in it, by file and name."""
+    return {
+        f"{path.relative_to(folder)} {name}": tensor
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
 def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that two equal runs share."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
-    """A copy of the model that drops attention weights in training."""
+    """A copy of the model that drops attention weights in training; the model itself where dropout is 0."""
+    if not dropout:
+        return model
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")

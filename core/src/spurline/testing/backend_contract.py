@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spurline.digests import verify_files
-from spurline.errors import ModelError, NonFiniteLossError, SpurlineError
+from spurline.errors import ModelError, NonFiniteLossError, RunFailedError, SpurlineError
 from spurline.losses.configs import CrossEntropyConfig, PpoConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.ppo import Ppo
-from spurline.protocols.backend import Backend, Generates, LendsModel, LendsParameters, LossSums
+from spurline.protocols.backend import Backend, Generates, LendsModel, LendsParameters, LossSums, YieldsDevice
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing.backend_cases import (
@@ -38,6 +38,7 @@ from spurline.testing.backend_cases import (
     assert_weights_equal,
     minibatch,
     own_logprobs,
+    tensors_of,
     uneven_batch,
     values_batch,
     weights_of,
@@ -454,6 +455,72 @@ class BackendContract:
             backend.load(tmp_path / "saved", digests)
             assert [train(backend, layout, step) for step in (1, 2)] == expected
             assert torch.equal(backend.logprobs(values_batch(layout)[0], "critic"), values)
+
+    def test_an_update_is_bit_identical_after_the_device_was_given_away_and_taken_back(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
+        seen: list[list[object]] = []
+        for gives in (False, True):
+            with self.backend(model, critic=self.has_critic) as (backend, layout):
+                if not isinstance(backend, YieldsDevice):
+                    pytest.skip("keeps its device")
+                batch, _ = minibatch("padded", layout, 7)
+                # Also before the first step, when the optimizer has no state, and the reference is not loaded.
+                steps: list[object] = []
+                for step, keep_weights in enumerate((False, True, False, True)):
+                    if gives:
+                        backend.yield_device(keep_weights=keep_weights)
+                        if keep_weights:
+                            # An engine that was sent them needs more room now.
+                            backend.yield_device(keep_weights=False)
+                        backend.take_device()
+                    steps.append(without_times(backend.update(*minibatch("packed", layout, step))))
+                    if self.has_critic:
+                        steps.append(without_times(backend.update(*values_batch(layout, step), role="critic")))
+                        steps.append(backend.logprobs(batch, "critic").tolist())
+                    steps.append(backend.logprobs(batch, "reference").tolist())
+                steps.append({name: value.tolist() for name, value in weights_of(backend).items()})
+            seen.append(steps)
+        assert seen[1] == seen[0]
+
+    @pytest.mark.parametrize("keep_weights", [False, True], ids=["all", "but_weights"])
+    def test_weights_and_checkpoints_are_the_same_while_others_have_the_device(
+        self, tiny_model: Path, tmp_path: Path, keep_weights: bool
+    ) -> None:
+        with self.new_backend(tiny_model) as (backend, layout):
+            if not isinstance(backend, YieldsDevice):
+                pytest.skip("keeps its device")
+            batch, objective = minibatch("packed", layout)
+            backend.update(batch, objective)
+            backend.logprobs(batch, "reference")
+            folders = {name: tmp_path / name for name in ("here", "here_files", "away", "away_files")}
+            for folder in folders.values():
+                folder.mkdir()
+            weights, facts = weights_of(backend), backend.facts()
+            backend.save(folders["here"])
+            backend.write_weights(folders["here_files"], torch.float32, 1 << 30)
+            backend.yield_device(keep_weights=keep_weights)
+            assert_weights_equal(weights_of(backend), weights)
+            assert backend.facts() == facts
+            digests = backend.save(folders["away"])
+            backend.write_weights(folders["away_files"], torch.float32, 1 << 30)
+            for what, call in {
+                "trained": lambda: backend.update(batch, objective),
+                "gradients": lambda: backend.gradients(batch, objective),
+                "evaluated": lambda: backend.evaluate(batch, objective),
+                "logprobs": lambda: backend.logprobs(batch),
+                "loaded": lambda: backend.load(folders["here"]),
+            }.items():
+                with pytest.raises(RunFailedError, match=f"{what}.* engines have the memory of its device"):
+                    call()
+            backend.take_device()
+            assert_weights_equal(weights_of(backend), weights)
+            expected = without_times(backend.update(*minibatch("packed", layout, 1)))
+            for here, away in (("here", "away"), ("here_files", "away_files")):
+                assert_weights_equal(tensors_of(folders[away]), tensors_of(folders[here]))
+            backend.load(folders["away"], digests)
+            assert without_times(backend.update(*minibatch("packed", layout, 1))) == expected
 
     def assert_same_step(self, got: Mapping[str, float], wanted: Mapping[str, float]) -> None:
         """Loss, gradient norm and learning rate of one update."""

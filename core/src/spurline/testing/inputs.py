@@ -98,7 +98,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """
     from transformers import Qwen3Config
 
-    return _write_model(folder, Qwen3Config, seed, overrides)
+    return write_model(folder, Qwen3Config, overrides, seed=seed)
 
 
 def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -112,10 +112,12 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Pa
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
     }
-    return _write_model(folder, Qwen3MoeConfig, seed, experts | overrides)
+    return write_model(folder, Qwen3MoeConfig, experts | overrides, seed=seed)
 
 
-def _write_model(folder: Path, config: type[Any], seed: int, overrides: dict[str, Any]) -> Path:
+def write_model(folder: Path, config: type[Any], overrides: dict[str, Any], *, seed: int = 0) -> Path:
+    """The same of any architecture. config: its class in transformers. overrides: fields to change, None to leave one
+    to the class."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -134,13 +136,15 @@ def _write_model(folder: Path, config: type[Any], seed: int, overrides: dict[str
         "pad_token_id": tokenizer.pad_token_id,
         **overrides,
     }
+    fields = {name: value for name, value in fields.items() if value is not None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config(**fields), dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Freshly initialised norms are all ones, which hides mistakes in their handling.
-                parameter.add_(0.1 * torch.randn_like(parameter)) if "norm" in name else parameter.mul_(4)
+                # Fresh norms are all ones and fresh biases all zeros, which hides mistakes in their handling.
+                is_constant = "norm" in name or name.endswith("bias")
+                parameter.add_(0.1 * torch.randn_like(parameter)) if is_constant else parameter.mul_(4)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

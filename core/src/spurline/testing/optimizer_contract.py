@@ -153,6 +153,31 @@ class OptimizerContract:
                 torch.testing.assert_close(got, parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
             assert other.state().shapes == one.state().shapes
 
+    def test_flat_pieces_of_parameters_are_trained_like_whole_ones(self) -> None:
+        if not self.make_config().is_elementwise:
+            pytest.skip("is not said to be elementwise")
+        whole, plain = _parameters(), _parameters()
+        # A border inside of a row.
+        pieces = {
+            f"{name}/{index}": Parameter(piece.detach().clone())
+            for name, value in plain.items()
+            for index, piece in enumerate(value.detach().flatten().tensor_split([value.numel() // 3 + 1]))
+        }
+        # Without decay: which parameters have some is for the shapes of the whole ones to say.
+        one, other = self._optimization(whole), self._optimization(pieces)
+        targets = {name: target.detach() for name, target in _parameters(seed=1).items()}
+        _train(one, whole, range(1, 4))
+        for number in range(1, 4):
+            for name, target in targets.items():
+                cut = target.flatten().tensor_split([target.numel() // 3 + 1])
+                for index, part in enumerate(cut):
+                    piece = pieces[f"{name}/{index}"]
+                    piece.grad = piece.detach() - part
+            other.step(number)
+        for name, parameter in whole.items():
+            joined = torch.cat([pieces[f"{name}/{index}"].detach() for index in range(2)]).view(parameter.shape)
+            torch.testing.assert_close(joined, parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
     def test_memory_of_the_state_is_what_the_config_says(self) -> None:
         parameters = _parameters()
         optimization = self._optimization(parameters)

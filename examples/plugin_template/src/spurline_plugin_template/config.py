@@ -60,8 +60,9 @@ class FocalConfig(LossConfig):
 class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023, arXiv:2302.06675); it wants a third to a tenth of AdamW's learning rate."""
 
-    # Each value changes by its own gradient and momentum, so a rank can have some rows of a matrix alone.
+    # Each value changes by its own gradient and momentum, so a rank can have some rows, or some values, alone.
     needs_whole_parameters: ClassVar[str | None] = None
+    is_elementwise: ClassVar[bool] = True
 
     name: str = "lion"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)

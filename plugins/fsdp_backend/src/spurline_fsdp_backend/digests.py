@@ -1,20 +1,16 @@
-"""Digests of sharded weights, equal to those that one process makes of the whole model.
-
-A digest looks at a few values of each tensor. Every rank puts in those that it holds, and one exchange brings them
-together: no tensor is gathered.
-"""
+"""Digests of sharded weights, equal to those that one process makes of the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spurline.model.pieces import held_box
-from spurline.model.weights import digest_of_samples, sample, sampled_positions
+from spurline.model.weights import sample, sampled_positions
+from spurline.ranks.digests import digest_of_ranks
 
 
 def frozen_digest(module: nn.Module) -> str:
@@ -28,15 +24,7 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def _digest(parameters: Mapping[str, Tensor]) -> str:
-    held = {name: _held(value.detach()) for name, value in parameters.items()}
-    if not held:
-        return digest_of_samples([])
-    # As bytes, of which the largest is that of the rank that has the value: all others put in zeros.
-    sizes = [values.nbytes for values in held.values()]
-    joined = torch.cat([values.view(torch.uint8) for values in held.values()])
-    dist.all_reduce(joined, dist.ReduceOp.MAX)
-    parts = dict(zip(held, joined.split(sizes), strict=True))
-    return digest_of_samples((name, value, parts[name].clone().view(value.dtype)) for name, value in parameters.items())
+    return digest_of_ranks(parameters, {name: _held(value.detach()) for name, value in parameters.items()})
 
 
 def _held(value: Tensor) -> Tensor:

@@ -11,31 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
-from spurline.model.architecture import load_model_config
-from spurline.ranks.machine import num_gpus
+from spurline.model.architecture import load_model_config, num_experts
+from spurline.ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What models call the number of experts of a layer."""
-
-
-def ranks_of_machine(config: FsdpBackendConfig) -> int | None:
-    """Ranks of the fullest machine; None for those of a cluster that neither settings nor GPUs of this machine tell."""
-    if config.launch == "local" or config.num_ranks == 1:
-        return config.num_ranks
-    # A machine of the cluster that has GPUs is taken for one like the others.
-    fitting = config.ranks_per_node or (num_gpus() if config.on == "cuda" else 0)
-    return min(config.num_ranks, fitting) if fitting else None
 
 
 def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
     """Sentences on ranks, machines and groups."""
     ranks, local = config.num_ranks, ranks_of_machine(config)
-    yield f"{_number(ranks, 'rank')} on {_where(config, local)}, {config.on}, {config.computes_in}: {_product(config)}"
-    if local is None:
-        yield "on how many machines they are, only the cluster knows: set backend.ranks_per_node to plan for it"
+    yield from describe_ranks(config, _product(config))
     shards = ranks // config.replicas
     if config.replicas > 1:
         yield (
@@ -43,7 +29,7 @@ def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
             "copies"
         )
     else:
-        yield f"weights, gradients and optimizer are divided among {_number(shards, 'rank')}"
+        yield f"weights, gradients and optimizer are divided among {counted(shards, 'rank')}"
     if config.context > 1:
         yield f"{config.context} neighbouring ranks share each sequence"
         if local is not None and local % config.context:
@@ -52,29 +38,13 @@ def describe_layout(config: FsdpBackendConfig) -> Iterator[str]:
         yield f"{config.expert} neighbouring ranks divide the experts of each layer"
     if config.cpu_offload:
         yield "weights, gradients and optimizer stay in the memory of the host"
-    if config.device == "auto" and config.on == "cpu":
-        yield (
-            "there is no GPU here, so these are processes on the CPU, and all memory is that of fp32. To plan for GPUs "
-            "elsewhere: --set backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
-        )
-
-
-def _where(config: FsdpBackendConfig, local: int | None) -> str:
-    if config.launch == "local":
-        return "this machine"
-    if local is None:
-        return "a Ray cluster"
-    return f"{_number(-(-config.num_ranks // local), 'machine')} of a Ray cluster"
+    yield from describe_lack_of_gpus(config)
 
 
 def _product(config: FsdpBackendConfig) -> str:
     parts = [f"{config.layout().data} data"]
     parts += [f"{config.context} context"] if config.context > 1 else []
     return " x ".join(parts)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
@@ -92,7 +62,7 @@ def _context_problems(config: FsdpBackendConfig, model: Any) -> Iterator[Problem
     if heads is None:
         yield Problem("backend.context", "divides attention heads, and this model names none. Set context to 1.")
         return
-    fitting = [size for size in _divisors(heads) if config.num_ranks % size == 0]
+    fitting = [size for size in divisors(heads) if config.num_ranks % size == 0]
     yield Problem(
         "backend.context",
         f"is {config.context}, which does not divide the {heads} attention heads of the model. Choose one of "
@@ -103,11 +73,11 @@ def _context_problems(config: FsdpBackendConfig, model: Any) -> Iterator[Problem
 def _expert_problems(config: FsdpBackendConfig, model: Any) -> Iterator[Problem]:
     if config.expert == 1:
         return
-    experts = next((getattr(model, name) for name in _EXPERT_COUNTS if getattr(model, name, None)), None)
+    experts = num_experts(model)
     if experts is None:
         yield Problem("backend.expert", f"is {config.expert}, and the model has no experts. Set expert to 1.")
     elif experts % config.expert:
-        fitting = [size for size in _divisors(experts) if config.num_ranks % size == 0]
+        fitting = [size for size in divisors(experts) if config.num_ranks % size == 0]
         yield Problem(
             "backend.expert",
             f"is {config.expert}, which does not divide the {experts} experts of a layer. Choose one of "
@@ -120,10 +90,6 @@ def _heads(model: Any) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
 def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
     """Settings that need less memory, the cheapest in time first: see `BackendConfig.savings`."""
     if not config.activation_checkpointing:
@@ -134,7 +100,7 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         bound = max(row_length, bound // 2)
         yield {"max_tokens_per_microbatch": bound}
     heads, local = _heads(load_model_config(run.model).get_text_config()) or 1, ranks_of_machine(config)
-    for context in _divisors(heads):
+    for context in divisors(heads):
         # Only within a machine.
         if context > config.context and local is not None and local % context == 0:
             yield {"context": context}

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from spurline.config.run_config import RunConfig
-from spurline.model import device_profile
 from spurline.model.architecture import load_model_config
 from spurline.model.memory import Shapes, model_shapes
 from spurline.model.weight_files import stored_dtype
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import num_values
-from spurline_fsdp_backend.layout import ranks_of_machine
+from spurline.ranks.layout import ranks_of_machine
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -86,14 +85,6 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> dict[str
     if (run.loss.uses_reference or run.source.uses_reference) and config.lora is None:
         parts["reference"] = _COMPUTED_BYTES[config.computes_in] * num_values(trained)
     return parts
-
-
-def device_bytes(config: FsdpBackendConfig) -> int | None:
-    """Memory that one rank has here; None for a config that trains elsewhere."""
-    if config.missing_here() or config.launch == "ray":
-        return None
-    memory = device_profile.device_bytes(config.on)
-    return memory // config.num_ranks if config.on == "cpu" else memory
 
 
 def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:

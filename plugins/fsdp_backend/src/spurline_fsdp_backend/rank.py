@@ -22,23 +22,28 @@ from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
 from spurline.data.dealing import RankShare, Rows
-from spurline.digests import FileDigest, verify_files
-from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointError
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
+from spurline.model.adapter_weights import AdapterWeights
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.generation import generate_greedily, stop_tokens
 from spurline.model.loading import check_config
+from spurline.model.offloading import DeviceMemory, DeviceTensors
+from spurline.model.sequence_sharing import check_sharing
 from spurline.model.stream_model import ENTROPY, StreamModel
 from spurline.model.token_stream import TokenStream, share_streams
+from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import critic_optimization, policy_optimization
 from spurline.protocols.backend import Role
 from spurline.ranks.group import Place
 from spurline.ranks.messages import read_objective, read_run
-from spurline_fsdp_backend.checkpoint import SavedPart, read_fitting, save
+from spurline.ranks.publishing import Publishing
+from spurline.ranks.weight_gathering import Bucket, WeightGathering, as_arrays
+from spurline.ranks.worker import RankWorker
+from spurline_fsdp_backend.checkpoint import read_fitting, save
 from spurline_fsdp_backend.configs import FsdpBackendConfig
-from spurline_fsdp_backend.context_parallel import check_sharing
 from spurline_fsdp_backend.mesh import make_meshes
-from spurline_fsdp_backend.publishing import Publishing
 from spurline_fsdp_backend.sharded_model import (
     ShardedStreamModel,
     build_critic,
@@ -47,9 +52,10 @@ from spurline_fsdp_backend.sharded_model import (
     check_sharded,
     gathered,
     give_back,
+    model_tensors,
 )
 from spurline_fsdp_backend.trained_model import ShardedTrainedModel
-from spurline_fsdp_backend.weight_gathering import Bucket, WeightGathering, as_arrays, gather_gradients
+from spurline_fsdp_backend.weight_gathering import ShardGathering, gather_gradients
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Engines get weights as forward passes here use them."""
@@ -58,7 +64,7 @@ Wire = Mapping[str, Any]
 """A `RankShare` as it travels."""
 
 
-class FsdpRank:
+class FsdpRank(RankWorker):
     """A `Worker`."""
 
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
@@ -66,9 +72,8 @@ class FsdpRank:
         self._run, self._registry = read_run(plain_run)
         self._config = cast(FsdpBackendConfig, self._run.backend)
         self._profile = device_profile(self._config.on)
+        self._memory = DeviceMemory(self._profile)
         if self._config.deterministic:
-            # Products of matrices on a GPU are deterministic with a workspace of their own only.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if self._config.compile:
             # Ranks compile the same at the same time, and in one folder they load what another is still writing.
@@ -80,6 +85,9 @@ class FsdpRank:
         self._place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         check_config(model.causal, self._run.model.path, self._run.data.max_length)
+        if self._run.source.replays_experts:
+            # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+            _ = model.routing
         if self._config.probe:
             self._place.doing("checking that packed rows are exact for this model")
             check_sharded(model, self._config, self._profile, self._run.model.path)
@@ -89,8 +97,16 @@ class FsdpRank:
                     check_sharing(model, self._profile, self._run.model.path, half_precision=half)
                 give_back(model.causal)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
-        self._gathering = WeightGathering(model.causal, adapted=self._config.lora is not None)
-        self._publishing = Publishing(self._place, self._gathering, _PUBLISHED[self._config.computes_in])
+        self._gathering = WeightGathering(
+            NamedWeights(model.causal, adapted=self._config.lora is not None),
+            ShardGathering(model.causal, self._memory.read),
+        )
+        self._adapter: WeightGathering | None = None
+        if self._config.lora is not None:
+            gathers = ShardGathering(model.causal, self._memory.read)
+            self._adapter = WeightGathering(AdapterWeights(model.causal), gathers)
+        published = _PUBLISHED[self._config.computes_in]
+        self._publishing = Publishing(self._place, self._gathering, published, self._adapter)
         self._reference: ShardedStreamModel | None = None
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
@@ -118,6 +134,7 @@ class FsdpRank:
             "updates": trained.updates,
             "rates": rates,
             "part": part if self._counts else None,
+            "expert_loads": part.expert_loads,
             "time/forward_backward": differentiated - started,
             "time/optimizer": time.perf_counter() - differentiated,
         }
@@ -134,37 +151,11 @@ class FsdpRank:
             trained.drop_gradients()
         return as_arrays(whole) if self._place.rank == 0 else None
 
-    def gathering_plan(self) -> list[Bucket]:
-        """See `WeightGathering.buckets`."""
-        return list(self._gathering.buckets())
-
-    def weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """(hf_name, whole tensor) of these weights of the policy, from the first rank."""
-        whole = self._gathering.gather(bucket)
-        return as_arrays(whole.items()) if self._place.rank == 0 else None
-
-    def write_weights(self, folder: str, dtype: str, max_file_bytes: int) -> str | None:
-        """See `Backend.write_weights`; why this rank could not write, if it could not. dtype: its name in torch."""
-        failure = self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
-        return None if failure is None else f"rank {self._place.rank} on {self._place.node}: {failure}"
-
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """See `Generates`; of this rank's prompts, which may be none, by a whole copy of the model meanwhile."""
         causal = self._policy.model.causal
         with gathered(causal, self._config), self._profile.computing():
             return generate_greedily(causal, prompts, max_new_tokens, self._stop_tokens) if prompts else []
-
-    def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        """See `Publishing.num_buckets`."""
-        return self._publishing.num_buckets(choice)
-
-    def make_bucket(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        """See `Publishing.make`."""
-        return self._publishing.make(choice, version, number)
-
-    def bucket_taken(self) -> None:
-        """See `Publishing.taken`."""
-        self._publishing.taken()
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
         """The part of the sums that this rank counts."""
@@ -183,24 +174,6 @@ class FsdpRank:
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
-    def save(self, path: str) -> SavedPart:
-        """Write this rank's part of all models that are trained."""
-        self._place.doing("writing a checkpoint")
-        layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
-        try:
-            return SavedPart(save(Path(path), self._trained, {"ranks": self._place.world, **layout}))
-        except CheckpointWriteError as error:
-            return SavedPart({}, f"rank {self._place.rank} on {self._place.node}: {error}")
-
-    def verify(self, digests: Mapping[str, FileDigest], path: str) -> CheckpointError | None:
-        """What is wrong with these files, if anything is."""
-        self._place.doing(f"verifying {len(digests)} files of a checkpoint")
-        try:
-            verify_files(Path(path), digests)
-        except CheckpointError as error:
-            return error
-        return None
-
     def load(self, path: str) -> CheckpointError | None:
         """Take a checkpoint over; what does not fit, if anything does not, and then nothing has changed.
 
@@ -215,6 +188,24 @@ class FsdpRank:
             saved[role].put_into(trained)
         return None
 
+    def adapter_settings(self) -> dict[str, Any] | None:
+        """See `TrainsAdapters`."""
+        if self._config.lora is None:
+            return None
+        from spurline.model.lora import adapter_settings
+
+        return adapter_settings(self._policy.model.causal, self._run.model)
+
+    def adapter_plan(self) -> list[Bucket]:
+        """As `gathering_plan`, of the policy's adapter; empty without one."""
+        return [] if self._adapter is None else list(self._adapter.buckets())
+
+    def adapter_weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
+        """(name as PEFT has it in files, whole tensor) of this part of the adapter, from the first rank."""
+        assert self._adapter is not None
+        whole = self._adapter.gather(bucket)
+        return as_arrays(whole.items()) if self._place.rank == 0 else None
+
     def facts(self) -> dict[str, int | str]:
         """See `Backend.facts`."""
         return {
@@ -222,6 +213,17 @@ class FsdpRank:
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": f"{self._place.world} x {self._profile.device.type}",
         }
+
+    def _save(self, path: Path) -> Mapping[str, FileDigest]:
+        layout = {name: getattr(self._config, name) for name in ("replicas", "context", "expert")}
+        return save(path, self._trained, {"ranks": self._place.world, **layout}, self._memory.read)
+
+    def _device_tensors(self) -> DeviceTensors:
+        models = [trained.tensors() for trained in self._trained.values()]
+        weights = [tensor for tensors in models for tensor in tensors.weights]
+        if self._reference is not None:
+            weights += model_tensors(self._reference.causal)
+        return DeviceTensors(weights, [tensor for tensors in models for tensor in tensors.state])
 
     @property
     def _trained(self) -> dict[Role, ShardedTrainedModel]:

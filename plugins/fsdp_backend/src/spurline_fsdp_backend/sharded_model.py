@@ -27,13 +27,13 @@ from spurline.config.run_config import ModelConfig
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.probe import check_exactness
+from spurline.model.sequence_sharing import SequenceSharing
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream
 from spurline.model.weight_files import stored_dtype
 from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
-from spurline_fsdp_backend.context_parallel import SequenceSharing
 from spurline_fsdp_backend.digests import weights_digest
 from spurline_fsdp_backend.expert_parallel import divide_experts
 from spurline_fsdp_backend.mesh import EXPERT_SHARD, Meshes
@@ -84,6 +84,7 @@ class ShardedValueModel(_ThroughRoot, ValueModel):
 def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
     """The model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
     built = ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
+    built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
     return built
 
@@ -91,6 +92,7 @@ def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
     """The same with a value head in the place of the output layer."""
     built = ShardedValueModel(_build_trained(model, config, meshes, seed, _put_exact_head))
+    built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
     return built
 
@@ -239,10 +241,17 @@ def give_back(causal: nn.Module) -> None:
     for module in sharded_modules(causal):
         module.reshard()
         state = module._get_fsdp_state()
-        # FSDP2 notes each forward for the backward pass that never comes here.
-        state._comm_ctx.post_forward_order.clear()
+        # FSDP2 notes each forward, from the first one on, for the backward pass that never comes here.
+        if hasattr(state._comm_ctx, "post_forward_order"):
+            state._comm_ctx.post_forward_order.clear()
         if state._fsdp_param_group is not None:
             state._fsdp_param_group._post_forward_indices.clear()
+
+
+def model_tensors(causal: nn.Module) -> list[Tensor]:
+    """Shards and buffers. Gathered weights are given back first."""
+    give_back(causal)
+    return [*causal.parameters(), *causal.buffers()]
 
 
 @contextmanager

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from spurline.model.offloading import DeviceTensors, tensors_in
 from spurline.model.stream_model import StreamModel
 from spurline.optimizers.optimization import MakeOptimization
 from spurline_fsdp_backend.digests import frozen_digest, weights_digest
+from spurline_fsdp_backend.sharded_model import model_tensors
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
@@ -79,6 +81,10 @@ class ShardedTrainedModel:
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
         return rates
+
+    def tensors(self) -> DeviceTensors:
+        """What lies on the device between two updates."""
+        return DeviceTensors(model_tensors(self.model.causal), list(tensors_in(self.optimization.optimizer.state)))
 
     def drop_gradients(self) -> None:
         for value in self.parameters.values():

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,14 @@ from spurline.data.dealing import Rows
 from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
+from spurline.model.adapter_weights import AdapterWeights
 from spurline.model.device_profile import device_profile, seed_generators
+from spurline.model.expert_loads import load_metrics
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
+from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness
+from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
 from spurline.model.weight_files import WeightStream, write_weight_files
@@ -56,6 +61,9 @@ class LocalBackend:
         causal = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
+        if run.source.replays_experts:
+            # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+            _ = self._model.routing
         self._reference: StreamModel | None = None
         if config.probe:
             check_exactness(self._model, self._profile, run.model.path)
@@ -64,6 +72,7 @@ class LocalBackend:
         if run.critic is not None:
             critic = ValueModel(self._load_trainable())
             self._critic = self._trained(critic, critic_optimization(run.critic, registry))
+        self._memory = DeviceMemory(self._profile)
         self._open_swaps = 0
         # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
         seed_generators(run.seed)
@@ -71,6 +80,7 @@ class LocalBackend:
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._refuse_swapped("trained")
         trained = self._model_to_train(role)
+        self._memory.check_here("trained")
         started = time.perf_counter()
         try:
             streams = self._streams(batch, objective.loss.needs)
@@ -93,6 +103,7 @@ class LocalBackend:
             "tokens": float(batch.num_tokens),
             "loss_tokens": float(part.tokens),
             **part.metrics(),
+            **(load_metrics([part.expert_loads]) if role == "policy" else {}),
             "time/forward_backward": differentiated - started,
             "time/optimizer": time.perf_counter() - differentiated,
         }
@@ -101,6 +112,7 @@ class LocalBackend:
         self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
     ) -> Iterator[tuple[str, Tensor]]:
         trained = self._model_to_train(role)
+        self._memory.check_here("asked for gradients")
         try:
             # Dropout as in the next update, without using it up.
             with self._profile.keeping_generators():
@@ -112,20 +124,24 @@ class LocalBackend:
         return iter(result)
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
+        self._memory.check_here("evaluated")
         streams = self._streams(batch, objective.loss.needs)
         return evaluation_sums(self._model, streams, objective, self._profile).as_loss_sums()
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
+        self._memory.check_here("asked for logprobs")
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(batch, ()), batch, temperature, self._profile)
         return batch.drop_padding_rows(result)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
+        self._memory.check_here("asked for continuations")
         with self._profile.computing():
             return generate_greedily(self._model.causal, prompts, max_new_tokens, self._stop_tokens)
 
     def generation_model(self) -> GenerationModel:
         """See `LendsModel`."""
+        self._memory.check_here("lent")
         insists = self._run.model.allow_extrapolation
         return generation_model(self._model.causal, self._profile, self._length_limit, allow_extrapolation=insists)
 
@@ -136,11 +152,13 @@ class LocalBackend:
 
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
         """See `LendsParameters`."""
+        self._memory.check_here("asked for its parameters")
         return {name: value.detach() for name, value in self._model_to_train(role).parameters.items()}
 
     @contextmanager
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
         """See `LendsParameters`. Takes the memory of the swapped parameters once more."""
+        self._memory.check_here("given other parameters")
         with self._model_to_train(role).swapped(values):
             self._open_swaps += 1
             try:
@@ -149,10 +167,24 @@ class LocalBackend:
                 self._open_swaps -= 1
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(NamedWeights(self._model.causal, adapted=self._config.lora is not None))
+        return iter(self._named_weights())
+
+    def adapter_settings(self) -> Mapping[str, Any] | None:
+        """See `TrainsAdapters`."""
+        if self._config.lora is None:
+            return None
+        from spurline.model.lora import adapter_settings
+
+        return adapter_settings(self._model.causal, self._run.model)
+
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainsAdapters`."""
+        if self._config.lora is not None:
+            for name, tensor in AdapterWeights(self._model.causal):
+                yield name, self._memory.read(tensor)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        named = NamedWeights(self._model.causal, adapted=self._config.lora is not None)
+        named = self._named_weights()
         write_weight_files(folder, WeightStream(named.layout, iter(named)), dtype, max_file_bytes)
 
     def facts(self) -> Mapping[str, int | str]:
@@ -164,21 +196,34 @@ class LocalBackend:
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
         self._refuse_swapped("saved")
-        save_training_state(path, self._policy)
+        save_training_state(path, self._policy, self._memory.read)
         if self._critic is not None:
-            save_training_state(path / _CRITIC_FOLDER, self._critic)
+            save_training_state(path / _CRITIC_FOLDER, self._critic, self._memory.read)
         return {}
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._refuse_swapped("loaded")
+        self._memory.check_here("loaded from a checkpoint")
         policy = read_training_state(path, self._policy)
         if self._critic is not None:
             # Before anything is changed: all of it fits, or nothing is.
             read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True).put_into(self._critic)
         policy.put_into(self._policy)
 
+    def yield_device(self, *, keep_weights: bool) -> None:
+        """See `YieldsDevice`."""
+        self._refuse_swapped("moved off its device")
+        for trained in self._trained_models():
+            # A checkpoint may be written meanwhile, with a digest that is computed once, on the device.
+            _ = trained.frozen_weights
+        self._memory.give(self._device_tensors(), keep_weights=keep_weights)
+
+    def take_device(self) -> None:
+        """See `YieldsDevice`."""
+        self._memory.take()
+
     def close(self) -> None:
-        for name in ("_model", "_reference", "_policy", "_critic"):
+        for name in ("_model", "_reference", "_policy", "_critic", "_memory"):
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
 
@@ -201,6 +246,7 @@ class LocalBackend:
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
         check_columns(batch, columns)
+        check_replayed(batch, self._model.causal.config)
         for rows in cut_rows(batch, self._config):
             stream = token_stream(batch, rows, columns, self._profile)
             if stream is not None:
@@ -211,6 +257,21 @@ class LocalBackend:
     @cached_property
     def _stop_tokens(self) -> list[int]:
         return stop_tokens(self._model.causal, self._run.model)
+
+    def _trained_models(self) -> list[TrainedModel]:
+        return [self._policy, *([] if self._critic is None else [self._critic])]
+
+    def _device_tensors(self) -> DeviceTensors:
+        """Of all models that are loaded, and of their optimizers."""
+        models = [trained.tensors() for trained in self._trained_models()]
+        weights = [tensor for tensors in models for tensor in tensors.weights]
+        if self._reference is not None:
+            weights += [*self._reference.causal.parameters(), *self._reference.causal.buffers()]
+        return DeviceTensors(weights, [tensor for tensors in models for tensor in tensors.state])
+
+    def _named_weights(self) -> NamedWeights:
+        adapted = self._config.lora is not None
+        return NamedWeights(self._model.causal, adapted=adapted, read=self._memory.read)
 
     def _refuse_swapped(self, what: str) -> None:
         if self.is_swapped:

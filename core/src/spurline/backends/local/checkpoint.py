@@ -9,7 +9,7 @@ are the caller's work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,8 +24,9 @@ from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.model import device_profile
+from spurline.model.adapter_weights import AdapterStream
 from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
-from spurline.model.saved_weights import SavedTensors, saved_weights
+from spurline.model.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline.model.weight_files import WeightStream, layout_of
 from spurline.optimizers.state import OptimizerState, describe
 
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
 _FORMAT = 2
 
 
-def save_training_state(path: Path, trained: TrainedModel) -> None:
-    """Write into this folder. Raises CheckpointWriteError."""
+def save_training_state(path: Path, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> None:
+    """Write into this folder. read: gives the tensor that has the values of one of the model's or the optimizer's own.
+
+    Raises CheckpointWriteError.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         optimizer = trained.optimization.state()
@@ -46,7 +50,8 @@ def save_training_state(path: Path, trained: TrainedModel) -> None:
             ("optimizer", optimizer.tensors),
             ("rng", generators),
         ):
-            save_file(_separate(tensors), path / f"{name}.safetensors")
+            held = {key: read(tensor) for key, tensor in tensors.items()}
+            save_file(_separate(held), path / f"{name}.safetensors")
         content = {
             "format": _FORMAT,
             "updates": trained.updates,
@@ -90,20 +95,30 @@ class SavedState:
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """The policy's weights out of a checkpoint, one after the other; see `BackendConfig.checkpoint_reader`."""
     config = cast(LocalBackendConfig, run.backend)
+    return saved_weights(_saved_tensors(config, folder), run.model, config.lora, run.seed)
+
+
+def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
+    """The policy's adapter out of a checkpoint; see `BackendConfig.adapter_reader`."""
+    config = cast(LocalBackendConfig, run.backend)
+    assert config.lora is not None
+    return saved_adapter(_saved_tensors(config, folder), run.model, config.lora, run.seed)
+
+
+def _saved_tensors(config: LocalBackendConfig, folder: Path) -> SavedTensors:
     facts = read_facts(folder, "local", _FORMAT)
     path = folder / "model.safetensors"
     try:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
-    saved = SavedTensors(
+    return SavedTensors(
         folder,
         layout_of(path),
         file.get_tensor,
         facts["frozen_weights"],
         torch.float64 if config.precision == "fp64" else torch.float32,
     )
-    return saved_weights(saved, run.model, config.lora, run.seed)
 
 
 def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> SavedState:

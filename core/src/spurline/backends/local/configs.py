@@ -21,7 +21,9 @@ class LocalBackendConfig(BackendConfig):
     generates: ClassVar[bool] = True
     lends_model: ClassVar[bool] = True
     lends_parameters: ClassVar[bool] = True
+    yields_device: ClassVar[bool] = True
     checkpoint_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_weights"
+    adapter_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_adapter"
     beyond: ClassVar[str] = (
         "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
         "fsdp_backend."
@@ -54,6 +56,10 @@ class LocalBackendConfig(BackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
 
+    @property
+    def stays_on_cpu(self) -> bool:
+        return self.device == "cpu"
+
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
             check_peft()
@@ -63,8 +69,13 @@ class LocalBackendConfig(BackendConfig):
         return f" on {device}, {self.precision}"
 
     @property
-    def trains_adapters(self) -> bool:
-        return self.lora is not None
+    def replays_experts(self) -> bool:
+        # A router's choice is replaced by a hook, for which a compiled decoder would be compiled anew.
+        return not self.compile
+
+    @property
+    def adapters(self) -> LoraConfig | None:
+        return self.lora
 
     @property
     def dropout_rates(self) -> Mapping[str, float]:

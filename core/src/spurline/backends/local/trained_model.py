@@ -17,6 +17,7 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, suggestion
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import load_model
+from spurline.model.offloading import DeviceTensors, tensors_in
 from spurline.model.stream_model import StreamModel
 from spurline.model.weights import check_initial_weights, frozen_digest, weights_digest
 from spurline.optimizers.optimization import MakeOptimization
@@ -59,6 +60,12 @@ class TrainedModel:
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
         return rates
+
+    def tensors(self) -> DeviceTensors:
+        """What lies on the device between two updates."""
+        causal = self.model.causal
+        state = list(tensors_in(self.optimization.optimizer.state))
+        return DeviceTensors([*causal.parameters(), *causal.buffers()], state)
 
     def drop_gradients(self) -> None:
         for value in self.parameters.values():

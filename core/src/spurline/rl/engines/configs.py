@@ -43,6 +43,10 @@ class InProcessEngineConfig(RolloutEngineConfig):
     """After new weights, compute keys and values of responses in flight anew, which is exact, or keep those of the old
     weights: faster, and approximate, as later tokens then come from neither version."""
 
+    @property
+    def notes_experts(self) -> bool:
+        return True
+
     def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
         """Where its own copy is: never on a GPU that a rank of the backend fills."""
         if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):

@@ -11,17 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import EngineMemory, TakesWeights, WeightBucket
 
 UPDATE = "update"
 """The hold in which an engine gets new weights; afterwards it may generate, whatever it was before."""
+SLEEP = "sleep"
+"""The hold in which others have the memory of an engine's device."""
 
 
 @dataclass(frozen=True)
 class Command:
     """Base of all commands; `str` says for messages what is to be done.
 
-    name: the method of `RolloutEngine` or `TakesWeights` that does it, whose arguments are the command's fields.
+    name: the method of `RolloutEngine` or `TakesWeights` that does it, whose arguments are the command's fields, unless
+    `apply` says otherwise.
     hold: why an engine generates nothing from the command that `begins` it to the one that `ends` it.
     limit: the setting of PoolConfig with the seconds that it may take.
     """
@@ -74,6 +77,17 @@ class BeginUpdate(Command):
 
 
 @dataclass(frozen=True)
+class BeginAdapterUpdate(Command):
+    """The same for the tensors of an adapter alone. adapter: its settings, see `TakesWeights.begin_adapter_update`."""
+
+    version: int
+    adapter: Mapping[str, Any]
+    name, hold, limit = "begin_adapter_update", UPDATE, "update_timeout_s"
+    words = "begin the update of its adapter to version {version}"
+    begins = True
+
+
+@dataclass(frozen=True)
 class LoadBucket(Command):
     """Take these weights over."""
 
@@ -90,7 +104,53 @@ class FinishUpdate(Command):
     ends = True
 
 
-_KINDS: dict[str, type[Command]] = {kind.name: kind for kind in (Pause, Resume, BeginUpdate, LoadBucket, FinishUpdate)}
+@dataclass(frozen=True)
+class Sleep(Command):
+    """Stop between two tokens and free the memory of the device; as of `MaySleep`, like the two that follow."""
+
+    keep_weights: bool
+    name, hold, limit, words = "sleep", SLEEP, "pause_timeout_s", "sleep"
+    begins = True
+
+    async def apply(self, engine: Any) -> None:
+        await engine.sleep(keep_weights=self.keep_weights)
+
+
+@dataclass(frozen=True)
+class WakeWeights(Command):
+    """Take the memory of the weights again. An update may follow before the cache is woken."""
+
+    name, hold, limit, words = "wake_weights", SLEEP, "pause_timeout_s", "take the memory of its weights again"
+
+    async def apply(self, engine: Any) -> None:
+        await engine.wake("weights")
+
+
+@dataclass(frozen=True)
+class WakeCache(Command):
+    """Take the memory of keys and values again, and go on, unless something else holds the engine."""
+
+    name, hold, limit, words = "wake_cache", SLEEP, "pause_timeout_s", "take the memory of its cache again"
+    ends = True
+
+    async def apply(self, engine: Any) -> None:
+        await engine.wake("cache")
+
+
+_KINDS: dict[str, type[Command]] = {
+    kind.name: kind
+    for kind in (
+        Pause,
+        Resume,
+        BeginUpdate,
+        BeginAdapterUpdate,
+        LoadBucket,
+        FinishUpdate,
+        Sleep,
+        WakeWeights,
+        WakeCache,
+    )
+}
 
 
 def from_plain(plain: Mapping[str, Any]) -> Command:
@@ -116,8 +176,17 @@ class ControlledEngine(TakesWeights):
     async def resume(self) -> None:
         await self.control(Resume())
 
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await self.control(Sleep(keep_weights))
+
+    async def wake(self, part: EngineMemory) -> None:
+        await self.control(WakeWeights() if part == "weights" else WakeCache())
+
     async def begin_update(self, version: int) -> None:
         await self.control(BeginUpdate(version))
+
+    async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
+        await self.control(BeginAdapterUpdate(version, adapter))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         await self.control(LoadBucket(bucket))

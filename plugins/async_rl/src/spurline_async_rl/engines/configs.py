@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,7 +11,8 @@ from pydantic import Field
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
-from spurline.protocols.rollout_engine import RolloutEngineConfig
+from spurline.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
+from spurline.ranks.group import ClusterNeed
 from spurline.ranks.machine import num_gpus
 
 if TYPE_CHECKING:
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 class PoolConfig(RolloutEngineConfig):
     """Base of engines of which there may be several."""
 
+    placement: Annotated[Literal["local", "ray", "colocated"], OnResume.FREE] = "local"
+    """Where engines are: on this machine, beside what the trainer takes; as actors of a Ray cluster, the default with
+    `cluster.address`; or colocated: on the very devices of the trainer, which has their memory while it trains, as they
+    have it while they generate."""
+    offload_trainer: Annotated[bool, OnResume.FREE] = False
+    """With placement: colocated, the trainer's weights too leave the devices while engines generate, not only what its
+    optimizers keep: more room for keys and values, and more time for each change."""
     engines: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
     """How many; requests go to the one with least to do, those of one prompt to the same one where that costs
     little."""
@@ -45,8 +54,94 @@ class PoolConfig(RolloutEngineConfig):
     def num_engines(self) -> int:
         return self.engines
 
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
 
-_ESTIMATES = ("count_parameters", "estimate_cache")
+    @property
+    def update_limit_s(self) -> float | None:
+        return self.update_timeout_s
+
+    @property
+    def offloads_trainer(self) -> bool:
+        return self.is_colocated and self.offload_trainer
+
+    def placement_problems(self, run: RunConfig, workers: int) -> Iterable[Problem]:
+        """What keeps engines with so many processes on devices from being where the settings want them."""
+        if self.offload_trainer and not self.is_colocated:
+            yield Problem(
+                "offload_trainer",
+                "is true, but engines and trainer do not share devices. Set placement: colocated, or remove it.",
+            )
+        ranks = run.backend.rank_request()
+        shares_gpu = self._takes_gpus() and (self.is_colocated or trains_on_gpu_here(run))
+        if run.source.transport == "collective" and self.placement != "ray" and shares_gpu:
+            why = "is colocated" if self.is_colocated else f"is local, on a GPU that backend '{run.backend.name}' uses"
+            yield Problem(
+                "placement",
+                f"{why}, and weight_sync: collective makes a group of processes on different GPUs. Leave weight_sync "
+                "out, or set it to shared_memory.",
+            )
+        if not self.is_colocated:
+            return
+        if not run.backend.yields_device:
+            yield Problem(
+                "placement",
+                f"is colocated, and backend '{run.backend.name}' cannot give the memory of its devices away. Set "
+                "placement: local, or choose a backend that can, such as local or fsdp.",
+            )
+        elif ranks is not None and ranks.launch == "ray":
+            yield Problem(
+                "placement",
+                "is colocated, and the backend's launch is ray: Ray gives no two of its actors one GPU, and so no "
+                "engine that of a rank. Set backend.launch: local, or placement: ray.",
+            )
+        devices = 1 if ranks is None else ranks.count
+        if workers > devices and (ranks is None or ranks.device == "cuda") and self._takes_gpus():
+            yield Problem(
+                "engines",
+                f"need {workers} GPUs, and with placement: colocated they have those of the trainer, which are "
+                f"{devices}. Lower engines{' or tensor_parallel_size' if workers != self.engines else ''}.",
+            )
+        if self.kv_cache == "keep":
+            yield Problem(
+                "kv_cache",
+                "is keep, but with placement: colocated keys and values are freed after each step and computed anew. "
+                "Remove it.",
+            )
+
+    def _takes_gpus(self) -> bool:
+        return num_gpus() > 0
+
+
+def trains_on_gpu_here(run: RunConfig) -> bool:
+    """Whether the backend trains in this process and on a GPU, if there is one, which engines of this machine that
+    take GPUs then see too."""
+    return num_gpus() > 0 and run.backend.rank_request() is None and not run.backend.stays_on_cpu
+
+
+def _estimates() -> tuple[Callable[..., int], Callable[..., int]]:
+    """`count_parameters` and `estimate_cache`; by name, as factories are: they build the architecture with torch, which
+    a config must not import."""
+    parameters, cache = (
+        resolve(f"spurline.model.memory:{name}", "memory estimate") for name in ("count_parameters", "estimate_cache")
+    )
+    return parameters, cache
+
+
+def _rooms(config: PoolConfig, beside: int, alone: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(bytes that an engine may take, the change that gives it so many): beside the trainer's weights, then alone."""
+    if config.offload_trainer:
+        yield alone, {}
+    else:
+        yield beside, {}
+        yield alone, {"offload_trainer": True}
+
+
+def _on_a_device(run: RunConfig, workers: int) -> int:
+    """Processes of engines on the device that has most of them, where they have those of the backend."""
+    ranks = run.backend.rank_request()
+    return -(-workers // (1 if ranks is None else ranks.count))
 
 
 class ChildProcessEngineConfig(PoolConfig):
@@ -66,21 +161,63 @@ class ChildProcessEngineConfig(PoolConfig):
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """CPU threads of each engine; null leaves torch's choice."""
 
+    @property
+    def notes_experts(self) -> bool:
+        return True
+
+    def _takes_gpus(self) -> bool:
+        return self.device == "cuda" or (self.device == "auto" and num_gpus() > 0)
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from self.placement_problems(run, self.engines)
+        if self.placement == "ray":
+            yield Problem(
+                "placement",
+                f"is ray, and engine {self.name} starts processes on this machine alone. Use engine: vllm, or "
+                "placement: local.",
+            )
         ranks = run.backend.rank_request()
-        takes_gpu = self.device == "cuda" or (self.device == "auto" and num_gpus() > 0)
-        if takes_gpu and ranks is not None and ranks.device == "cuda" and ranks.launch == "ray":
+        sends_from_gpus = trains_on_gpu_here(run) or (ranks is not None and ranks.device == "cuda")
+        if run.source.transport == "collective" and sends_from_gpus and not self._takes_gpus():
+            yield Problem(
+                "device",
+                f"is {self.device}, and weight_sync: collective sends weights that are on GPUs to GPUs. Leave "
+                "weight_sync out, or set it to shared_memory.",
+            )
+        if self._takes_gpus() and ranks is not None and ranks.device == "cuda" and ranks.launch == "ray":
             yield Problem(
                 "device",
                 f"is {self.device}, which takes a GPU of this machine, and Ray, where the backend is launched, would "
                 "not know of it. Set device: cpu, or use engine: vllm with placement: ray.",
             )
 
+    def colocated_memory(
+        self, run: RunConfig, responses: int, length: int, device_bytes: int
+    ) -> dict[EngineMemory, int]:
+        tokens = max(length, min(-(-responses // self.engines) * length, self.max_cache_tokens))
+        parameters, cache = _estimates()
+        number = _on_a_device(run, self.engines)
+        return {
+            "weights": number * 4 * parameters(run.model),
+            "cache": number * cache(run.model, tokens, precision=self.precision),
+        }
+
+    def colocated_savings(
+        self, run: RunConfig, responses: int, length: int, device_bytes: int, beside: int, alone: int
+    ) -> Iterable[Mapping[str, Any]]:
+        taken = self.colocated_memory(run, responses, length, device_bytes)
+        _, cache = _estimates()
+        of_token = _on_a_device(run, self.engines) * cache(run.model, 1, precision=self.precision)
+        for room, more in _rooms(self, beside, alone):
+            if sum(taken.values()) <= room:
+                yield more
+            elif (tokens := (room - taken["weights"]) // max(1, of_token)) >= length:
+                yield {**more, "max_cache_tokens": tokens}
+
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         together = min(-(-responses // self.engines), self.max_batch)
         tokens = max(length, min(together * length, self.max_cache_tokens))
-        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
-        parameters, cache = (resolve(f"spurline.model.memory:{name}", "memory estimate") for name in _ESTIMATES)
+        parameters, cache = _estimates()
         size = 4 * parameters(run.model) + cache(run.model, tokens, precision=self.precision)
         return [
             f"engine {self.name}: {self.engines} x {size / 2**30:,.1f} GiB, each a process with its own weights, keys "
@@ -99,9 +236,12 @@ _ENGINE_ONLY = (
     "enable_prefix_caching",
     "cpu_threads",
     "placement",
+    "offload_trainer",
     "engine_args",
 )
 """Settings of engines that are started here; a server that runs already has its own."""
+CPU_KV_CACHE_GB = 4.0
+"""What `kv_cache_gb: null` is on a CPU, which has no share of a GPU's memory to take."""
 
 
 class VllmEngineConfig(PoolConfig):
@@ -111,15 +251,14 @@ class VllmEngineConfig(PoolConfig):
     name: str = "vllm"
     mode: Literal["engine", "server"] = "engine"
     """Start engines, or use OpenAI-compatible vLLM servers that run already."""
-    placement: Annotated[Literal["local", "ray"], OnResume.FREE] = "local"
-    """Where engines are started: on this machine, or as actors of a Ray cluster."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     max_model_len: int | None = Field(default=None, gt=1)
     """Tokens that prompt and response may have together; null is the model's context, or as much of it as the KV cache
     holds."""
     gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
-    """Share of each GPU's memory that an engine may take. Lower it where the trainer uses the same GPUs."""
+    """Share of each GPU's memory that an engine may take. Lower it where the trainer uses the same GPUs; with
+    placement: colocated by what the trainer leaves on them."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """GPUs that one engine spreads its model over."""
     enforce_eager: Annotated[bool | None, OnResume.TO_ROUNDING] = None
@@ -136,22 +275,92 @@ class VllmEngineConfig(PoolConfig):
     """Further engine arguments of vLLM, by their Python names, such as `{max_num_batched_tokens: 8192}`; they take
     precedence over everything above."""
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
-    """`mode: server`: base URL of each server, such as `http://node1:8000`. Start them with VLLM_SERVER_DEV_MODE=1 and
+    """`mode: server`: base URL of each server, such as `http://node1:8000`. Start them with VLLM_SERVER_DEV_MODE=1,
+    `--logprobs-mode processed_logprobs` and, unless weights are to come by `disk` alone,
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
     """`mode: server`: environment variable with the servers' API key, if they want one."""
+
+    @classmethod
+    def defaults_on_cluster(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {} if given.get("mode") == "server" else {"placement": "ray"}
+
+    def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
+        if self.mode == "server" or self.placement != "ray":
+            return None
+        return ClusterNeed("engines", self.engines, self.tensor_parallel_size, 1, gpus_if_any=True, modules=("vllm",))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self.mode == "server" or self.placement == "ray"
 
     @property
     def context_tokens(self) -> int | None:
         return self.max_model_len
 
+    @property
+    def notes_experts(self) -> bool:
+        # A server streams its answers without them.
+        return self.mode == "engine"
+
+    def colocated_memory(
+        self, run: RunConfig, responses: int, length: int, device_bytes: int
+    ) -> dict[EngineMemory, int]:
+        parameters, _ = _estimates()
+        number = _on_a_device(run, self.engines * self.tensor_parallel_size)
+        weights = self._value_bytes * parameters(run.model) // self.tensor_parallel_size
+        if self.kv_cache_gb is not None:
+            return {"weights": number * weights, "cache": number * round(self.kv_cache_gb * 2**30)}
+        # With what vLLM computes in, which it has within the same share.
+        cache = max(0, int(self.gpu_memory_utilization * device_bytes) - weights)
+        return {"weights": number * weights, "cache": number * cache}
+
+    def colocated_savings(
+        self, run: RunConfig, responses: int, length: int, device_bytes: int, beside: int, alone: int
+    ) -> Iterable[Mapping[str, Any]]:
+        ranks = run.backend.rank_request()
+        devices = 1 if ranks is None else ranks.count
+        size = self.tensor_parallel_size
+        while self.engines * size <= devices:
+            wider = {} if size == self.tensor_parallel_size else {"tensor_parallel_size": size}
+            for room, more in _rooms(self, beside, alone):
+                change = self.model_copy(update=wider)._lowered_to(run, length, device_bytes, room)
+                if change is not None:
+                    yield {**wider, **more, **change}
+            size *= 2
+
+    def _lowered_to(self, run: RunConfig, length: int, device_bytes: int, room: int) -> dict[str, Any] | None:
+        """What makes an engine take so many bytes of a device; None where no response would have room."""
+        taken = self.colocated_memory(run, 1, length, device_bytes)
+        if sum(taken.values()) <= room:
+            return {}
+        _, cache = _estimates()
+        precision = "fp32" if self.dtype == "float32" else "bf16"
+        needed = cache(run.model, length, precision=precision) // self.tensor_parallel_size
+        number = _on_a_device(run, self.engines * self.tensor_parallel_size)
+        left = room // number - taken["weights"] // number
+        if left < needed:
+            return None
+        if self.kv_cache_gb is not None:
+            # Rounded down, as shares are.
+            return {"kv_cache_gb": math.floor(left / 2**30 * 10) / 10} if left >= 2**30 / 10 else None
+        return {"gpu_memory_utilization": math.floor(room / number / device_bytes * 100) / 100}
+
+    @property
+    def _value_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         if self.mode == "server":
             return [f"engine {self.name}: {len(self.urls)} servers that run already, with memory of their own"]
-        cache = f", {self.kv_cache_gb:g} GiB of keys and values each" if self.kv_cache_gb is not None else ""
+        cache = f", on CPUs {CPU_KV_CACHE_GB:g} GiB of keys and values (kv_cache_gb)"
+        if self.kv_cache_gb is not None:
+            cache = f", {self.kv_cache_gb:g} GiB of keys and values each"
         share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
+        where = {"local": "", "ray": " on the Ray cluster", "colocated": " on the trainer's devices"}[self.placement]
         return [
-            f"engine {self.name}: {self.engines} of {self.tensor_parallel_size} GPU each, which takes {share}{cache}; "
+            f"engine {self.name}{where}: {self.engines} of {self.tensor_parallel_size} GPU each, which takes "
+            f"{share}{cache}; "
             f"up to {min(responses, self.max_num_seqs * self.engines):,} responses decoded together"
         ]
 
@@ -159,8 +368,11 @@ class VllmEngineConfig(PoolConfig):
         if self.mode == "engine":
             if self.urls:
                 yield Problem("urls", "names servers, but mode: engine starts engines here. Set mode: server.")
+            yield from self.placement_problems(run, self.engines * self.tensor_parallel_size)
             ranks = run.backend.rank_request()
-            if ranks is not None and ranks.device == "cuda" and ranks.launch != self.placement:
+            # Colocated engines are on this machine, as local ones are, and have been looked at.
+            is_elsewhere = not self.is_colocated and ranks is not None and ranks.launch != self.placement
+            if ranks is not None and ranks.device == "cuda" and is_elsewhere:
                 yield Problem(
                     "placement",
                     f"is {self.placement}, and the backend's launch is {ranks.launch}: Ray would not know which GPUs "
@@ -184,17 +396,17 @@ class VllmEngineConfig(PoolConfig):
             )
 
     def _handle_problems(self, run: RunConfig, ranks: RankRequest) -> Iterable[Problem]:
-        """Handles of memory in the first rank reach one process, on that very GPU."""
-        instead = "Set source.weight_sync: shared_memory, or disk across machines."
+        """Handles of a rank's memory reach processes on that rank's GPU alone."""
         if ranks.launch == "ray":
             yield Problem(
                 "placement",
                 f"is {self.placement}, and Ray gives every engine GPUs that no rank has, but weight_sync: cuda_ipc "
-                f"needs both on one GPU. {instead}",
+                "needs both on one GPU. Set source.weight_sync: collective.",
             )
-        elif (workers := self.engines * self.tensor_parallel_size) > 1:
+        elif (workers := self.engines * self.tensor_parallel_size) > ranks.count:
             yield Problem(
                 "engines",
-                f"times tensor_parallel_size is {workers}, but weight_sync: cuda_ipc reaches one GPU alone with "
-                f"backend '{run.backend.name}': that of its first rank, where weights are gathered. {instead}",
+                f"times tensor_parallel_size is {workers}, but weight_sync: cuda_ipc reaches the GPUs of the ranks of "
+                f"backend '{run.backend.name}' alone, of which there are {ranks.count}. Lower it, or set "
+                "source.weight_sync: collective, with GPUs that no rank has.",
             )

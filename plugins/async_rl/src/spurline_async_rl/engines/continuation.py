@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
@@ -82,20 +83,29 @@ class Response:
         self._has_raw_logprobs &= len(part.raw_logprobs) == len(part.token_ids)
         for column, more in zip(self._so_far.columns(), part.columns(), strict=True):
             column.extend(more)
+        # Each engine counts from the beginning of the prompt, and has read what others wrote as a part of it.
+        if (experts := part.experts.since(0)) is not None:
+            self.note_experts(0, experts)
         # The engine that wrote the last part knew nothing of the text before it.
         if self._finds_stop_texts or was_continued or reason is None:
             self._has_stop_text = self._cut_behind_stop_text()
         return "stop" if self._has_stop_text else reason or self.ended
 
+    def note_experts(self, start: int, experts: NDArray[np.int16]) -> None:
+        """Take over what an engine chose for tokens of prompt and response; start: index of the first of them."""
+        self._so_far.experts.add(start, experts)
+
     def result(self, reason: FinishReason) -> GenerationResult:
         """All that came, as one response."""
         so_far = self._so_far
+        num_tokens = len(self._request.prompt_ids) + len(so_far.token_ids)
         return GenerationResult(
             token_ids=np.array(so_far.token_ids, np.int32),
             logprobs=np.array(so_far.logprobs, np.float32),
             raw_logprobs=np.array(so_far.raw_logprobs, np.float32) if self._has_raw_logprobs else None,
             versions=np.array(so_far.versions, np.int32),
             finish_reason=reason,
+            routed_experts=so_far.experts.of_context(num_tokens),
         )
 
     def _cut_behind_stop_text(self) -> bool:

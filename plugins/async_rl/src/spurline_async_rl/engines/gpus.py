@@ -1,7 +1,8 @@
-"""Which GPUs of this machine an engine sees: those that no rank of the backend has.
+"""Which GPUs of this machine an engine sees: those that no rank of the backend has, or the very ones that ranks have,
+with `placement: colocated` and where weights come by handles of their memory.
 
 A backend that trains in this process shares its GPU with engines, as `gpu_memory_utilization` says. One with ranks has
-a GPU for each, whose memory it fills.
+a GPU for each, whose memory it fills while it trains.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None
     beside = _candidates(run)
     if beside is None:
         return None
+    if len(beside) < engines * each and run.source.has_colocated_engines:
+        raise ConfigError.at(
+            "source.engine.engines",
+            f"is {engines}, each on {each} GPU{'s' if each > 1 else ''}, and with placement: colocated they have the "
+            f"{len(beside)} of the ranks of backend '{run.backend.name}'. Lower it, or raise backend.ranks.",
+        )
     if len(beside) < engines * each:
         raise ConfigError.at(
             "source.engine.engines",
@@ -44,5 +51,6 @@ def _candidates(run: RunConfig) -> tuple[str, ...] | None:
     beside = gpus_beside_ranks(request)
     if beside is None or request is None:
         return None
-    # The first rank makes the handles, of memory on its own GPU.
-    return gpus_of_ranks(request)[:1] if run.source.transport == "cuda_ipc" else beside
+    # Each rank makes handles of memory on its own GPU, which reach no other one.
+    shares = run.source.has_colocated_engines or run.source.transport == "cuda_ipc"
+    return gpus_of_ranks(request) if shares else beside

@@ -9,14 +9,15 @@ that the others survive.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from spurline.errors import RunFailedError, UserError
+from spurline.errors import BucketLostError, RunFailedError, UserError
 from spurline.protocols.rollout_engine import GenerationRequest
+from spurline.rl.engines.in_process.response import ExpertRecord
 from spurline.rl.trajectory import FinishReason
-from spurline_async_rl.engines.commands import UPDATE, Command, ControlledEngine
+from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, LoadBucket, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
 
 
@@ -29,15 +30,17 @@ class Progress:
     """What has come of one response so far. The member adds to it while it generates, so that it survives the member.
 
     The fields are those of GenerationResult, of one length; raw_logprobs is shorter where an engine cannot tell them.
+    experts: of the tokens computed so far, from the first of the prompt that this engine was given.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     raw_logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    experts: ExpertRecord = field(default_factory=ExpertRecord, compare=False)
 
     def columns(self) -> tuple[list[Any], ...]:
-        """All four."""
+        """The four with a value for each token of the response."""
         return self.token_ids, self.logprobs, self.raw_logprobs, self.versions
 
 
@@ -46,6 +49,16 @@ class EngineMember(Protocol):
 
     name: str
     """It names the engine in messages: `engine 0 (process 4711)`."""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold its weights. Known once it has started, as is the next."""
+        ...
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """See `TakesWeights`."""
+        ...
 
     async def start(self) -> None:
         """Return when it could generate. Raises EngineDiedError when it cannot start."""
@@ -86,7 +99,10 @@ class PooledEngine(ControlledEngine):
     ) -> None:
         self.state: State = "starting"
         self.load = 0
+        self.has_begun = False
         self.has_started = False
+        self.has_ended = False
+        """Whether its processes are gone."""
         self.has_refused = False
         """Whether it is dead because it did not do what it was asked to, or not in time."""
         self.transports = transports
@@ -105,8 +121,33 @@ class PooledEngine(ControlledEngine):
         return self._member.name
 
     @property
+    def receivers(self) -> Mapping[str, int]:
+        return {} if self.state == "dead" else {self.name: self._member.num_workers}
+
+    @property
+    def weights_dtype(self) -> str | None:
+        return self._member.weights_dtype
+
+    @property
     def is_updating(self) -> bool:
         return UPDATE in self._holds
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether others have the memory of its device, or get it, or are giving it back."""
+        return SLEEP in self._holds
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has been taking memory since its start began, of an amount that only its end tells."""
+        return self.has_begun and self.state == "starting"
+
+    @property
+    def may_have_memory(self) -> bool:
+        """Whether it is neither asleep nor without processes."""
+        if self.has_ended or not self.has_begun:
+            return False
+        return self.state == "dead" or not self.is_asleep
 
     @property
     def reason(self) -> str:
@@ -115,6 +156,7 @@ class PooledEngine(ControlledEngine):
 
     async def live(self) -> str:
         """Start it, and return when it is dead, with the reason. Raises what a user can mend, such as ModelError."""
+        self.has_begun = True
         if await self._ask("start", self._member.start(), "start_timeout_s"):
             self.has_started = True
             self._become("awaiting")
@@ -151,6 +193,8 @@ class PooledEngine(ControlledEngine):
             if not deadline.expired():
                 raise
             # Being cancelled, the member has killed them.
+        self.has_ended = True
+        self._on_change()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         """Have the member generate. Raises EngineDiedError also when no token comes for too long."""
@@ -182,17 +226,25 @@ class PooledEngine(ControlledEngine):
             work.cancel()
 
     async def control(self, command: Command) -> None:
-        """Have the member do it; an engine that does not, or not in time, is dead."""
+        """Have the member do it; an engine that does not, or not in time, is dead.
+
+        Raises BucketLostError when a bucket did not reach it; it lives on.
+        """
         if command.begins:
             self._holds.add(command.hold)
         if command.hold not in self._holds:
             # It was started after the hold began, and takes no part in it.
             return
+        if isinstance(command, LoadBucket):
+            command = replace(command, bucket=replace(command.bucket, receiver=self.name))
         if await self._ask(str(command), self._member.control(command), command.limit) and command.ends:
             self._holds.discard(command.hold)
             self._moved_at = asyncio.get_running_loop().time()
             if command.hold == UPDATE:
                 self._become("ready")
+        elif isinstance(command, Sleep) and not command.keep_weights:
+            # It has none that it could generate with.
+            self._become("awaiting")
 
     async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
         """Return whether it did it, and within the limit of this setting; otherwise it is dead."""
@@ -213,7 +265,9 @@ class PooledEngine(ControlledEngine):
                 self.kill(f"{self.name} did not {what} within {limit_s:g} s (source.engine.{setting})")
             elif task.cancelled():
                 self.kill(f"{self.name} could not {what}: it was cancelled from within")
-            elif (error := task.exception()) is not None:
+            elif isinstance(error := task.exception(), BucketLostError):
+                raise error
+            elif error is not None:
                 self._user_error = error if isinstance(error, UserError) else None
                 self.has_refused = not isinstance(error, EngineDiedError)
                 kind = "" if isinstance(error, EngineDiedError) else f"{type(error).__name__}: "

@@ -2,6 +2,8 @@
 
 Place on the way: environments -> request -> the engine that suits it -> result; weights -> every engine. A dead engine
 is started anew, waits for the current weights, and meanwhile others go on with its requests from their tokens so far.
+While the pool sleeps none is started: from the end of `sleep` to `wake("cache")` no process takes memory for keys and
+values, and before `wake("weights")` none for anything.
 What one engine does and may not do too long is `member.py`; how it is reached is a member's business.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import DataError, RunFailedError, SpurlineError
 from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline.rl.engines.in_process.response import check_request
-from spurline_async_rl.engines.commands import UPDATE, Command, ControlledEngine
+from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine, Progress
@@ -62,7 +64,8 @@ class EnginePool(ControlledEngine):
     transports: as of `TakesWeights`, known before any engine is.
 
     Engines are started by the first call of any method but `close`. Requests wait until an engine has weights of a
-    known version, that is, until the first update: how long is up to whoever trains.
+    known version, that is, until the first update: how long is up to whoever trains. So do they while it sleeps, and
+    those in flight.
     """
 
     def __init__(
@@ -92,7 +95,18 @@ class EnginePool(ControlledEngine):
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
-        return [engine for engine in self._engines if engine.state == "awaiting" and not engine.is_updating]
+        awaiting = [engine for engine in self._engines if engine.state == "awaiting" and not engine.is_updating]
+        return [engine for engine in awaiting if not engine.is_asleep]
+
+    @property
+    def receivers(self) -> Mapping[str, int]:
+        of_each = (engine.receivers for engine in self._held.get(UPDATE, []))
+        return {name: count for receivers in of_each for name, count in receivers.items()}
+
+    @property
+    def weights_dtype(self) -> str | None:
+        # All have one config.
+        return next((engine.weights_dtype for engine in self._started()), None)
 
     def holder_of(self, name: str) -> str | None:
         engine = self._holders.get(name)
@@ -110,9 +124,9 @@ class EnginePool(ControlledEngine):
         await self._until("start", lambda: len(self._started()) == len(self._engines))
 
     async def wait_for_one(self) -> None:
-        """Return when at least one engine has been started; it ends as `start` does."""
+        """Return when at least one engine has been started, or all sleep; it ends as `start` does."""
         self._open()
-        await self._until("a publish", self._started)
+        await self._until("a publish", lambda: SLEEP in self._held or self._started())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         check_request(request)
@@ -145,15 +159,17 @@ class EnginePool(ControlledEngine):
         """Have it done by every engine that takes part in the command's hold, from its beginning on; one that dies on
         the way is started anew without the others' waiting for it.
 
-        Raises RunFailedError when no engine is left in an update, and not only because they happened to die: an engine
-        that is started anew awaits the weights, so that nothing is ever generated with older ones.
+        Raises RunFailedError when no engine is left in an update or sleep, and not only because they happened to die:
+        an engine that is started anew awaits the weights, so that nothing is ever generated with older ones. Raises
+        BucketLostError when one of those that live did not get a bucket. After `Sleep`, whatever became of the engines,
+        none of their processes has memory, and none gets any before it is woken.
         """
         self._check(command.name)
         self._open()
         if command.begins:
             self._held[command.hold] = await self._ready_for(command)
         engines = self._held.get(command.hold, [])
-        await asyncio.gather(*(engine.control(command) for engine in engines))
+        answers = await asyncio.gather(*(engine.control(command) for engine in engines), return_exceptions=True)
         refusals = [engine.reason for engine in engines if engine.has_refused]
         alive = [engine for engine in engines if engine.state != "dead"]
         if command.ends:
@@ -161,12 +177,22 @@ class EnginePool(ControlledEngine):
             self._changed()
         elif command.hold in self._held:
             self._held[command.hold] = alive
-        if command.hold == UPDATE and refusals and not alive:
-            raise RunFailedError(f"No engine takes the new weights: {'; '.join(refusals)}")
+        if isinstance(command, Sleep):
+            # This ends: closing an engine has a time limit.
+            await self._until("sleep", lambda: not any(engine.may_have_memory for engine in self._engines))
+        if command.hold in (UPDATE, SLEEP) and refusals and not alive:
+            what = "takes the new weights" if command.hold == UPDATE else f"could {command}"
+            raise RunFailedError(f"No engine {what}: {'; '.join(refusals)}")
+        for error in filter(None, answers):
+            raise error
 
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
         """The engines that take part in an update, when there is one that has been started, or else in a pause. In the
-        first update all do."""
+        first update all do. While they sleep, those that do take part in all, and there may be none."""
+        if command.hold == SLEEP:
+            return await self._before_sleep()
+        if SLEEP in self._held:
+            return [engine for engine in self._held[SLEEP] if engine.state != "dead"]
         if command.hold != UPDATE:
             return self._ready()
         if not self._has_started:
@@ -174,6 +200,14 @@ class EnginePool(ControlledEngine):
             self._has_started = True
         # This ends as `start` does.
         return await self._until(command.name, self._started)
+
+    async def _before_sleep(self) -> list[PooledEngine]:
+        """All engines that have been started, when no start is under way; from now on none begins."""
+        self._held[SLEEP] = []
+        self._changed()
+        # Not interrupted, or an engine that starts for longer than others generate would never be there again.
+        await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))
+        return self._started()
 
     async def close(self) -> None:
         self._fail(RunFailedError("they were closed"))
@@ -187,8 +221,9 @@ class EnginePool(ControlledEngine):
             self._lives = [asyncio.create_task(self._keep_alive(number)) for number in range(self._config.engines)]
 
     def _new_engine(self, number: int) -> PooledEngine:
-        self.engines_started += 1
-        return PooledEngine(self._make_member(number), self._config, self.transports, self._changed)
+        engine = PooledEngine(self._make_member(number), self._config, self.transports, self._changed)
+        engine.takes_adapters = self.takes_adapters
+        return engine
 
     async def _keep_alive(self, number: int) -> None:
         """One engine after another, until they have died too often."""
@@ -197,6 +232,7 @@ class EnginePool(ControlledEngine):
             while self._failure is None:
                 # What a failed start needs, such as a server that is being restarted, may be there later.
                 await asyncio.sleep(min(_LONGEST_BREAK_S, 2.0 ** (failed_starts - 1)) if failed_starts else 0)
+                await self._until("a start", lambda: SLEEP not in self._held)
                 engine = self._engines[number]
                 try:
                     reason = await engine.live()
@@ -238,7 +274,7 @@ class EnginePool(ControlledEngine):
             self.on_awaiting_weights()
 
     def _note_down(self) -> None:
-        is_up = bool(self._ready())
+        is_up = bool(self._ready()) and SLEEP not in self._held
         if is_up and self._down_since is not None:
             self._down_s, self._down_since = self.seconds_down(), None
         elif not is_up and self._down_since is None:

@@ -14,8 +14,10 @@ from pydantic import Field, model_validator
 from spurline.config.paths import PathSetting
 from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
+from spurline.protocols.rollout_engine import ColocatedEngine
 from spurline.protocols.weight_sync import WeightSyncConfig
 from spurline.rl.configs import PromptSourceConfig
+from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -67,6 +69,25 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     @property
     def transport(self) -> str | None:
         return None if self.weight_sync is None else self.weight_sync.transport
+
+    def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
+        if not self.engine.is_colocated:
+            return None
+        length = self.longest_attempt(prompt_tokens, context)
+        bucket = DEFAULT_BUCKET_BYTES if self.weight_sync is None else self.weight_sync.bucket_bytes
+        return ColocatedEngine(self.engine, "source.engine", self.responses_at_once, length, bucket)
+
+    @property
+    def engines_elsewhere(self) -> bool:
+        return self.engine.is_elsewhere
+
+    @property
+    def update_limit_s(self) -> float | None:
+        return self.engine.update_limit_s
+
+    @property
+    def sends_adapters(self) -> bool | None:
+        return None if self.weight_sync is None else self.weight_sync.sends_adapters
 
     def group_terms(self) -> dict[str, Any]:
         """Settings that a finished group was made under, as plain values for a checkpoint."""
@@ -126,12 +147,32 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 "is mask, but with order: fifo no token can get over the bound. Set order: window, or remove at_bound.",
             )
         yield from self._off_policy_problems(run)
+        yield from self._colocation_problems()
         engines = self.engine.num_engines
         if engines > self.groups_at_once * self.samples_per_prompt:
             yield Problem(
                 "engine.engines",
                 f"is {engines}, but only {self.groups_at_once} groups of {self.samples_per_prompt} attempts are under "
                 "way at a time, so some engines would never have work. Lower it, or raise max_concurrent_groups.",
+            )
+
+    def _colocation_problems(self) -> Iterable[Problem]:
+        """Engines on the trainer's devices generate while it does not train, so nothing can be far ahead of it."""
+        if not self.engine.is_colocated:
+            return
+        instead = "or placement: local, with devices for engines alone"
+        if self.max_staleness > 1:
+            yield Problem(
+                "max_staleness",
+                f"is {self.max_staleness}, but with engine.placement: colocated engines and trainer take turns, so "
+                f"that older weights save no time. Set it to 0, to 1 for responses that a step need not wait for, "
+                f"{instead}.",
+            )
+        if self.publish_every > 1:
+            yield Problem(
+                "publish_every",
+                f"is {self.publish_every}, but with engine.placement: colocated engines get the weights whenever it "
+                f"is their turn. Set it to 1, {instead}.",
             )
 
     def _off_policy_problems(self, run: RunConfig) -> Iterable[Problem]:

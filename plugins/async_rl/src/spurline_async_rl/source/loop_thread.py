@@ -8,12 +8,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from spurline.errors import RunFailedError
+from spurline.errors import RunFailedError, SpurlineError
 
 T = TypeVar("T")
+
+
+GRACE_S = 60.0
+"""Longer than anything on the loop may take by a limit of its own, which knows better what it waited for."""
+
+
+@contextmanager
+def ends_the_run(what: str) -> Generator[None]:
+    """An error inside leaves engines in a state that nothing may be trained after; one of no known kind says so."""
+    try:
+        yield
+    except SpurlineError:
+        raise
+    except Exception as error:
+        raise RunFailedError(
+            f"{what} failed: {type(error).__name__}: {error}. Nothing was trained after it; the same command goes "
+            "on from the last checkpoint."
+        ) from error
 
 
 async def _calling(function: Callable[..., T], *arguments: Any) -> T:

@@ -6,22 +6,20 @@ Place on the way: backend, on the training thread, which waits -> weight sync, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError, RunFailedError, SpurlineError, listing
+from spurline.errors import ConfigError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import RolloutEngine, TakesWeights
 from spurline.protocols.weight_sync import SyncReport, WeightSync, WeightSyncConfig
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.watchdog import tell
 from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
-
-_GRACE_S = 60.0
-"""Longer than anything may take by its own limit: it knows better what it waited for."""
 
 
 class Publisher:
@@ -51,8 +49,11 @@ class Publisher:
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
-        chosen = choose_sync(cast("WeightSyncConfig | None", config.weight_sync), engine, registry, weights_on_gpu(run))
-        self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
+        given = cast("WeightSyncConfig | None", config.weight_sync)
+        self._choose = partial(choose_sync, given, engine, registry, weights_on_gpu(run))
+        self._create_sync = partial(registry.create, "weight_sync", run=run)
+        self._chosen = self._choose()
+        self._sync: WeightSync = self._create_sync(self._chosen)
         engine.on_awaiting_weights = notify
 
     @property
@@ -62,8 +63,13 @@ class Publisher:
 
     def start_engines(self) -> None:
         """Before the first publish, whose time limit is about sending weights alone."""
-        limit = self._engine.longest_start_s + _GRACE_S
+        limit = self._engine.longest_start_s + GRACE_S
         self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
+        # Servers that run already tell only now how they take weights.
+        chosen = self._choose()
+        if chosen != self._chosen:
+            self._sync.close()
+            self._chosen, self._sync = chosen, self._create_sync(chosen)
 
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
         """Return when these engines, or all, generate with the backend's weights.
@@ -74,26 +80,19 @@ class Publisher:
         if engines is None:
             # Its start has limits of its own, which are no part of the transport's.
             waiting = f"Starting a rollout engine '{self._name}' anew"
-            self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + _GRACE_S, waiting)
+            self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + GRACE_S, waiting)
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
         self._timeline.began("publish")
-        try:
+        with ends_the_run(what):
             report = self._loop.run(
                 publishing,
-                self._sync.timeout_s + _GRACE_S,
+                self._sync.timeout_s + GRACE_S,
                 what,
                 every_s=self._watchdog_s,
                 still=lambda passed_s: tell(
                     f"{what} has taken {passed_s:.0f} s so far; it waits for {self._sync.waits_for}."
                 ),
             )
-        except SpurlineError:
-            raise
-        except Exception as error:
-            raise RunFailedError(
-                f"{what} failed: {type(error).__name__}: {error}. Nothing was trained after it; the same command goes "
-                "on from the last checkpoint."
-            ) from error
         self._timeline.ended("publish")
         return report
 

@@ -2,7 +2,8 @@
 
 Two threads: on an event loop of its own the Producer generates; the training thread takes batches from it and, after
 an update, publishes the weights to the engines while it waits. The scheduler alone decides which group starts and
-which batch is ready.
+which batch is ready. Colocated engines have the devices while the training thread waits for them, and at no other
+time: whatever else a run does with its backend, also in hooks, it finds it as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,6 +27,7 @@ from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
 from spurline.run.checkpoint import write_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
+from spurline_async_rl.source.colocation import Colocation, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
@@ -74,7 +77,10 @@ class AsyncRolloutSource(PromptSource):
             notify=self._changed.set,
         )
         self._publisher: Publisher | None = None
+        self._colocation: Colocation | None = None
         self._updates = 0
+        self._synced: dict[str, float] = {}
+        """Metrics of publishes that no step has got yet."""
         self._taken_at = time.perf_counter()
 
     def summary(self) -> Mapping[str, object]:
@@ -96,15 +102,28 @@ class AsyncRolloutSource(PromptSource):
             self._timeline,
             notify=self._changed.set,
         )
-        self._publisher.start_engines()
-        self._advance()
+        if self._config.engine.is_colocated:
+            self._colocation = Colocation(
+                *check_capable(self._engine, backend, self._context.config),
+                self._publisher,
+                self._loop,
+                offloads_trainer=self._config.engine.offloads_trainer,
+                watchdog_s=self._config.watchdog_s,
+            )
+            self._colocation.start()
+        else:
+            self._publisher.start_engines()
+            self._advance()
+            self._loop.call(self._producer.start)
         self._taken_at = time.perf_counter()
-        self._loop.call(self._producer.start)
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
         self._timeline.began("wait")
-        collected, retries = self._wait_for_groups(step)
+        # The update that follows brings new weights.
+        with self._engines_turn(keep_weights=False):
+            self._generate()
+            collected, retries = self._wait_for_groups(step)
         self._timeline.ended("wait")
         # Scoring the tokens with the models and laying them out are a part of training.
         self._timeline.began("train")
@@ -125,6 +144,7 @@ class AsyncRolloutSource(PromptSource):
             "async/buffered": float(buffered),
             "time/wait_rollouts": waited,
             "time/generating": generating,
+            **self._take_synced(),
         }
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
         return replace(batch, info={**batch.info, **ages, **measured})
@@ -135,25 +155,26 @@ class AsyncRolloutSource(PromptSource):
         return done / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        """Publish the weights when it is time to. After the last step nobody is left to generate with them."""
+        """Publish the weights when it is time to. After the last step nobody is left to generate with them.
+
+        Colocated engines get them when they have room for them, at their next turn.
+        """
         self._timeline.ended("train")
         self._updates = step
-        metrics: Mapping[str, float] = {}
-        if step % self._config.publish_every == 0 and step < self.total_steps:
-            report = self._advance()
-            self._hooks.on_weights_synced(step=step, report=report)
-            metrics = {
-                "time/sync": report.transfer_s,
-                "time/sync_pause": report.pause_s,
-                "sync/bytes": float(report.bytes_sent),
-            }
+        if self._colocation is None and step % self._config.publish_every == 0 and step < self.total_steps:
+            self._note_synced(self._advance())
         self._timeline.write(step)
-        return metrics
+        return {} if self._colocation is not None else self._take_synced()
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts with the newest weights, beside those of training."""
-        if self._producer.scheduler.version < self._updates:
+        if self._colocation is None and self._producer.scheduler.version < self._updates:
             self._advance()
+        # No further groups start with colocated engines, which would only be interrupted when it is over.
+        with self._engines_turn(keep_weights=True):
+            return self._evaluate(prompts, held_out)
+
+    def _evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         self._timeline.began("evaluate")
         evaluating = self._loop.start(self._attempts.evaluate(prompts, held_out))
         evaluating.add_done_callback(lambda _: self._changed.set())
@@ -225,11 +246,48 @@ class AsyncRolloutSource(PromptSource):
         """Give engines that were started anew the weights that they generate with from then on."""
         assert self._publisher is not None, "not started"
         awaiting = self._publisher.awaiting_weights
-        if awaiting:
+        if awaiting and self._colocation is not None:
+            self._colocation.serve(self._updates, awaiting)
+        elif awaiting:
             self._publisher.publish(self._updates, self._backend, awaiting)
 
     def _watchdog(self, describe: Callable[[float], str]) -> Watchdog:
         return Watchdog(self._config, self._loop, self._observed, describe)
+
+    @contextmanager
+    def _engines_turn(self, *, keep_weights: bool) -> Generator[None]:
+        """Inside, engines generate with the weights as they are now. Colocated ones sleep before and afterwards.
+
+        keep_weights: as of `Colocation.take_back`. An error inside leaves them awake: the run ends.
+        """
+        if self._colocation is None:
+            yield
+            return
+        is_update = self._updates > self._producer.scheduler.version
+        report = self._colocation.give(self._updates)
+        if report is not None:
+            self._note_synced(report, is_update=is_update)
+        yield
+        self._colocation.take_back(keep_weights=keep_weights)
+
+    def _generate(self) -> None:
+        """Let groups start with the weights that colocated engines have now; others have got theirs already."""
+        if self._colocation is not None:
+            self._loop.call(self._producer.publish, self._updates)
+            self._loop.call(self._producer.start)
+
+    def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
+        """Engines have got new weights. is_update: not those that the run began with, or that they had before."""
+        if is_update:
+            self._hooks.on_weights_synced(step=self._updates, report=report)
+        seen = self._synced
+        new = {"time/sync": report.transfer_s, "time/sync_pause": report.pause_s, "sync/bytes": report.bytes_sent}
+        self._synced = {name: seen.get(name, 0.0) + value for name, value in new.items()}
+
+    def _take_synced(self) -> dict[str, float]:
+        """Metrics of publishes and of changes between engines and trainer since the last call."""
+        synced, self._synced = self._synced, {}
+        return synced if self._colocation is None else {**synced, **self._colocation.take_seconds()}
 
     def _advance(self) -> SyncReport:
         """Every engine generates with the weights as they are now; more groups may start."""

@@ -11,19 +11,20 @@ import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from spurline.errors import ConfigError, RunFailedError
+from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import MakesBuckets
+from spurline.protocols.backend import MakesBuckets, TrainsAdapters
 from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
-from spurline.protocols.weight_sync import BucketMaker, MakerChoice, SyncReport
+from spurline.protocols.weight_sync import BucketMaker, MakerChoice, PublishedPart, SyncReport
 from spurline.rl.concurrency import in_thread
-from spurline_async_rl.engines.commands import BeginUpdate, Command, FinishUpdate, LoadBucket
+from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.engines.vllm.launch import require_vllm
 from spurline_async_rl.weights.configs import BucketSyncConfig
 
@@ -34,12 +35,27 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 """Bytes; more than any type needs."""
+_LOOK_S = 1.0
+"""Between two looks at who is left, while weights are on their way."""
+_MOST_LOSSES = 3
+"""How often one bucket may be lost before the publish fails."""
+
+
+@dataclass
+class _Progress:
+    """taken: buckets that every engine has. sent: their bytes. losses: of the next bucket, so far."""
+
+    taken: int = 0
+    sent: int = 0
+    losses: int = 0
 
 
 class BucketSync(ABC):
     """A `WeightSync` that sends buckets. Subclass with `transport` and `make_buckets`, or derive from `MakerSync`."""
 
     transport: str
+    makes_ahead = False
+    """Whether the next bucket may be made while engines take the last one over."""
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
         """run: the whole config, which says where the weights are, and the run directory; without it they are here.
@@ -52,10 +68,25 @@ class BucketSync(ABC):
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
+        self._sends_adapters: bool | None = None
 
     @abstractmethod
-    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
-        """Runs on a thread; asked for the next bucket when every engine has taken the last one."""
+    def make_buckets(
+        self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
+    ) -> Iterator[WeightBucket]:
+        """Runs on a thread; asked for the next bucket when every engine has taken the last one, or ahead of that.
+
+        first: number of the first bucket, from 1. dtype, part: see `MakerChoice`.
+        """
+
+    def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:  # noqa: B027
+        """Before `make_buckets`. receivers: of all engines, see `TakesWeights`. is_lost: after a BucketLostError."""
+
+    def note_receivers(self, receivers: Mapping[str, int]) -> None:  # noqa: B027
+        """Called every second while buckets are on their way, on the event loop. receivers: those that are left."""
+
+    def check(self, bucket: WeightBucket) -> None:  # noqa: B027
+        """Raise BucketLostError for what stands in place of a bucket when the last one did not reach everyone."""
 
     def close(self) -> None:  # noqa: B027
         """Free what the transport holds; most hold nothing."""
@@ -75,29 +106,113 @@ class BucketSync(ABC):
 
     async def _publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         began = time.perf_counter()
-        await self._tell(engines, "to begin an update", BeginUpdate(version))
+        adapter = await self._adapter_to_send(backend, engines)
+        begin = BeginUpdate(version) if adapter is None else BeginAdapterUpdate(version, adapter)
+        await self._tell(engines, "to begin an update", begin)
         sending = time.perf_counter()
-        sent = number = 0
-        buckets = self.make_buckets(version, backend)
-        self.waits_for = "the backend's first weights"
-        while (bucket := await in_thread(_next, buckets)) is not None:
-            number += 1
-            sent += bucket_bytes(bucket.places)
-            await self._tell(engines, f"to load bucket {number}", LoadBucket(bucket))
-            # The next one may need the memory.
-            del bucket
-            self.waits_for = f"the backend's weights after bucket {number}"
+        sent = await self._send_all(version, backend, engines, "model" if adapter is None else "adapter")
         finishing = time.perf_counter()
         await self._tell(engines, "to finish the update", FinishUpdate(version))
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
 
+    async def _adapter_to_send(self, backend: Backend, engines: Sequence[TakesWeights]) -> Mapping[str, Any] | None:
+        """Settings of the adapter that is sent alone; None where whole weights are sent. The first publish decides.
+
+        Raises ConfigError where adapters are asked for and cannot be sent alone, RunFailedError where an engine cannot
+        take them after others have.
+        """
+        wanted = self._config.adapters if self._sends_adapters is None else self._sends_adapters
+        if wanted is False:
+            return None
+        self.waits_for = "the settings of the backend's adapter"
+        settings = await in_thread(backend.adapter_settings) if isinstance(backend, TrainsAdapters) else None
+        engines_take_them = all(engine.takes_adapters for engine in engines)
+        if self._sends_adapters and not engines_take_them:
+            # It might have whole weights, with another adapter in them.
+            raise RunFailedError(
+                "An engine was started that takes no adapters, and the weights have been sent as adapters alone. Start "
+                "engines of one kind, or set source.weight_sync.adapters: false."
+            )
+        if wanted and settings is None:
+            raise _cannot_send_adapters("the backend trains none that it could give alone. Set backend.lora")
+        if wanted and not engines_take_them:
+            raise _cannot_send_adapters(
+                "an engine takes whole weights only. Choose one that takes adapters, as vllm does"
+            )
+        self._sends_adapters = settings is not None and engines_take_them
+        return settings if self._sends_adapters else None
+
+    async def _send_all(
+        self, version: int, backend: Backend, engines: Sequence[TakesWeights], part: PublishedPart
+    ) -> int:
+        """Bytes that every engine has taken. What is lost is sent again, to those that are left.
+
+        Raises RunFailedError when it is lost again and again.
+        """
+        # Adapters are small: they are sent as they are, and rounded with what is computed of them.
+        dtypes = {engine.weights_dtype for engine in engines} if part == "model" else set()
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        progress = _Progress()
+        while True:
+            self.waits_for = "a place where sender and engines meet"
+            # On a thread: it may use the network.
+            await in_thread(self.prepare, _receivers(engines), is_lost=progress.losses > 0)
+            buckets = self.make_buckets(version, backend, progress.taken + 1, dtype, part)
+            watch = asyncio.ensure_future(self._watch(engines))
+            try:
+                await self._send(buckets, engines, progress)
+                return progress.sent
+            except BucketLostError as error:
+                progress.losses += 1
+                if progress.losses > _MOST_LOSSES:
+                    raise RunFailedError(
+                        f"Publishing version {version} over {self.transport}: bucket {progress.taken + 1} was lost "
+                        f"{progress.losses} times. {error}"
+                    ) from error
+            finally:
+                watch.cancel()
+
+    async def _watch(self, engines: Sequence[TakesWeights]) -> None:
+        """An engine that ends is known here before those who wait for it in an exchange know."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.note_receivers(_receivers(engines))
+
+    async def _send(
+        self, buckets: Iterator[WeightBucket], engines: Sequence[TakesWeights], progress: _Progress
+    ) -> None:
+        self.waits_for = "the backend's first weights"
+        bucket = await in_thread(_next, buckets)
+        while bucket is not None:
+            self.check(bucket)
+            size = bucket_bytes(bucket.places)
+            following = asyncio.ensure_future(in_thread(_next, buckets)) if self.makes_ahead else None
+            try:
+                await self._tell(engines, f"to load bucket {progress.taken + 1}", LoadBucket(bucket))
+            except BucketLostError:
+                if following is not None:
+                    # The backend makes one bucket at a time.
+                    self.waits_for = "the backend's weights after one that was lost"
+                    await following
+                raise
+            except BaseException:
+                if following is not None:
+                    following.cancel()
+                raise
+            progress.taken, progress.sent, progress.losses = progress.taken + 1, progress.sent + size, 0
+            # The next one may need the memory.
+            del bucket
+            self.waits_for = f"the backend's weights after bucket {progress.taken}"
+            bucket = await (in_thread(_next, buckets) if following is None else following)
+
     async def _tell(self, engines: Sequence[TakesWeights], what: str, command: Command) -> None:
         """Tell every engine at once. Raises the first error when all have answered."""
-        self.waits_for = f"{len(engines)} engine(s) {what}"
+        names = _receivers(engines)
+        self.waits_for = f"{listing(names) if names else f'{len(engines)} engine(s)'} {what}"
         answers = await asyncio.gather(*map(command.apply, engines), return_exceptions=True)
-        for answer in answers:
-            if answer is not None:
-                raise answer
+        # One that was lost may be sent again; nothing else may happen then.
+        for answer in sorted(filter(None, answers), key=lambda answer: isinstance(answer, BucketLostError)):
+            raise answer
 
 
 class MakerSync(BucketSync):
@@ -107,27 +222,47 @@ class MakerSync(BucketSync):
     """
 
     maker: str
+    made_by: Literal["first", "owners", "all"] = "first"
     _own: BucketMaker | None = None
+    _own_choice: MakerChoice | None = None
 
     def maker_settings(self) -> dict[str, Any]:
         """Arguments of the maker, as JSON can hold them."""
         return {}
 
-    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
-        choice = MakerChoice(self.maker, self.maker_settings(), self.max_bucket_bytes)
+    def make_buckets(
+        self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
+    ) -> Iterator[WeightBucket]:
+        settings = self.maker_settings()
+        choice = MakerChoice(self.maker, settings, self.max_bucket_bytes, dtype, part, self.made_by)
         if isinstance(backend, MakesBuckets):
-            yield from backend.weight_buckets(version, choice)
+            yield from backend.weight_buckets(version, choice, first)
             return
-        if self._own is None:
-            made: BucketMaker = resolve(choice.maker, f"maker of weight_sync '{self.transport}'")(**choice.settings)
-            self._own = made
-        for number, held in enumerate(cut(backend.named_weights(), self.max_bucket_bytes), 1):
-            yield self._own.make(version, number, held)
+        maker = self._own_maker(choice)
+        buckets = cut(in_dtype(weights_of(backend, part), dtype), self.max_bucket_bytes)
+        for number, held in enumerate(buckets, 1):
+            if number < first:
+                continue
+            yield maker.make(version, number, held)
             # The next one may need the memory.
             held.clear()
-            self._own.taken()
+            if not self.makes_ahead:
+                maker.taken()
+        if self.makes_ahead:
+            maker.taken()
+
+    def _own_maker(self, choice: MakerChoice) -> BucketMaker:
+        """That of this process, kept until another choice is made."""
+        if self._own is None or choice != self._own_choice:
+            self._close_own()
+            made: BucketMaker = resolve(choice.maker, f"maker of weight_sync '{self.transport}'")(**choice.settings)
+            self._own, self._own_choice = made, choice
+        return self._own
 
     def close(self) -> None:
+        self._close_own()
+
+    def _close_own(self) -> None:
         own, self._own = self._own, None
         if own is not None:
             own.close()
@@ -141,16 +276,33 @@ class InProcessSync(BucketSync):
 
     transport = "in_process"
 
-    def make_buckets(self, version: int, backend: Backend) -> Iterator[WeightBucket]:
-        for held in cut(backend.named_weights(), self.max_bucket_bytes):
+    def make_buckets(
+        self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
+    ) -> Iterator[WeightBucket]:
+        assert first == 1, "nothing is lost within a process"
+        for held in cut(weights_of(backend, part), self.max_bucket_bytes):
             places = tuple(TensorPlace.of(name, tensor) for name, tensor in held)
             yield WeightBucket(self.transport, places, tensors=tuple(tensor for _, tensor in held))
+
+
+def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Tensor]]:
+    """What is published of a backend in this process, by the names that engines know."""
+    if part == "model":
+        return backend.named_weights()
+    assert isinstance(backend, TrainsAdapters), type(backend)
+    return backend.named_adapter_weights()
+
+
+def _cannot_send_adapters(why: str) -> ConfigError:
+    return ConfigError.at("source.weight_sync.adapters", f"is true, but {why}, or leave adapters out.")
 
 
 def weights_on_gpu(run: RunConfig | None) -> bool:
     """Whether the backend has its weights on GPUs, of this process or of its ranks."""
     request = None if run is None else run.backend.rank_request()
-    return torch.cuda.is_available() if request is None else request.device == "cuda"
+    if request is not None:
+        return request.device == "cuda"
+    return torch.cuda.is_available() and (run is None or not run.backend.stays_on_cpu)
 
 
 def _require_gpu(transport: str, run: RunConfig | None) -> None:
@@ -160,6 +312,13 @@ def _require_gpu(transport: str, run: RunConfig | None) -> None:
             lack = f"backend '{run.backend.name}' has its weights on CPUs. Set weight_sync: shared_memory."
         raise ConfigError.at("source.weight_sync.name", f"is {transport}, which sends from GPU to GPU, but {lack}")
     require_vllm()
+
+
+def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+    """Those of floating point in this dtype, as torch writes it without `torch.`; None: as they are."""
+    wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+    for name, tensor in weights:
+        yield name, tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor
 
 
 def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -202,6 +361,10 @@ def _nbytes(place: TensorPlace) -> int:
 def aligned(size: int) -> int:
     """The next offset at which any tensor may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _receivers(engines: Sequence[TakesWeights]) -> dict[str, int]:
+    return {name: count for engine in engines for name, count in engine.receivers.items()}
 
 
 def _next(buckets: Iterator[WeightBucket]) -> WeightBucket | None:

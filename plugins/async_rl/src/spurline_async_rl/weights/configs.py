@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field
 
 from spurline.config.paths import PathSetting
+from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
+from spurline.errors import Problem
 from spurline.protocols.weight_sync import WeightSyncConfig
 
 
@@ -20,12 +23,47 @@ class BucketSyncConfig(WeightSyncConfig):
     """Compare a checksum of every bucket on both sides."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one publish may take."""
+    adapters: Annotated[bool | None, OnResume.TO_ROUNDING] = None
+    """With `backend.lora`: send the adapters alone, which engines put on the weights they started with; `false` sends
+    whole weights with the adapters merged. null sends the adapters alone where the engine can."""
+
+    @property
+    def sends_adapters(self) -> bool | None:
+        return self.adapters
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if not self.adapters:
+            return
+        if not run.backend.trains_adapters:
+            yield Problem(
+                "adapters",
+                f"is true, but backend '{run.backend.name}' trains no adapters with these settings. Set backend.lora, "
+                "of a backend that has it, or leave adapters out.",
+            )
+        elif run.model.init == "random":
+            yield Problem(
+                "adapters",
+                "is true, but the adapters belong to random weights (model.init: random), which engines do not have. "
+                "Leave adapters out: whole weights are sent.",
+            )
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.bucket_mb << 20
+
+
+DEFAULT_BUCKET_BYTES: int = BucketSyncConfig.model_fields["bucket_mb"].default << 20
+"""Of a transport whose settings nobody has changed."""
 
 
 class InProcessSyncConfig(BucketSyncConfig):
     """Hand the tensors to an engine in this process."""
 
     name: str = "in_process"
+
+    @property
+    def bucket_bytes(self) -> int:
+        return 0
 
 
 class SharedMemorySyncConfig(BucketSyncConfig):
@@ -43,15 +81,47 @@ class DiskSyncConfig(BucketSyncConfig):
     `spurline-weights-*`, is removed, so runs do not share a folder."""
 
 
-class NcclSyncConfig(BucketSyncConfig):
-    """GPU to GPU over NCCL, by vLLM's own weight transfer. Does not work yet: set `shared_memory` or `disk`."""
+class CollectiveSyncConfig(BucketSyncConfig):
+    """By one broadcast for all engines, on any machine: over NCCL where the weights are on GPUs, else over gloo."""
 
-    needs_gpu = True
+    name: str = "collective"
+    exchange_timeout_s: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
+    """Seconds that engines may take to join, or a bucket to reach all of them, before it is sent again without those
+    that have ended; less than `engine.update_timeout_s`, which ends one that stands still. null is half of that."""
+    address: Annotated[str | None, OnResume.FREE] = None
+    """Host name or IP address under which ranks and engines reach this machine, where they meet; null finds it."""
+
+    def exchange_limit_s(self, run: RunConfig | None) -> float | None:
+        """Seconds of one exchange; None where neither these settings nor the engine's say it."""
+        if self.exchange_timeout_s is not None:
+            return self.exchange_timeout_s
+        limit_s = None if run is None else run.source.update_limit_s
+        return None if limit_s is None else limit_s / 2
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        limit_s = run.source.update_limit_s
+        if self.exchange_timeout_s is not None and limit_s is not None and self.exchange_timeout_s >= limit_s:
+            yield Problem(
+                "exchange_timeout_s",
+                f"is {self.exchange_timeout_s:g}, but an engine that has waited {limit_s:g} s for a bucket "
+                "(source.engine.update_timeout_s) is ended, so that one that stands still would end them all. Remove "
+                f"it, which makes it {limit_s / 2:g}, or raise update_timeout_s.",
+            )
+
+
+class NcclSyncConfig(CollectiveSyncConfig):
+    """Another name of `collective`."""
+
     name: str = "nccl"
+
+    @property
+    def transport(self) -> str:
+        return "collective"
 
 
 class CudaIpcSyncConfig(BucketSyncConfig):
-    """Handles of GPU memory to engines on the same GPUs, by vLLM's own weight transfer."""
+    """Handles of GPU memory, to engines on the GPUs where the weights are."""
 
     needs_gpu = True
     name: str = "cuda_ipc"

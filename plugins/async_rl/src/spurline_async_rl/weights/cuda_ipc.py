@@ -1,29 +1,59 @@
-"""Weight sync `cuda_ipc`: handles of GPU memory, to engines on the same GPU.
+"""Weight sync `cuda_ipc`: handles of GPU memory, to engines on the GPUs where the weights are.
 
-Place on the way: weights on the trainer's GPU -> their handles -> `read_handles` in the worker on that GPU, which
-copies from the very memory. vLLM's own transfer of handles keeps the memory of the whole model alive until the end of
-the update; here it is one bucket's.
+Place on the way: weights on the trainer's GPUs -> one packed buffer on each -> its handle -> `read_handles` in a worker
+on that very GPU, which copies from there. vLLM's own transfer of handles keeps the memory of the whole model alive
+until the end of the update; here it is one bucket's.
 """
 
 from __future__ import annotations
 
 import base64
-import pickle
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from spurline.errors import RunFailedError
-from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.errors import RunFailedError, listing
+from spurline.protocols.rollout_engine import WeightBucket
 from spurline.ranks.machine import this_machine
-from spurline_async_rl.weights.buckets import MakerSync
+from spurline_async_rl.weights.buckets import MakerSync, end_of
+from spurline_async_rl.weights.packing import checksum, pack, unpack
 
-_GPU, _HANDLES = "gpu", "handles"
-"""Keys of a bucket's `where`."""
-_DEVICE_ARGUMENT = 6
-"""Place among the arguments of torch's rebuild_cuda_tensor of the GPU's number, which differs between processes."""
+_HANDLES, _HANDLE, _CHECKSUM = "handles", "handle", "checksum"
+"""Keys of a bucket's `where`: by the names of GPUs, what opens the buffer on each, and its checksum."""
+_EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)True", re.IGNORECASE)
+
+Handle = Mapping[str, Any]
+"""What opens a buffer in another process, as JSON can hold it."""
+
+
+class Gpu(Protocol):
+    """What handles need of a GPU.
+
+    name: in every process the same. device: where it is in this process.
+    """
+
+    name: str
+    device: torch.device
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """A context; what is allocated in it can be exported."""
+        ...
+
+    def export(self, buffer: Tensor) -> Handle:
+        """What opens this buffer, uint8 [bytes], in another process, which sees all that has been written to it."""
+        ...
+
+    def open(self, handle: Handle) -> Tensor:
+        """The other process's buffer, uint8 [bytes]: its very memory."""
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Let the buffer's memory go with the buffer, whether others have opened it or not."""
+        ...
 
 
 class CudaIpcSync(MakerSync):
@@ -31,49 +61,126 @@ class CudaIpcSync(MakerSync):
 
     transport = "cuda_ipc"
     maker = f"{__name__}:HandleMaker"
+    # An engine reads from its own GPU, which may be any rank's.
+    made_by = "all"
+
+    def maker_settings(self) -> dict[str, Any]:
+        return {"checksum": self._config.checksum}
 
 
 class HandleMaker:
-    """A `BucketMaker`."""
+    """A `BucketMaker`: one buffer on this process's GPU.
 
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
+    checksum: whether readers are told that of the buffer. gpu: None is the current one.
+    """
+
+    def __init__(self, checksum: bool, sender: int = 0, senders: int = 1, gpu: Gpu | None = None) -> None:
+        self._gpu: Gpu = gpu or CurrentGpu()
+        self._checksum = checksum
+        # It must live until every engine has copied it: a handle does not keep its memory.
+        self._buffer: Tensor | None = None
+        self._handle: Handle | None = None
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
         self.taken()
-        device = torch.cuda.current_device()
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-        places: list[TensorPlace] = []
-        for name, tensor in weights:
-            places.append(TensorPlace.of(name, tensor))
-            # They must live until every engine has copied them: a handle does not keep its memory.
-            self._held.append(tensor.detach().to(device).contiguous())
-        torch.cuda.synchronize(device)
-        handles = pickle.dumps([reduce_tensor(tensor)[1] for tensor in self._held])
-        where = {_GPU: gpu, _HANDLES: base64.b64encode(handles).decode()}
-        return WeightBucket(CudaIpcSync.transport, tuple(places), where, machine=this_machine())
+        with self._gpu.allocating():
+            self._buffer, places = pack(weights, None, self._gpu.device)
+        self._handle = self._gpu.export(self._buffer)
+        here: dict[str, Any] = {_HANDLE: self._handle}
+        if self._checksum:
+            here[_CHECKSUM] = checksum(self._buffer[: _whole_words(end_of(places))])
+        where = {_HANDLES: {self._gpu.name: here}}
+        return WeightBucket(CudaIpcSync.transport, places, where, machine=this_machine())
 
     def taken(self) -> None:
-        if self._held:
-            self._held.clear()
-            torch.cuda.ipc_collect()
+        handle, self._handle, self._buffer = self._handle, None, None
+        if handle is not None:
+            self._gpu.release(handle)
 
     def close(self) -> None:
         self.taken()
 
 
-def read_handles(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-    """The weights, in the trainer's memory: copy them before the bucket is answered."""
-    device = torch.cuda.current_device()
-    here = str(torch.cuda.get_device_properties(device).uuid)
-    if here != bucket.where[_GPU]:
+def read_handles(bucket: WeightBucket, gpu: Gpu | None = None) -> list[tuple[str, Tensor]]:
+    """The weights, in the trainer's memory: copy them before the bucket is answered. gpu: None is the current one.
+
+    Raises RunFailedError when no rank has its copy on this GPU, or the checksum of that copy is another one.
+    """
+    gpu = gpu or CurrentGpu()
+    by_gpu: Mapping[str, Mapping[str, Any]] = bucket.where[_HANDLES]
+    here = by_gpu.get(gpu.name)
+    if here is None:
         raise RunFailedError(
-            f"The weights are on GPU {bucket.where[_GPU]} and this worker is on GPU {here}: cuda_ipc needs both on "
-            "one. Set source.weight_sync: shared_memory."
+            f"The weights are on {len(by_gpu)} GPU(s), {listing(sorted(by_gpu))}, and this worker is on GPU "
+            f"{gpu.name}, which is none of them: cuda_ipc needs both on one. Set source.weight_sync: collective."
         )
-    # Written by the trainer that started this engine; a server does not offer this transport.
-    handles = pickle.loads(base64.b64decode(bucket.where[_HANDLES]))  # noqa: S301
-    for place, arguments in zip(bucket.places, handles, strict=True):
-        rebuilt = [*arguments]
-        rebuilt[_DEVICE_ARGUMENT] = device
-        yield place.name, rebuild_cuda_tensor(*rebuilt)
+    buffer = gpu.open(here[_HANDLE])
+    if _CHECKSUM in here and (got := checksum(buffer[: _whole_words(end_of(bucket.places))])) != here[_CHECKSUM]:
+        raise RunFailedError(
+            f"A bucket of weights, {bucket.places[0].name} to {bucket.places[-1].name}, was written to GPU {gpu.name} "
+            f"with checksum {here[_CHECKSUM]} and read with {got}: it changed on the way."
+        )
+    return unpack(buffer, bucket.places)
+
+
+class CurrentGpu:
+    """The `Gpu` that torch computes on in this process."""
+
+    def __init__(self) -> None:
+        index = torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+        self.name = str(torch.cuda.get_device_properties(index).uuid)
+
+    def allocating(self) -> AbstractContextManager[None]:
+        return fixed_segments()
+
+    def export(self, buffer: Tensor) -> Handle:
+        torch.cuda.synchronize(self.device)
+        _, *parts = buffer.untyped_storage()._share_cuda_()  # pyright: ignore[reportPrivateUsage]
+        return {name: _as_text(value) for name, value in zip(_PARTS, parts, strict=True)}
+
+    def open(self, handle: Handle) -> Tensor:
+        parts = [_from_text(handle[name]) for name in _PARTS]
+        # Of the other process's numbers of GPUs nothing is known.
+        storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *parts)  # pyright: ignore[reportPrivateUsage]
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def release(self, handle: Handle) -> None:
+        # torch keeps the memory of what nobody has opened, such as on a GPU without an engine, for ever.
+        counter, offset = (_from_text(handle[name]) for name in ("counter", "counter_offset"))
+        torch.UntypedStorage._release_ipc_counter(counter, offset, device=self.device)  # pyright: ignore[reportPrivateUsage]
+        torch.cuda.ipc_collect()
+
+
+_PARTS = ("memory", "bytes", "offset", "counter", "counter_offset", "event", "has_event")
+"""What torch takes a storage of another process to be, in its order, behind the number of the GPU."""
+
+
+@contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Segments of memory that are allocated in this context cannot expand: those cannot be exported everywhere, as a
+    process may not take file descriptors out of another one in most containers."""
+    before: str = torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportPrivateUsage]
+    fixed = _EXPANDABLE.sub(r"\1False", before)
+    if fixed == before:
+        yield
+        return
+    # All settings again: those that are not named may be reset.
+    torch._C._accelerator_setAllocatorSettings(fixed)  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)  # pyright: ignore[reportPrivateUsage]
+
+
+def _as_text(value: bytes | int) -> str | int:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+def _from_text(value: str | int) -> bytes | int:
+    return base64.b64decode(value) if isinstance(value, str) else value
+
+
+def _whole_words(size: int) -> int:
+    """Bytes that a checksum is computed of."""
+    return -(-size // 8) * 8

@@ -88,7 +88,14 @@ class FileMaker:
 
 
 def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
-    """The weights, one at a time. Raises RunFailedError when the file is not there or its checksum is another one."""
+    """The weights, one at a time. Raises RunFailedError as `checked_file` does."""
+    with safe_open(checked_file(bucket), "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
+        for place in bucket.places:
+            yield place.name, file.get_tensor(place.name)
+
+
+def checked_file(bucket: WeightBucket) -> Path:
+    """The bucket's file. Raises RunFailedError when it is not there or its checksum is another one."""
     path = Path(bucket.where[_PATH])
     if not path.is_file():
         raise RunFailedError(
@@ -97,9 +104,7 @@ def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     expected = bucket.where.get(_CHECKSUM)
     if expected is not None and (got := _checksum(path)) != expected:
         raise RunFailedError(f"{path} was written with checksum {expected} and read with {got}.")
-    with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
-        for place in bucket.places:
-            yield place.name, file.get_tensor(place.name)
+    return path
 
 
 def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:

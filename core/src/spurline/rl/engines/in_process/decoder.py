@@ -13,17 +13,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spurline.errors import DataError, ModelError, RunFailedError
 from spurline.model.generation import model_stop_tokens
+from spurline.model.router_replay import ExpertRouting
 from spurline.model.stream_model import vocabulary_size
 from spurline.model.token_stream import plan_segments
 from spurline.protocols.backend import GenerationModel
@@ -56,9 +59,11 @@ class Decoder:
         max_responses: int,
         max_cache_tokens: int,
         rows_per_pass: int | None = None,
+        routing: ExpertRouting | None = None,
     ):
         """rows_per_pass: shape of every pass over tokens and of all logits, filled up where there are fewer responses,
-        so that neighbours cannot change the shape; prompts are read one by one then. None takes all as they are."""
+        so that neighbours cannot change the shape; prompts are read one by one then. None takes all as they are.
+        routing: of the model, where responses are to note the experts that their tokens went to."""
         causal = model.causal
         self.model = model
         self.responses: list[Response] = []
@@ -73,6 +78,7 @@ class Decoder:
         self._max_responses = max_responses
         self._max_cache_tokens = max_cache_tokens
         self._rows_per_pass = rows_per_pass
+        self._routing = routing
         self._cache = KvCache()
         self._is_outdated = False
 
@@ -117,6 +123,11 @@ class Decoder:
         """The weights are others now: use nothing any more that was computed with the old ones."""
         self._is_outdated = True
 
+    def free_cache(self) -> None:
+        """Give back the memory of keys and values; those of responses under way are computed anew."""
+        self._cache.clear()
+        self.outdate()
+
     def admit(self, more: Sequence[Response], version: int) -> None:
         """Read the prompts of further responses, with what they have written, and write the next token of each."""
         used = len(self.responses)
@@ -136,7 +147,10 @@ class Decoder:
             kv_pass = TokenPass(self._cache, start, self._send(lengths), self._parts(lengths))
             filling = [0] * (size - len(responses))
             ids = np.array([*(response.tokens[-1] for response in responses), *filling])
-            hidden = self._hidden(ids[:, None], np.array([*lengths, *filling])[:, None], kv_pass)
+            hidden, experts = self._hidden(ids[:, None], np.array([*lengths, *filling])[:, None], kv_pass)
+            if experts is not None:
+                for response, length, chosen in zip(responses, lengths.tolist(), experts, strict=False):
+                    response.experts.add(length, chosen[None])
             self._write(responses, hidden[: len(responses), 0], version)
 
     def drop_abandoned(self) -> None:
@@ -195,14 +209,22 @@ class Decoder:
         plan = plan_segments(lengths, _SLOTS_PER_CALL, lambda tensor: tensor.to(self._device))
         positions = np.concatenate([np.arange(length) for length in lengths])
         kv_pass = PromptPass(self._cache, plan, self._send(source), start)
-        hidden = self._hidden(np.concatenate(distinct)[None], positions[None], kv_pass)
+        hidden, experts = self._hidden(np.concatenate(distinct)[None], positions[None], kv_pass)
+        if experts is not None:
+            for response, number in zip(responses, which.tolist(), strict=True):
+                response.experts.add(0, experts[ends[number] - lengths[number] : ends[number]])
         self._write(responses, hidden[0, self._send((ends - 1)[which])], version)
 
-    def _hidden(self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: KvPass) -> Tensor:
-        with self.model.computing():
-            return self._run_decoder(
+    def _hidden(
+        self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: KvPass
+    ) -> tuple[Tensor, NDArray[np.int16] | None]:
+        """Last hidden states [rows, tokens, H], and the experts [rows * tokens, layers, top_k] where they are noted."""
+        noting = nullcontext() if self._routing is None else self._routing.noting()
+        with self.model.computing(), noting as noted:
+            hidden = self._run_decoder(
                 input_ids=self._send(ids), position_ids=self._send(positions), use_cache=False, kv_pass=kv_pass
             ).last_hidden_state
+        return hidden, None if self._routing is None or noted is None else self._routing.as_array(noted)
 
     def _write(self, responses: Sequence[Response], hidden: Tensor, version: int) -> None:
         """Draw the next token of each response from its last hidden state [rows, H]."""

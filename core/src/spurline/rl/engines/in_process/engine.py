@@ -8,10 +8,12 @@ generates with the backend's model, or with a copy of its own that takes publish
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,14 +23,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, RunFailedError, listing, suggestion
-from spurline.model.device_profile import device_profile
+from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.generation import generation_model
 from spurline.model.loading import check_config, load_model
+from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness
+from spurline.model.router_replay import ExpertRouting
 from spurline.model.stream_model import StreamModel
 from spurline.model.weights import NamedWeights
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
-from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import (
+    EngineMemory,
+    GenerationRequest,
+    GenerationResult,
+    TakesWeights,
+    WeightBucket,
+)
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
@@ -66,13 +76,48 @@ class ModelThread:
 
 def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationModel:
     """Raises ModelError for a model that the engine cannot compute exactly, ConfigError for a GPU that is not there."""
-    profile = device_profile(config.copy_device(run), config.precision, setting="source.engine.device")
+    profile = _own_profile(config, run)
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
     limit = check_config(causal, run.model.path, run.data.max_length)
     model = StreamModel(causal.requires_grad_(False).eval())
     check_exactness(model, profile, run.model.path)
     return generation_model(causal, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
+
+
+def _own_profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
+    return device_profile(config.copy_device(run), config.precision, setting="source.engine.device")
+
+
+class OwnMemory:
+    """The memory of an engine's own model, on whatever device it is: taken, or given away while the engine sleeps."""
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        self._profile = profile
+        self._memory = DeviceMemory(profile)
+
+    def give(self, decoder: Decoder, *, keep_weights: bool) -> None:
+        """Free the cache and the weights. keep_weights: copy them to the host's memory, where they may be already."""
+        decoder.free_cache()
+        on_host = self._profile.device.type == "cpu"
+        if not (keep_weights and on_host):
+            # Buffers stay: an update need not bring them.
+            weights = list(decoder.model.causal.parameters())
+            given = DeviceTensors(weights=weights) if keep_weights else DeviceTensors(weights=(), scratch=weights)
+            self._memory.give(given, keep_weights=False)
+        if on_host:
+            _return_to_system()
+
+    def take(self) -> None:
+        """Have room for the weights again, with their values where they were kept."""
+        self._memory.take()
+
+
+def _return_to_system() -> None:
+    """The C library keeps what is freed for itself, in parts; one that does not offer this gives it back by itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class WeightWriter:
@@ -111,7 +156,7 @@ class WeightWriter:
 
 
 class InProcessEngine(TakesWeights):
-    """A `RolloutEngine` that also `SharesWeights`.
+    """A `RolloutEngine` that also `SharesWeights`, and `MaySleep` where it does not share them.
 
     Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by updates only.
     With it the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
@@ -126,6 +171,10 @@ class InProcessEngine(TakesWeights):
         self._config = config
         self._tokenizer = tokenizer
         self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
+        self._open_memory = lambda: OwnMemory(_own_profile(config, run))
+        self._memory: OwnMemory | None = None
+        self._lacks_weights = False
+        """Whether it has slept without them, and no update has brought all since."""
         self._decoder: Decoder | None = None
         self._version = 0
         self._shares = False
@@ -135,6 +184,7 @@ class InProcessEngine(TakesWeights):
         self._burst: asyncio.Task[None] | None = None
         self._holds: set[str] = set()
         self._failure: BaseException | None = None
+        self._notes_experts = run.source.replays_experts
         self._thread = ModelThread(config.timeout_s)
 
     def share(self, backend: Backend) -> None:
@@ -185,10 +235,30 @@ class InProcessEngine(TakesWeights):
     async def resume(self) -> None:
         self._release("pause")
 
+    async def sleep(self, *, keep_weights: bool) -> None:
+        assert not self._shares, "the memory of shared weights is their owner's to give"
+        await self._hold("sleep")
+        async with self._updating("falling asleep"):
+            decoder = await self._load_decoder()
+            memory = self._memory = self._memory or self._open_memory()
+            self._lacks_weights = self._lacks_weights or not keep_weights
+            await self._thread.run("falling asleep", partial(memory.give, decoder, keep_weights=keep_weights))
+
+    async def wake(self, part: EngineMemory) -> None:
+        async with self._updating(f"taking the memory of its {part} again"):
+            assert self._memory is not None, "it does not sleep"
+            if part == "weights":
+                await self._thread.run("taking the memory of its weights again", self._memory.take)
+            elif self._lacks_weights:
+                raise RunFailedError("It slept without its weights, and no update has brought them since.")
+        if part == "cache":
+            # Keys and values take memory again as they come.
+            self._release("sleep")
+
     async def begin_update(self, version: int) -> None:
         assert not self._shares, "shared weights are updated by their owner; tell the engine with set_version"
         await self._hold("update")
-        async with self._updating(version):
+        async with self._updating(_update_to(version)):
             decoder = await self._load_decoder()
             self._writer = await self._thread.run("preparing an update", WeightWriter, decoder.model.causal)
 
@@ -201,9 +271,10 @@ class InProcessEngine(TakesWeights):
 
     async def finish_update(self, version: int) -> None:
         assert self._writer is not None, "no update has begun"
-        async with self._updating(version):
+        async with self._updating(_update_to(version)):
             self._writer.finish()
         self._writer = None
+        self._lacks_weights = False
         self.set_version(version)
         self._release("update")
 
@@ -214,9 +285,8 @@ class InProcessEngine(TakesWeights):
         self._thread.close()
 
     @asynccontextmanager
-    async def _updating(self, version: int | None = None) -> AsyncGenerator[None]:
-        """Run a part of an update; an error there ends the engine."""
-        what = "update of the weights" if version is None else f"update of the weights to version {version}"
+    async def _updating(self, what: str = "update of the weights") -> AsyncGenerator[None]:
+        """Run a part of an update, or of a sleep; an error there ends the engine."""
         if self._failure is not None:
             raise _explain(self._failure, what)
         try:
@@ -306,10 +376,16 @@ class InProcessEngine(TakesWeights):
         model = self._open_model()
         limits = {"max_responses": self._config.max_batch, "max_cache_tokens": self._config.max_cache_tokens}
 
+        routing = ExpertRouting(model.causal) if self._notes_experts else None
+
         def make(rows_per_pass: int | None) -> Decoder:
-            return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass)
+            return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass, routing=routing)
 
         return probed_decoder(make, deterministic=self._config.deterministic)
+
+
+def _update_to(version: int) -> str:
+    return f"update of the weights to version {version}"
 
 
 def _explain(failure: BaseException, name: str) -> RunFailedError:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
@@ -57,20 +58,72 @@ class StopTexts:
 
 
 class Written(NamedTuple):
-    """The next tokens of a response; fields as of GenerationResult. finish_reason: None as long as more will come."""
+    """The next tokens of a response; fields as of GenerationResult. finish_reason: None as long as more will come.
+
+    routed_experts: [tokens, layers, top_k] of the next tokens that were computed, from the prompt's first on.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason | None
+    routed_experts: NDArray[np.int16] | None = None
+
+
+class ExpertRecord:
+    """The experts chosen for each token of a context, from its first on, as far as it has been computed.
+
+    What is computed once more, because weights have changed or another engine goes on, changes nothing that is there:
+    tokens were sampled after the first choice.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[np.int16]] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Tokens noted."""
+        return self._length
+
+    def add(self, start: int, experts: NDArray[np.int16]) -> None:
+        """Take the choices [tokens, layers, top_k] for consecutive tokens, the first of which has index `start`."""
+        assert start <= self._length, f"tokens {self._length} to {start - 1} were never computed"
+        new = experts[self._length - start :]
+        if len(new):
+            self._parts.append(new)
+            self._length += len(new)
+
+    def since(self, start: int) -> NDArray[np.int16] | None:
+        """The choices from this token on; None where nothing was noted."""
+        if not self._parts:
+            return None
+        # From the end: whoever follows a response asks for the last token's after every step.
+        found: list[NDArray[np.int16]] = [self._parts[0][:0]]
+        begin = self._length
+        for part in reversed(self._parts):
+            if begin <= start:
+                break
+            begin -= len(part)
+            found.insert(1, part[max(0, start - begin) :])
+        return np.concatenate(found)
+
+    def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
+        """[num_tokens, layers, top_k], with -1 for tokens that were not computed; None where nothing was noted."""
+        found = self.since(0)
+        if found is None:
+            return None
+        whole = np.full((num_tokens, *found.shape[1:]), -1, np.int16)
+        whole[: len(found)] = found[:num_tokens]
+        return whole
 
 
 @dataclass(eq=False)
 class Response:
     """A request in flight.
 
-    prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known.
+    prompt: its tokens as plain numbers. max_tokens: longest response, set when the model is known. experts: nothing is
+    noted there unless the decoder was made so.
     on_tokens: called by `tell`. refused: why the model cannot answer. abandoned: nobody waits for the response any
     more.
     """
@@ -84,10 +137,12 @@ class Response:
     logprobs: list[float] = field(default_factory=list[float])
     raw_logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    experts: ExpertRecord = field(default_factory=ExpertRecord)
     finish_reason: FinishReason | None = None
     refused: DataError | None = None
     abandoned: bool = False
     _num_handed_on: int = 0
+    _num_experts_handed_on: int = 0
 
     @property
     def context(self) -> list[int]:
@@ -125,7 +180,9 @@ class Response:
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             tokens, versions = self.tokens[start:], self.versions[start:]
             logprobs, raw_logprobs = self.logprobs[start:], self.raw_logprobs[start:]
-            self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason))
+            experts = self.experts.since(self._num_experts_handed_on)
+            self._num_experts_handed_on = len(self.experts)
+            self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason, experts))
 
     def result(self) -> GenerationResult:
         """What was written. Raises DataError when the request was refused."""
@@ -138,6 +195,7 @@ class Response:
             raw_logprobs=np.array(self.raw_logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
             finish_reason=self.finish_reason,
+            routed_experts=self.experts.of_context(len(self.prompt) + len(self.tokens)),
         )
 
 

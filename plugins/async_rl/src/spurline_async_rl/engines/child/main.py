@@ -13,14 +13,17 @@ from typing import Any
 
 from spurline.config.loading import load_config
 from spurline.data.tokenizer import load_tokenizer
-from spurline.errors import DataError, SpurlineError, UserError
+from spurline.errors import BucketLostError, DataError, SpurlineError, UserError
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling, WeightBucket
 from spurline.ranks.child import Parent
+from spurline.rl.concurrency import in_thread
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.engine import InProcessEngine
 from spurline.rl.engines.in_process.response import Written
-from spurline_async_rl.engines.commands import Command, LoadBucket, from_plain
+from spurline_async_rl.engines.child.experts import to_plain
+from spurline_async_rl.engines.commands import Command, FinishUpdate, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
+from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
 
@@ -36,7 +39,13 @@ class Child:
         self._unsent: list[dict[str, Any]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._engine: InProcessEngine | None = None
-        self._readers = {"shared_memory": MemoryReader().read, "disk": read_file}
+        self._broadcasts = BroadcastReader()
+        self._readers = {
+            "shared_memory": MemoryReader().read,
+            "disk": read_file,
+            # Made anew once it is known where the engine is.
+            "collective": lambda bucket: self._broadcasts.read(bucket),
+        }
 
     async def run(self) -> None:
         """Serve until there are no more lines."""
@@ -67,11 +76,12 @@ class Child:
                 if message["do"] == "start":
                     await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
                 else:
-                    await self._opened(from_plain(message["command"])).apply(self._running)
+                    await self._control(from_plain(message["command"]))
                 self._send(number, answer=None)
         except Exception as error:  # noqa: BLE001 (not swallowed: told to the parent)
             text = str(error) if isinstance(error, SpurlineError) else f"{type(error).__name__}: {error}"
-            kind = "data" if isinstance(error, DataError) else "user" if isinstance(error, UserError) else "failed"
+            kinds = {"data": DataError, "user": UserError, "lost": BucketLostError}
+            kind = next((name for name, kind in kinds.items() if isinstance(error, kind)), "failed")
             self._send(number, error=text, kind=kind)
 
     @property
@@ -100,14 +110,19 @@ class Child:
             "rollout_engine", engine, run=loaded.config, tokenizer=load_tokenizer(loaded.config.model)
         )
         await self._running.load()
+        if engine.device == "cuda":
+            self._broadcasts = BroadcastReader(device=torch.device("cuda", torch.cuda.current_device()))
 
-    def _opened(self, command: Command) -> Command:
-        """The command with the weights themselves, where it brings some."""
-        if not isinstance(command, LoadBucket):
-            return command
-        bucket = command.bucket
-        tensors = tuple(tensor for _, tensor in self._readers[bucket.transport](bucket))
-        return LoadBucket(WeightBucket("in_process", bucket.places, tensors=tensors))
+    async def _control(self, command: Command) -> None:
+        if isinstance(command, LoadBucket):
+            bucket = command.bucket
+            # On a thread: weights may be on their way for a while.
+            weights = await in_thread(lambda: list(self._readers[bucket.transport](bucket)))
+            places = tuple(place for place in bucket.places if place.name in dict(weights))
+            command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
+        await command.apply(self._running)
+        if isinstance(command, FinishUpdate):
+            self._broadcasts.end_update()
 
     def _send(self, number: int, **message: Any) -> None:
         """All messages of one turn of the loop, such as those of a decode step, in one write."""
@@ -128,6 +143,9 @@ def _request(values: Mapping[str, Any]) -> GenerationRequest:
 
 def _columns(news: Written) -> dict[str, Any]:
     columns = news._asdict()
+    experts = columns.pop("routed_experts")
+    if experts is not None:
+        columns["experts"] = to_plain(experts)
     reason = columns.pop("finish_reason")
     return columns if reason is None else {**columns, "answer": reason}
 

@@ -15,24 +15,27 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import DataError, RunFailedError, UserError
+from spurline.errors import BucketLostError, DataError, RunFailedError, UserError
 from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.ranks.child import ChildProcess
 from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.child.experts import of_plain
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.pool import EnginePool
 
-_ERRORS = {"data": DataError, "user": UserError, "failed": RunFailedError}
+_ERRORS = {"data": DataError, "user": UserError, "lost": BucketLostError, "failed": RunFailedError}
 """Kinds of errors a child tells."""
 
 
 class ChildMember:
     """An `EngineMember`."""
 
-    transports: Sequence[str] = ("shared_memory", "disk")
+    transports: Sequence[str] = ("shared_memory", "collective", "disk")
+    num_workers = 1
+    weights_dtype: str | None = "float32"
 
     def __init__(self, number: int, config: ChildProcessEngineConfig, run: RunConfig) -> None:
         self.name = name = f"engine {number}"
@@ -119,6 +122,8 @@ class ChildMember:
             if "token_ids" in message and progress is not None:
                 for column in ("token_ids", "logprobs", "raw_logprobs", "versions"):
                     getattr(progress, column).extend(message[column])
+                if "experts" in message:
+                    progress.experts.add(len(progress.experts), of_plain(message["experts"]))
             answer = self._answers.get(number)
             if answer is None or answer.done():
                 continue

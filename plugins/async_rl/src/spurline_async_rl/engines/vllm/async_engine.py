@@ -12,11 +12,15 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.protocols.rollout_engine import Sampling, WeightBucket
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.errors import DataError, ModelError, RunFailedError, listing
+from spurline.protocols.rollout_engine import Sampling
 from spurline.rl.concurrency import in_thread
-from spurline_async_rl.engines.commands import UPDATE, Command, LoadBucket
+from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.vllm.adapters import adapter_request
 from spurline_async_rl.engines.vllm.launch import EngineProcesses, EngineSpec, EngineStart, check_complete
 from spurline_async_rl.engines.vllm.member import Delta, worker_call
 
@@ -28,10 +32,12 @@ class AsyncEngine:
 
     max_model_len: int
     vocabulary: int
+    weights_dtype: str
     processes: EngineProcesses
 
     def __init__(self, spec: EngineSpec):
         self._spec = spec
+        self.num_workers = spec.config.tensor_parallel_size
         self.keeps_kv_cache = spec.config.kv_cache == "keep"
         self._holds: set[str] = set()
         self._llm: Any = None
@@ -52,9 +58,11 @@ class AsyncEngine:
         self.processes = EngineProcesses([process.pid for process in core.resources.engine_manager.processes])
         self.max_model_len = self._llm.model_config.max_model_len
         self.vocabulary = self._llm.model_config.get_vocab_size()
+        self.weights_dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         _check_heads(self._llm.model_config)
         self._next_output = core.get_output_async
         core.get_output_async = self._output_or_mark
+        await self._prepare_adapters()
 
     async def generate(
         self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
@@ -66,11 +74,18 @@ class AsyncEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
-        outputs = self._llm.generate(asked, _sampling_params(sampling, seed), request_id)
+        adapter = None if self._spec.adapter is None else adapter_request()
+        outputs = self._llm.generate(asked, _sampling_params(sampling, seed), request_id, lora_request=adapter)
+        chosen = ChosenExperts(self._llm.output_processor, request_id) if self._spec.notes_experts else None
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    yield _delta(output.outputs[0])
+                    part = output.outputs[0]
+                    delta = _delta(part)
+                    if chosen is not None:
+                        experts, start = chosen.more(part.routed_experts)
+                        delta = replace(delta, experts=experts, experts_start=start)
+                    yield delta
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineDiedError(f"{self.where} failed: {error}") from error
         except ValueError as error:
@@ -83,15 +98,24 @@ class AsyncEngine:
         """
         if command.begins:
             self._holds.add(command.hold)
-            await self._stand_still(clear_cache=command.hold == UPDATE and not self.keeps_kv_cache)
-        if isinstance(command, LoadBucket):
-            command = replace(command, bucket=self._place(command.bucket))
+            outdates = command.hold == UPDATE and not self.keeps_kv_cache
+            await self._stand_still(clear_cache=outdates or isinstance(command, Sleep))
+        if isinstance(command, Sleep):
+            # Level 1 moves the weights to the host's memory, level 2 forgets them. Requests in flight are kept.
+            await self._done(self._llm.sleep(level=1 if command.keep_weights else 2, mode="keep"), command)
+        elif isinstance(command, WakeWeights):
+            await self._done(self._llm.wake_up(["weights"]), command)
+        elif isinstance(command, WakeCache):
+            # With all of its memory it goes on by itself.
+            await self._done(self._llm.wake_up(["kv_cache"]), command)
         if call := worker_call(command):
             check_complete(await self._call(*call))
         if command.ends:
             self._holds.discard(command.hold)
             if not self._holds:
                 await self._answer_of(self._llm.resume_generation())
+            elif isinstance(command, WakeCache):
+                await self._stand_still(clear_cache=False)
 
     async def wait_ended(self) -> str:
         """Return how it ended, as soon as it has."""
@@ -104,12 +128,25 @@ class AsyncEngine:
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
+        self._end_output(llm)
         try:
             await in_thread(llm.shutdown)
         finally:
             self.processes.kill()
             # Its __del__ shuts down once more, maybe when the interpreter ends and half of what that needs is gone.
             llm.shutdown = lambda: None
+
+    def _end_output(self, llm: Any) -> None:
+        """Hand on no more tokens, and end requests that still wait for some.
+
+        vLLM's shutdown cancels the task that hands them on last. By then the task may have found that the processes are
+        gone, and print a traceback as for an engine that died.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+        llm.output_processor.propagate_error(EngineDeadError())
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
@@ -124,13 +161,31 @@ class AsyncEngine:
         self._llm._run_output_handler()
         await self._answer_of(mark.wait())
 
-    def _place(self, bucket: WeightBucket) -> WeightBucket:
-        """The bucket that tells this engine's workers their place in a group of ranks, where it sets up one."""
-        if "init" not in bucket.where:
-            return bucket
-        init = bucket.where["init"]
-        placed = {**init, "rank_offset": init["rank_offset"] + self._spec.rank_offset}
-        return replace(bucket, where={**bucket.where, "init": placed})
+    async def _prepare_adapters(self) -> None:
+        adapter = self._spec.adapter
+        if adapter is None:
+            return
+        answers = await self._call("spurline_prepare_adapters", adapter.targets)
+        # Of workers that have different layers, one may know what another does not.
+        if unknown := set(adapter.targets).intersection(*answers):
+            raise ModelError(
+                f"vLLM's model of {self._spec.model.path} takes no adapter for {listing(sorted(unknown))} "
+                "(backend.lora.target_modules). Leave them out, or set source.weight_sync.adapters: false, which sends "
+                "whole weights with the adapters merged."
+            )
+
+    async def _done(self, call: Awaitable[None], command: Command) -> None:
+        """Return when vLLM has done what the command says. Raises RunFailedError when it cannot."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._answer_of(call)
+        except EngineDiedError:
+            raise
+        except EngineDeadError as error:
+            raise EngineDiedError(f"{self.where} died when it was to {command}: {error}") from error
+        except Exception as error:
+            raise RunFailedError(f"vLLM could not {command}: {error}") from error
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """One answer per worker. Raises RunFailedError when a worker cannot do it, EngineDiedError when it has died."""
@@ -152,7 +207,9 @@ class AsyncEngine:
         try:
             await asyncio.wait({answer, dead}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise EngineDiedError(f"{dead.result()} while it was asked to pause, resume or take weights")
+                raise EngineDiedError(
+                    f"{dead.result()} while it was asked to pause, resume, sleep, wake or take weights"
+                )
             return answer.result()
         finally:
             for task in (answer, dead):
@@ -163,6 +220,44 @@ class AsyncEngine:
         while isinstance(output := await self._next_output(), asyncio.Event):
             output.set()
         return output
+
+
+class ChosenExperts:
+    """Which experts vLLM chose for the tokens of one request, as it computes them.
+
+    vLLM hands them out with the last token only, which a response that ends at a stop text or whose engine dies never
+    gets from it. So they are taken from where vLLM's output processor, in this process, collects them.
+    """
+
+    def __init__(self, output_processor: Any, request_id: str) -> None:
+        """request_id: the one given to vLLM, which has ids of its own inside."""
+        self._processor = output_processor
+        self._request_id = request_id
+        self._chunks: list[NDArray[Any]] | None = None
+        self._num_chunks = 0
+        self._num_tokens = 0
+
+    def more(self, whole: NDArray[Any] | None) -> tuple[NDArray[np.int16] | None, int]:
+        """The choices [tokens, layers, top_k] since the last call, and the index of the first token among them.
+
+        whole: what came with the last token of a request that ended before its state was looked at, else None.
+        """
+        if self._chunks is None:
+            # A request that has ended is not among them any more; one that was found keeps its list.
+            inner = self._processor.external_req_ids.get(self._request_id)
+            state: Any = self._processor.request_states.get(inner[0]) if inner else None
+            if state is not None:
+                self._chunks = state.routed_experts_chunks
+            else:
+                self._chunks = [] if whole is None else [whole]
+        chunks: list[NDArray[Any]] = self._chunks or []
+        new, start = chunks[self._num_chunks :], self._num_tokens
+        if not new:
+            return None, start
+        self._num_chunks += len(new)
+        experts = np.concatenate(new).astype(np.int16)
+        self._num_tokens += len(experts)
+        return experts, start
 
 
 def _check_heads(model_config: Any) -> None:

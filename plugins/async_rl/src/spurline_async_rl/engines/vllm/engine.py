@@ -12,14 +12,14 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.configs import VllmEngineConfig, trains_on_gpu_here
 from spurline_async_rl.engines.gpus import own_gpus
 from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import engine_spec, require, require_vllm
 from spurline_async_rl.engines.vllm.member import VllmMember
-from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
+from spurline_async_rl.engines.vllm.server import ServedModel, ServerApi, ServerMember
 
 
 class VllmEngine(EnginePool):
@@ -31,22 +31,28 @@ class VllmEngine(EnginePool):
         self._run = run
         self._spec = engine_spec(config, run)
         self._model_tokenizer = tokenizer
-        self.num_workers = config.engines * config.tensor_parallel_size
         self._cluster = None
+        self._loading_adapters: list[bool] = []
         if config.mode == "server":
             config = config.model_copy(update={"engines": len(config.urls)})
-            transports = ("disk",)
+            # Until the servers tell whether they run our worker extension.
+            transports = ("collective", "disk")
         else:
             require_vllm()
-            # The best one first; a group of ranks only if they are started for it.
-            nccl = ("nccl",) if self._spec.transport == "nccl" else ()
-            transports = (*nccl, "shared_memory", "disk", "cuda_ipc")
+            transports = ("collective", "shared_memory", "disk", "cuda_ipc")
+            # NCCL makes no group of two processes on one GPU.
+            if config.is_colocated:
+                transports = ("cuda_ipc", "shared_memory", "disk", "collective")
+            elif config.placement == "local" and trains_on_gpu_here(run):
+                # The first GPU is the trainer's. Of an engine on several, the others are not.
+                transports = ("shared_memory", "cuda_ipc", "disk", "collective")
             if config.placement == "ray":
                 require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
                 from spurline_async_rl.engines.vllm.ray import EngineCluster
 
-                self._cluster = EngineCluster(config, run.backend.rank_request())
+                self._cluster = EngineCluster(config, run)
         super().__init__(config, self._make, transports=transports, tokenizer=tokenizer)
+        self.takes_adapters = self._spec.adapter is not None
 
     async def close(self) -> None:
         await super().close()
@@ -58,11 +64,19 @@ class VllmEngine(EnginePool):
         if config.mode == "server":
             url, key = config.urls[number], os.environ.get(config.api_key_env)
             make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
-            return ServerMember(f"server {url}", make_api, self._model_tokenizer)
+            return ServerMember(f"server {url}", make_api, self._model_tokenizer, self._note_served)
         each = config.tensor_parallel_size
-        spec = replace(self._spec, rank_offset=number * each)
         if self._cluster is None:
-            engine = AsyncEngine(replace(spec, gpus=own_gpus(self._run, number, config.engines, each)))
+            engine = AsyncEngine(replace(self._spec, gpus=own_gpus(self._run, number, config.engines, each)))
         else:
-            engine = self._cluster.engine(spec)
+            engine = self._cluster.engine(self._spec, number)
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)
+
+    def _note_served(self, served: ServedModel) -> None:
+        """What all servers can do is what the least able of them can."""
+        if not served.has_extension:
+            self.transports = ("disk",)
+        self._loading_adapters.append(served.loads_adapters)
+        # A server loads adapters from folders alone, whatever its workers can do.
+        by_files = "disk" in (self._run.source.transport, self.transports[0])
+        self.takes_adapters = by_files and all(self._loading_adapters)

@@ -22,15 +22,16 @@ from typing import Any
 import psutil
 
 from spurline.config.run_config import ModelConfig, RunConfig
-from spurline.errors import ConfigError, RunFailedError, listing
-from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
+from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"
 """Environment variable with the id of the process whose end also ends the engine's processes."""
-_CPU_KV_CACHE_GB = 4.0
+_NO_ADAPTER = "If the model has no LoRA in vLLM, set source.weight_sync.adapters: false, which sends adapters merged."
 _ONE_AT_A_TIME = threading.Lock()
 """The environment, and what has been started meanwhile, belong to the whole process."""
 
@@ -51,8 +52,16 @@ def require_vllm() -> None:
     )
 
 
-def check_complete(answers: Sequence[Sequence[str] | None]) -> None:
-    """answers: of the workers to a part of an update. Raises RunFailedError when they name layers without weights."""
+LOST = "lost"
+"""Key of a worker's answer that says why a bucket did not reach it."""
+
+
+def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) -> None:
+    """answers: of the workers to a part of an update. Raises RunFailedError when they name layers without weights, and
+    BucketLostError when one did not get them."""
+    for answer in answers:
+        if isinstance(answer, Mapping):
+            raise BucketLostError(answer[LOST])
     layers = sorted({layer for missing in answers for layer in missing or ()})
     if layers:
         raise RunFailedError(
@@ -60,41 +69,51 @@ def check_complete(answers: Sequence[Sequence[str] | None]) -> None:
         )
 
 
+PlainSpec = tuple[dict[str, Any], dict[str, Any], bool, tuple[int, tuple[str, ...]] | None]
+"""An `EngineSpec` on its way to a process of a cluster."""
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """What one engine is started from, wherever that is.
 
-    transport: the way weights take; empty where none is set. rank_offset: number of workers of the engines before this
-    one, for transports with a group of ranks. gpus: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None:
-    those that whoever starts it sees.
+    notes_experts: whether it tells which experts it chose. gpus: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names
+    them; None: those that whoever starts it sees. adapter: what it is sent alone; None: it is sent whole weights.
     """
 
     config: VllmEngineConfig
     model: ModelConfig
-    transport: str
-    rank_offset: int = 0
+    notes_experts: bool = False
     gpus: str | None = None
+    adapter: EngineAdapter | None = None
 
-    def to_plain(self) -> tuple[dict[str, Any], dict[str, Any], str, int]:
+    def to_plain(self) -> PlainSpec:
         """The spec for a process of a cluster, which gives it its GPUs; config classes are imported, not unpickled."""
         config, model = self.config.model_dump(mode="json"), self.model.model_dump(mode="json")
-        return config, model, self.transport, self.rank_offset
+        adapter = self.adapter and (self.adapter.rank, self.adapter.targets)
+        return config, model, self.notes_experts, adapter
 
     @classmethod
-    def from_plain(cls, plain: tuple[dict[str, Any], dict[str, Any], str, int]) -> EngineSpec:
-        config, model, transport, rank_offset = plain
-        return cls(VllmEngineConfig.model_validate(config), ModelConfig.model_validate(model), transport, rank_offset)
+    def from_plain(cls, plain: PlainSpec) -> EngineSpec:
+        config, model, notes_experts, adapter = plain
+        return cls(
+            VllmEngineConfig.model_validate(config),
+            ModelConfig.model_validate(model),
+            notes_experts,
+            adapter=None if adapter is None else EngineAdapter(adapter[0], tuple(adapter[1])),
+        )
 
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
-    """The spec of this run's first engine."""
-    return EngineSpec(config, run.model, run.source.transport or "")
+    """The spec of this run's engines. Raises as `engine_adapter` does."""
+    adapter = engine_adapter(config, run)
+    return EngineSpec(config, run.model, notes_experts=run.source.replays_experts, adapter=adapter)
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
     """Fields of vLLM's AsyncEngineArgs."""
     config, model = spec.config, spec.model
-    kv_cache_gb = config.kv_cache_gb or (_CPU_KV_CACHE_GB if on_cpu else None)
+    kv_cache_gb = config.kv_cache_gb or (CPU_KV_CACHE_GB if on_cpu else None)
     arguments: dict[str, Any] = {
         "model": model.path,
         "revision": model.revision,
@@ -123,8 +142,13 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         # for CPUs cannot do ("CPU Generator does not use offset"): the engine would end. Such parts come about when
         # many prompts, or responses that are read again after an update, exceed a step's tokens.
         arguments["enable_chunked_prefill"] = False
-    if spec.transport == "nccl":
-        arguments["weight_transfer_config"] = {"backend": "nccl"}
+    elif config.is_colocated:
+        # For CPUs vLLM refuses the setting, and ignores what it is asked to sleep and wake.
+        arguments["enable_sleep_mode"] = True
+    if spec.notes_experts:
+        arguments["enable_return_routed_experts"] = True
+    if spec.adapter is not None:
+        arguments |= spec.adapter.arguments()
     return arguments | config.engine_args
 
 
@@ -225,7 +249,8 @@ class EngineStart:
             except EngineDiedError:
                 raise
             except Exception as error:
-                raise EngineDiedError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+                hint = "" if self._spec.adapter is None else f" {_NO_ADAPTER}"
+                raise EngineDiedError(f"vLLM does not start: {type(error).__name__}: {error}{hint}") from error
             finally:
                 self._others = None
         if self._given_up:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError
@@ -29,11 +30,17 @@ _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 
 @dataclass(frozen=True)
 class Delta:
-    """Some more tokens of a response, in order. finish_reason: set with the last ones."""
+    """Some more tokens of a response, in order. finish_reason: set with the last ones.
+
+    experts: int16 [tokens, layers, top_k], those chosen for consecutive tokens of prompt and response, of which the
+    first has index `experts_start`; None where vLLM was not asked for them.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason | None = None
+    experts: NDArray[np.int16] | None = None
+    experts_start: int = 0
 
 
 class VllmResponse(Response):
@@ -70,6 +77,8 @@ class VllmResponse(Response):
         """Take the tokens that belong to the response. Returns why it ended, if it has."""
         tokens, logprobs = list(delta.token_ids), list(delta.logprobs)
         part = Progress(tokens, logprobs, logprobs if self._is_raw else [], [version] * len(tokens))
+        if delta.experts is not None:
+            self.note_experts(delta.experts_start, delta.experts)
         return self.add(part, delta.finish_reason)
 
 
@@ -92,7 +101,7 @@ def worker_call(command: Command) -> tuple[Any, ...] | None:
     if command.hold != UPDATE:
         return None
     values = command.to_plain()
-    return (f"spurline_{command.name}", *([values["bucket"]] if "bucket" in values else []))
+    return (f"spurline_{command.name}", *(values[name] for name in ("adapter", "bucket") if name in values))
 
 
 class VllmHandle(Protocol):
@@ -100,6 +109,8 @@ class VllmHandle(Protocol):
 
     max_model_len: int
     vocabulary: int
+    weights_dtype: str
+    num_workers: int
 
     @property
     def where(self) -> str: ...
@@ -145,6 +156,14 @@ class VllmMember:
         self._version = 0
         self._gate = Gate()
         self._request_ids = map(str, itertools.count())
+
+    @property
+    def num_workers(self) -> int:
+        return self._engine.num_workers
+
+    @property
+    def weights_dtype(self) -> str | None:
+        return self._engine.weights_dtype
 
     async def start(self) -> None:
         await self._engine.start()

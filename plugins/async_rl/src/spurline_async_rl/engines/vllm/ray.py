@@ -9,79 +9,123 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
+from spurline.config.cluster import cluster_request
+from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
 from spurline.protocols.rollout_engine import Sampling, WeightBucket
-from spurline.ranks.group import RankRequest, RuntimeEnv
+from spurline.ranks.cluster_room import Place, each_needs, placed, room_for
 from spurline.ranks.machine import this_machine
-from spurline.ranks.ray_cluster import RayCluster
+from spurline.ranks.ray_cluster import RayCluster, amounts
+from spurline.ranks.ray_node import write_into
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import Command, LoadBucket
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
-from spurline_async_rl.engines.vllm.launch import EngineSpec
+from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
 from spurline_async_rl.engines.vllm.member import Delta
+
+_PATIENCE_S = 5.0
+"""Seconds without room after which a line says what is waited for."""
 
 
 class EngineCluster:
     """Room for engines on the Ray cluster, from the first `reserve` to `close`."""
 
-    def __init__(self, config: VllmEngineConfig, ranks: RankRequest | None):
-        """ranks: those of the backend, where it has some."""
-        self._config = config
-        runtime_env, self._gpus_of_ranks = RuntimeEnv(), 0
-        if ranks is not None and ranks.launch == "ray":
-            # What a run places on Ray is one job, with one environment.
-            runtime_env = ranks.runtime_env
-            self._gpus_of_ranks = ranks.count if ranks.device == "cuda" else 0
-        self._cluster = RayCluster(runtime_env)
+    def __init__(self, config: VllmEngineConfig, run: RunConfig):
+        need = config.cluster_need(run)
+        assert need is not None, config.placement
+        self._need = need
+        self._request = cluster_request(run)
+        self._cluster = RayCluster(self._request)
+        self._lock = threading.Lock()
+        self._places: list[Place] | None = None
+        self._failure: Exception | None = None
+        self._closing = threading.Event()
 
-    async def reserve(self) -> Any:
-        """A placement group for one engine, ready. Raises ConfigError when the cluster can never have room for it."""
-        await in_thread(self._cluster.open)
-        needs = self._needs()
-        for resource, count in needs.items():
-            there = self._cluster.total(resource)
-            taken = self._gpus_of_ranks if resource == "GPU" else 0
-            if there - taken < count * self._config.engines:
-                others = f", of which ranks of the backend have {taken}" if taken else ""
-                raise ConfigError.at(
-                    "source.engine.engines",
-                    f"is {self._config.engines}, each with {count:g} {resource}, but the Ray cluster has "
-                    f"{there:g}{others}. Lower engines or tensor_parallel_size, or add nodes.",
-                )
-        group = self._cluster.reserve([needs], "STRICT_PACK")
+    async def reserve(self) -> Place:
+        """Room for one engine. Raises ConfigError when there is too little for the engines that start with the run.
+
+        One that takes a dead one's place has no room of its own reserved: this waits until there is some, as the
+        machine may have gone with it, and another may come.
+        """
+        if (place := await in_thread(self._take)) is not None:
+            return place
+        each = each_needs(self._need, self._cluster.nodes())
+        group = self._cluster.reserve([each], "STRICT_PACK")
         try:
-            await group.ready()
+            ready = asyncio.ensure_future(_ready(group))
+            await asyncio.wait({ready}, timeout=_PATIENCE_S)
+            if not ready.done():
+                print(
+                    f"Waiting for room for an engine that takes the place of one that died: it needs {amounts(each)}; "
+                    f"the Ray cluster has {self._cluster.describe()}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            await ready
         except BaseException:
-            self.release(group)
+            self._cluster.release(group)
             raise
-        return group
+        return placed(group, [each], self._cluster.nodes())
 
-    def release(self, group: Any) -> None:
+    def release(self, place: Place) -> None:
         """Give its resources back."""
-        self._cluster.release(group)
+        self._cluster.release(place.group)
 
-    def actor_options(self, group: Any) -> dict[str, Any]:
+    def actor_options(self, place: Place) -> dict[str, Any]:
         """Options of the actor that is to run there."""
-        return self._cluster.actor_options(group, 0, self._needs())
+        return self._cluster.actor_options(place.group, 0, place.bundles[0])
 
     async def close(self) -> None:
-        await in_thread(self._cluster.close)
+        """Give back what no engine has taken, and reserve nothing more."""
+        self._closing.set()
+        await in_thread(self._leave)
 
-    def engine(self, spec: EngineSpec) -> RayEngine:
-        """One that has not been started, for this cluster."""
-        return RayEngine(spec, self)
+    def engine(self, spec: EngineSpec, number: int) -> RayEngine:
+        """One that has not been started, for this cluster. number: of the engine, whose log has its name."""
+        folder = self._request.log_dir
+        return RayEngine(spec, self, None if folder is None else f"{folder}/engine-{number}.log")
 
-    def _needs(self) -> dict[str, float]:
-        """Resources of one engine."""
-        gpus = {"GPU": self._config.tensor_parallel_size} if self._cluster.total("GPU") else {}
-        return {"CPU": 1, **gpus}
+    def _take(self) -> Place | None:
+        """One of the places for the engines that start with the run; None when all of them are taken."""
+        with self._lock:
+            if self._closing.is_set():
+                raise EngineDiedError("it was closed before there was room for it")
+            if self._failure is not None:
+                raise self._failure
+            if self._places is None:
+                self._places = self._reserve_all()
+            return self._places.pop(0) if self._places else None
+
+    def _reserve_all(self) -> list[Place]:
+        self._cluster.open()
+        setting, limit_s = "source.engine.engines", self._request.room_timeout_s
+        try:
+            return room_for(self._cluster, self._need, setting, limit_s, given_up=self._closing.is_set)
+        except Exception as error:
+            # All engines ask, and one answer is for all of them.
+            self._failure = error
+            raise
+
+    def _leave(self) -> None:
+        # Not while a thread that nobody waits for any more is about to reserve something.
+        with self._lock:
+            for place in self._places or ():
+                self.release(place)
+            self._places = []
+            self._cluster.close()
+
+
+async def _ready(group: Any) -> None:
+    await group.ready()
 
 
 News = Delta | Exception | None
@@ -92,20 +136,24 @@ command."""
 class EngineActor:
     """Runs in the actor; every method is called through Ray."""
 
-    def __init__(self, plain_spec: tuple[dict[str, Any], dict[str, Any], str, int]):
+    def __init__(self, plain_spec: PlainSpec, log: str | None):
+        """log: what the engine and its processes write goes there."""
+        if log is not None:
+            write_into(log)
         self._engine = AsyncEngine(EngineSpec.from_plain(plain_spec))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._events: list[tuple[str, News]] = []
         self._more = asyncio.Event()
 
-    async def start(self) -> tuple[int, int, str, str, str]:
-        """The longest context, the size of the vocabulary, the name for messages, the id of the node, and which machine
-        it is on."""
+    async def start(self) -> tuple[int, int, str, str, str, str]:
+        """The longest context, the size of the vocabulary, the dtype of the weights, the name for messages, the id of
+        the node, and which machine it is on."""
         import ray
 
         await self._engine.start()
         node = ray.get_runtime_context().get_node_id()
-        return self._engine.max_model_len, self._engine.vocabulary, self._engine.where, node, this_machine()
+        engine = self._engine
+        return engine.max_model_len, engine.vocabulary, engine.weights_dtype, engine.where, node, this_machine()
 
     async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
         """The stream of news by id of request or command. It has one reader, and ends with the actor."""
@@ -156,12 +204,16 @@ class RayEngine:
 
     max_model_len: int
     vocabulary: int
+    weights_dtype: str
     where = "a Ray actor"
 
-    def __init__(self, spec: EngineSpec, cluster: EngineCluster):
+    def __init__(self, spec: EngineSpec, cluster: EngineCluster, log: str | None = None):
+        """log: a file that all machines see, where the engine's processes write."""
         self._spec = spec
+        self._log = log
+        self.num_workers = spec.config.tensor_parallel_size
         self._cluster = cluster
-        self._group: Any = None
+        self._place: Place | None = None
         self._actor: Any = None
         self._node = self._machine = ""
         self._inboxes: dict[str, asyncio.Queue[News]] = {}
@@ -171,10 +223,12 @@ class RayEngine:
     async def start(self) -> None:
         import ray
 
-        self._group = await self._cluster.reserve()
+        place = self._place = await self._cluster.reserve()
         actor_class: Any = ray.remote(EngineActor)
-        self._actor = actor_class.options(**self._cluster.actor_options(self._group)).remote(self._spec.to_plain())
-        self.max_model_len, self.vocabulary, where, self._node, self._machine = await self._ask("start")
+        options = self._cluster.actor_options(place)
+        self._actor = actor_class.options(**options).remote(self._spec.to_plain(), self._log)
+        started = await self._ask("start")
+        self.max_model_len, self.vocabulary, self.weights_dtype, where, self._node, self._machine = started
         self.where = f"{where} on Ray node {self._node[:8]}"
         self._reader = asyncio.create_task(self._read(), name="spurline-ray-events")
 
@@ -248,9 +302,9 @@ class RayEngine:
             self._reader.cancel()
         if actor is not None and ray.is_initialized():
             ray.kill(actor)
-        if self._group is not None and ray.is_initialized():
-            self._cluster.release(self._group)
-            self._group = None
+        if self._place is not None and ray.is_initialized():
+            self._cluster.release(self._place)
+            self._place = None
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """The actor's answer. Raises EngineDiedError when the actor has died."""
@@ -261,7 +315,8 @@ class RayEngine:
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except RayActorError as error:
-            raise EngineDiedError(f"the actor of {self.where} has died: {error}") from error
+            log = "" if self._log is None else f" What it wrote is in {self._log}."
+            raise EngineDiedError(f"the actor of {self.where} has died: {error}.{log}") from error
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else EngineDiedError(str(error)) from None
 

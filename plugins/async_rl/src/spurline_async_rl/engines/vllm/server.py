@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -18,11 +20,20 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline.protocols.rollout_engine import GenerationRequest
+from spurline.rl.concurrency import in_thread
 from spurline.rl.trajectory import FinishReason
-from spurline_async_rl.engines.commands import Command, FinishUpdate
+from spurline_async_rl.engines.commands import (
+    UPDATE,
+    BeginAdapterUpdate,
+    BeginUpdate,
+    Command,
+    FinishUpdate,
+    LoadBucket,
+)
 from spurline_async_rl.engines.member import EngineDiedError, Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
 from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
+from spurline_async_rl.engines.vllm.server_files import ServerFiles
 
 _LONGEST_LINE = 1 << 24
 """Bytes; the first event of a stream repeats the prompt."""
@@ -30,6 +41,27 @@ START_HINT = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
     f"--logprobs-mode processed_logprobs --worker-extension-cls {WORKER_EXTENSION}."
 )
+_ADAPTERS = "spurline"
+"""How the names of adapters begin; requests name one like a model."""
+
+
+class ServedModel(NamedTuple):
+    """What a server tells of its model.
+
+    name: requests name it. num_workers: processes that hold its weights. weights_dtype: as torch writes it, without
+    `torch.`. has_extension: whether our worker extension is in its workers. on_cpu: whether it computes on CPUs.
+    has_room_for_adapters: whether it was started with `--enable-lora`. loads_adapters: whether it then takes one at any
+    time, by its own endpoint for them.
+    """
+
+    name: str
+    max_model_len: int
+    num_workers: int
+    weights_dtype: str
+    has_extension: bool
+    on_cpu: bool
+    has_room_for_adapters: bool
+    loads_adapters: bool
 
 
 class ServerApi:
@@ -45,21 +77,28 @@ class ServerApi:
             read_bufsize=_LONGEST_LINE,
         )
 
-    async def model(self) -> tuple[str, int]:
-        """Name and longest context of its model. Raises ConfigError for a server that was not started as one of ours
-        must be."""
+    async def model(self) -> ServedModel:
+        """Raises ConfigError for a server that was not started as one of ours must be."""
         listed = await self._call("GET", "/v1/models")
-        info = await self._call("GET", "/server_info", params={"config_format": "json"})
-        mode = info["vllm_config"]["model_config"]["logprobs_mode"]
-        extension = info["vllm_config"]["parallel_config"]["worker_extension_cls"]
-        for what, value, wanted in (
-            ("logprobs mode", mode, "processed_logprobs"),
-            ("worker extension", extension, WORKER_EXTENSION),
-        ):
-            if value != wanted:
-                raise self._config_error(f"has {what} '{value}', not {wanted}. {START_HINT}")
+        config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+        model, parallel = config["model_config"], config["parallel_config"]
+        mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
+        if mode != "processed_logprobs":
+            raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
+        if extension not in ("", None, WORKER_EXTENSION):
+            raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
+        has_room = config.get("lora_config") is not None
         first = listed["data"][0]
-        return first["id"], int(first["max_model_len"])
+        return ServedModel(
+            name=first["id"],
+            max_model_len=int(first["max_model_len"]),
+            num_workers=int(parallel["tensor_parallel_size"]) * int(parallel.get("pipeline_parallel_size", 1)),
+            weights_dtype=str(model["dtype"]).removeprefix("torch."),
+            has_extension=extension == WORKER_EXTENSION,
+            on_cpu=config["device_config"]["device"] == "cpu",
+            has_room_for_adapters=has_room,
+            loads_adapters=has_room and await self._has_adapter_endpoint(),
+        )
 
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """The response as it comes."""
@@ -94,6 +133,24 @@ class ServerApi:
         """Call a method of the worker extension; an answer per worker. Raises RunFailedError when one cannot do it."""
         body = {"method": method, "args": list(arguments)}
         return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Have it load the adapter in this folder, under a new name: one that is loaded in place of another would be
+        read from the folder again with every step of the engine."""
+        body = {"lora_name": name, "lora_path": folder}
+        await self._call("POST", "/v1/load_lora_adapter", body=body, on_failure=RunFailedError)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Nobody asks for this adapter any more."""
+        await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, on_failure=RunFailedError)
+
+    def whole_weights_refused(self) -> ConfigError:
+        """For a server with `--enable-lora`, whose own weights are what adapters are put on, in later runs too."""
+        return self._config_error(
+            "was started with --enable-lora, so that its own weights stay as they are, and this run sends whole ones. "
+            "Start it without, or send adapters alone: with backend.lora, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for the "
+            "server, and source.weight_sync: disk."
+        )
 
     async def pause(self) -> None:
         """Nothing that was computed so far is used any more; requests end."""
@@ -137,7 +194,15 @@ class ServerApi:
                     raise self._config_error(f"has no endpoint {path}. {START_HINT}")
                 await self._check(answer, on_failure)
                 text = await answer.text()
-                return json.loads(text) if text else {}
+                return json.loads(text) if text and answer.content_type == "application/json" else {}
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
+
+    async def _has_adapter_endpoint(self) -> bool:
+        """Only where it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING; an empty request is refused, or unknown."""
+        try:
+            async with self._session.post(self._url + "/v1/load_lora_adapter", json={}) as answer:
+                return answer.status != 404
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from error
 
@@ -175,12 +240,25 @@ class ServerApi:
 class ServerMember:
     """An `EngineMember`. The server is not ours: closing lets it run, and go on."""
 
-    def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
-        """make_api: called on the event loop."""
+    def __init__(
+        self,
+        name: str,
+        make_api: Callable[[], ServerApi],
+        tokenizer: PreTrainedTokenizerBase,
+        on_served: Callable[[ServedModel], None],
+    ):
+        """make_api: called on the event loop. on_served: called with what the server tells when it is reached."""
         self.name = name
         self._make_api = make_api
+        self._on_served = on_served
         self._api: ServerApi | None = None
         self._model, self._max_model_len = "", 0
+        self.num_workers = 1
+        self.weights_dtype: str | None = None
+        self._files: ServerFiles | None = None
+        self._brings_adapter = False
+        self._adapter = ""
+        self._adapters = (f"{_ADAPTERS}-{secrets.token_hex(4)}-{number}" for number in count(1))
         self._tokenizer = tokenizer
         self._version = 0
         self._streams: set[asyncio.Task[FinishReason]] = set()
@@ -188,7 +266,13 @@ class ServerMember:
 
     async def start(self) -> None:
         self._api = self._make_api()
-        self._model, self._max_model_len = await self._api.model()
+        served = await self._api.model()
+        self._model, self._max_model_len = served.name, served.max_model_len
+        self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
+        self._has_extension = served.has_extension
+        self._keeps_weights = served.has_room_for_adapters
+        self._files = ServerFiles(self.name, on_cpu=served.on_cpu)
+        self._on_served(served)
         # A run that ended during a pause leaves the server paused.
         await self._api.resume()
 
@@ -209,12 +293,21 @@ class ServerMember:
                 return stream.result()
 
     async def control(self, command: Command) -> None:
+        if isinstance(command, BeginUpdate) and self._keeps_weights:
+            raise self._opened.whole_weights_refused()
         if command.begins:
             self._gate.shut(command.hold)
             await self._cut_streams()
             await self._opened.pause()
-        if call := worker_call(command):
-            check_complete(await self._opened.workers(*call))
+        if isinstance(command, BeginUpdate | BeginAdapterUpdate):
+            self._brings_adapter = isinstance(command, BeginAdapterUpdate)
+        if command.hold != UPDATE:
+            pass
+        elif self._has_extension and not self._brings_adapter:
+            if call := worker_call(command):
+                check_complete(await self._opened.workers(*call))
+        else:
+            await self._update_by_files(command)
         if isinstance(command, FinishUpdate):
             self._version = command.version
         if command.ends:
@@ -222,11 +315,42 @@ class ServerMember:
                 await self._opened.resume()
             self._gate.open(command.hold)
 
+    async def _update_by_files(self, command: Command) -> None:
+        """Do the part of an update that this command is with nothing but what vLLM offers by itself."""
+        assert self._files is not None, "not started"
+        if isinstance(command, BeginUpdate):
+            self._files.begin()
+        elif isinstance(command, BeginAdapterUpdate):
+            self._files.begin(command.adapter)
+        elif isinstance(command, LoadBucket):
+            # A checksum of the file takes a while.
+            await in_thread(self._files.add, command.bucket)
+        else:
+            try:
+                if self._brings_adapter:
+                    await self._replace_adapter(str(await in_thread(self._files.adapter)))
+                else:
+                    # The second argument is the folder; the first would be weights.
+                    await self._opened.workers("reload_weights", None, str(self._files.model()))
+                    await in_thread(self._files.clear)
+            except DataError as error:
+                raise RunFailedError(f"{error}. Does the server see the folder of source.weight_sync?") from error
+
+    async def _replace_adapter(self, folder: str) -> None:
+        """The folder stays: the server reads it again when it has had to make room for another adapter meanwhile."""
+        last, self._adapter = self._adapter, next(self._adapters)
+        await self._opened.load_adapter(self._adapter, folder)
+        self._model = self._adapter
+        if last:
+            await self._opened.unload_adapter(last)
+
     async def wait_dead(self) -> str:
         return await self._opened.wait_gone()
 
     async def close(self) -> None:
         api, self._api = self._api, None
+        if self._files is not None:
+            self._files.clear()
         if api is None:
             return
         for stream in self._streams:
@@ -234,8 +358,10 @@ class ServerMember:
         try:
             if self._gate.holds:
                 await api.resume()
-        except EngineDiedError as error:
-            # It has ended before us.
+            if self._adapter:
+                await api.unload_adapter(self._adapter)
+        except (RunFailedError, ConfigError) as error:
+            # It has ended before us, or was started again.
             del error
         finally:
             await api.close()

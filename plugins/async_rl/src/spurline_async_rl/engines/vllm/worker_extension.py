@@ -10,16 +10,19 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from spurline.errors import RunFailedError
+from spurline.errors import BucketLostError, RunFailedError
 from spurline.protocols.rollout_engine import WeightBucket
-from spurline_async_rl.engines.vllm.launch import OWNER
+from spurline_async_rl.engines.vllm.adapters import AdapterUpdate, prepare_adapters
+from spurline_async_rl.engines.vllm.launch import LOST, OWNER
+from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
@@ -46,7 +49,14 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
-    weight_transfer_engine: Any
+    rank: int
+    device: torch.device
+    _spurline_adapter: AdapterUpdate | None = None
+
+    def spurline_prepare_adapters(self, targets: Sequence[str]) -> list[str]:
+        """Before the first adapter. targets: the ends of the names of modules that get one. Returns those that no layer
+        here takes one for."""
+        return prepare_adapters(self.model_runner, targets)
 
     def spurline_begin_update(self) -> None:
         """Expect new weights. Linear layers may have been packed for the hardware, so weights cannot be written into
@@ -54,27 +64,46 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if hasattr(self.model_runner, "lora_manager"):
+            raise RunFailedError("This engine was started for adapters alone, and whole weights came.")
+        self._spurline_broadcasts.end_update()
+        model = self._spurline_model()
+        _forget_half_an_update(model)
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self._spurline_model())
+            initialize_layerwise_reload(model)
+        _forget_kernels_of_experts(model)
 
-    def spurline_load_bucket(self, plain: dict[str, Any]) -> None:
-        """plain: as of `WeightBucket.to_plain`."""
+    def spurline_begin_adapter_update(self, adapter: Mapping[str, Any]) -> None:
+        """Expect the tensors of an adapter alone. adapter: as of `TakesWeights.begin_adapter_update`."""
+        self._spurline_broadcasts.end_update()
+        self._spurline_adapter = AdapterUpdate(self.model_runner, adapter)
+
+    def spurline_load_bucket(self, plain: dict[str, Any]) -> dict[str, str] | None:
+        """plain: as of `WeightBucket.to_plain`. Returns why it did not come, if it did not."""
         from vllm.config import set_current_vllm_config
 
-        taken = WeightBucket.from_plain(plain)
+        bucket = WeightBucket.from_plain(plain)
+        try:
+            weights = self._spurline_read(bucket)
+        except BucketLostError as error:
+            # Raised, it would reach the other side as an error like any other.
+            return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):
-            if read := _READERS.get(taken.transport):
-                self._spurline_model().load_weights(_copies(read(taken)))
-            else:
-                self._spurline_receive(taken)
+            self._spurline_take(weights)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        return None
 
     def spurline_finish_update(self) -> list[str]:
         """Put the last layers into place. Returns the layers for which no weights have come."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        self._spurline_broadcasts.end_update()
+        adapter, self._spurline_adapter = self._spurline_adapter, None
+        if adapter is not None:
+            adapter.install()
+            return []
         model = self._spurline_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             missing = list(_layers_without_weights(model))
@@ -82,26 +111,31 @@ class WorkerExtension:
             _refresh_tied_head(model)
         return missing
 
+    def _spurline_take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._spurline_adapter is not None:
+            self._spurline_adapter.add(tensors)
+        else:
+            self._spurline_model().load_weights(_copies(tensors))
+
     def _spurline_model(self) -> Any:
         return self.model_runner.get_model()
 
-    def _spurline_receive(self, bucket: WeightBucket) -> None:
-        """By vLLM's own weight transfer, for which the engine was started with a `weight_transfer_config`."""
-        engine = self.weight_transfer_engine
-        if engine is None:
-            raise RunFailedError(
-                f"This engine was started without weight transfer, and weights come by {bucket.transport}."
-            )
-        if "init" in bucket.where:
-            engine.init_transfer_engine(engine.parse_init_info(bucket.where["init"]))
-        engine.receive_weights(engine.parse_update_info(bucket.where["update"]))
+    @cached_property
+    def _spurline_broadcasts(self) -> BroadcastReader:
+        return BroadcastReader(self.rank, self.device)
+
+    def _spurline_read(self, bucket: WeightBucket) -> Iterable[tuple[str, Tensor]]:
+        """Returns names and tensors of a bucket, read as its transport wants it."""
+        readers: dict[str, Callable[[WeightBucket], Iterable[tuple[str, Tensor]]]] = {
+            "collective": self._spurline_broadcasts.read,
+            "shared_memory": _MEMORY.read,
+            "disk": read_file,
+            "cuda_ipc": read_handles,
+        }
+        return readers[bucket.transport](bucket)
 
 
-_READERS: dict[str, Callable[[WeightBucket], Iterable[tuple[str, Tensor]]]] = {
-    "shared_memory": MemoryReader().read,
-    "disk": read_file,
-    "cuda_ipc": read_handles,
-}
+_MEMORY = MemoryReader()
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -128,6 +162,31 @@ def _layers_without_weights(model: nn.Module) -> Iterator[str]:
             wanted = 0 if tied and name.endswith("lm_head") else 1
         if info.load_numel < wanted:
             yield name
+
+
+def _forget_half_an_update(model: nn.Module) -> None:
+    """A server may have outlived a run that ended in the middle of one. vLLM would count what had come of a layer as a
+    part of what comes now, and fill the layer before all of it is there."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def _forget_kernels_of_experts(model: nn.Module) -> None:
+    """On CPUs vLLM pads experts and packs them only when it makes their kernel. A layer that had one would get the new
+    weights as they are, in memory that the kernel reads as packed. Without one it is processed as at the first load."""
+    from vllm.platforms import current_platform
+
+    # On GPUs kernels stay: what they need is done to the weights at every load, and captured graphs refer to them.
+    if current_platform.is_cpu():
+        for layer in model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
 
 def _refresh_tied_head(model: Any) -> None:

@@ -23,28 +23,37 @@ from transformers import PreTrainedModel
 
 from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
+from spurline.model.probe import probe_sequences, probe_stream
 from spurline.model.stream_model import evaluation_mode, vocabulary_size
 from spurline.model.token_stream import TokenStream, plan_segments
 from spurline.protocols.loss import TokenLossInputs
 
 
 class SequenceSharing:
-    """The ranks that share each of their sequences, of which this is one."""
+    """The ranks that share each of their sequences, of which this is one.
 
-    def __init__(self, group: ProcessGroup, profile: DeviceProfile) -> None:
+    group: None for a rank that shares with no other. Then only the length of streams is changed, and nothing is a
+    collective.
+    """
+
+    def __init__(self, group: ProcessGroup | None, profile: DeviceProfile) -> None:
         self._group = group
         self._profile = profile
-        self._size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
+        self._size = 1 if group is None else dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
 
-    def part_of(self, stream: TokenStream) -> tuple[TokenStream, slice]:
+    def part_of(self, stream: TokenStream, *, multiple: int = 1, at_least: int = 0) -> tuple[TokenStream, slice]:
         """This rank's tokens of a stream, and which of the stream's positions with loss are predicted from them.
 
         Tokens are consecutive, and their attention is that of the whole stream. Segments of one token are put in front
-        of it until all ranks have equally many tokens.
+        of it until all ranks have equally many tokens, `multiple` divides what each has, and the stream has `at_least`
+        so many tokens.
         """
-        padding = -stream.num_tokens % self._size
-        length = (stream.num_tokens + padding) // self._size
+        total = self.padded_length(max(stream.num_tokens, at_least), multiple)
+        padding = total - stream.num_tokens
+        if self._size == 1 and padding == 0:
+            return stream, slice(0, stream.num_loss_tokens)
+        length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
         source = stream.source + padding
         # Positions with loss rise, so those of a part are consecutive. The only wait for the device is this one.
@@ -57,14 +66,23 @@ class SequenceSharing:
             stream,
             input_ids=_in_front(stream.input_ids, padding)[:, start:stop],
             position_ids=_in_front(stream.position_ids, padding)[:, start:stop],
-            plan=replace(plan, exchange=self),
+            plan=replace(plan, exchange=self if self._size > 1 else None),
             source=source[mine] - start,
             targets=stream.targets[mine],
+            routed_experts=_experts_in_front(stream.routed_experts, padding, slice(start, stop)),
+            num_fill=min(max(0, padding + stream.num_fill - start), length),
         )
         return part, mine
 
+    def padded_length(self, num_tokens: int, multiple: int = 1) -> int:
+        """Tokens of a stream that had `num_tokens`, once `multiple` divides what each rank has of it."""
+        unit = self._size * multiple
+        return math.ceil(num_tokens / unit) * unit
+
     def joined(self, values: Tensor, mine: slice, stream: TokenStream) -> Tensor:
         """Values at this rank's positions with loss -> those at all of the stream's; differentiable."""
+        if self._size == 1:
+            return values
         joined = _Join.apply(values, mine, len(stream.targets), self._group)
         assert isinstance(joined, Tensor)
         return joined
@@ -95,6 +113,13 @@ class SequenceSharing:
 def _in_front(values: Tensor, padding: int) -> Tensor:
     """[1, T] -> [1, padding + T] with zeros in front: each a token of its own segment, at position 0."""
     return torch.nn.functional.pad(values, (padding, 0))
+
+
+def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tensor | None:
+    """[T, layers, top_k] -> those of this rank's tokens; routers choose for themselves on what was put in front."""
+    if experts is None:
+        return None
+    return torch.cat([experts.new_full((padding, *experts.shape[1:]), -1), experts])[mine]
 
 
 class _Exchange(torch.autograd.Function):
@@ -157,7 +182,7 @@ def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, 
 
     Such a model mixes tokens elsewhere than in attention. path: of the model, for the message.
     """
-    stream = _probe_stream(vocabulary_size(model.causal), profile)
+    stream = probe_stream(probe_sequences(vocabulary_size(model.causal), _PROBE_LENGTHS), profile)
     sharing = model.sharing
     with evaluation_mode(model.causal), profile.computing():
         shared = model.loss_inputs(stream, ()).logprobs
@@ -175,23 +200,3 @@ def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, 
             f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens elsewhere than in "
             "attention (linear attention, convolutions). Set backend.context: 1, or choose a model without."
         )
-
-
-def _probe_stream(vocabulary: int, profile: DeviceProfile) -> TokenStream:
-    """A few random tokens, with loss on all that can have it."""
-    lengths = np.array(_PROBE_LENGTHS, np.int64)
-    tokens = torch.randint(vocabulary, (int(lengths.sum()),), generator=torch.Generator().manual_seed(20_240_229))
-    positions = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS])
-    targets = torch.nonzero(positions).flatten()
-    send = profile.send
-    return TokenStream(
-        input_ids=send(tokens).unsqueeze(0),
-        position_ids=send(positions).unsqueeze(0),
-        plan=plan_segments(lengths, profile.slots_per_attention_call, send),
-        source=send(targets - 1),
-        targets=send(tokens[targets]),
-        weights=send(torch.ones(len(targets))),
-        segment_index=send(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[targets]),
-        columns={},
-        batch_index=targets,
-    )

@@ -1,0 +1,109 @@
+"""Files for a vLLM server without our worker extension: the weights of one update as a folder that it loads by itself.
+
+Place on the way: the files of transport `disk`, one per bucket -> kept here under second names, as the transport
+removes its own when a bucket has been taken -> what vLLM offers by itself: `reload_weights` for a model,
+`load_lora_adapter` for an adapter. The folder lies beside the files, where the server sees it if it sees them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spurline.errors import RunFailedError
+from spurline.protocols.rollout_engine import WeightBucket
+from spurline_async_rl.weights.disk import DiskSync, checked_file
+
+_HEAD, _EXPERTS = "lm_head.weight", ".experts."
+
+
+class ServerFiles:
+    """The folder of one server: while an update is under way, with all of the model; between two, with the last adapter
+    if there is one.
+
+    server: tells the folders of servers apart. on_cpu: whether the server computes on CPUs.
+    """
+
+    def __init__(self, server: str, *, on_cpu: bool) -> None:
+        self._folder_name = "spurline-server-" + re.sub(r"[^\w.-]+", "-", server)
+        self._on_cpu = on_cpu
+        self._folder: Path | None = None
+        self._adapter: Mapping[str, Any] | None = None
+        self._names: set[str] = set()
+
+    def begin(self, adapter: Mapping[str, Any] | None = None) -> None:
+        """Expect an update. adapter: the settings of the adapter whose tensors come, instead of a model's."""
+        self.clear()
+        self._adapter = adapter
+
+    def add(self, bucket: WeightBucket) -> None:
+        """Keep what is in this bucket. Raises RunFailedError when that cannot be done, or would be of no use."""
+        if bucket.transport != DiskSync.transport:
+            raise RunFailedError(
+                f"The server runs without Spurline's worker extension, so it reads weights from files alone, and these "
+                f"come by {bucket.transport}. Set source.weight_sync: disk, or start the server with the extension."
+            )
+        path = checked_file(bucket)
+        names = {place.name for place in bucket.places}
+        if self._on_cpu and self._adapter is None and any(_EXPERTS in name for name in names):
+            raise RunFailedError(_stale("the experts of a mixture"))
+        folder = path.parent / self._folder_name
+        try:
+            if self._folder is None:
+                # What a killed run left there would be loaded too.
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                self._folder = folder
+            os.link(path, folder / f"model-{len(list(folder.iterdir())) + 1:05d}.safetensors")
+        except OSError as error:
+            raise RunFailedError(
+                f"{folder}: the weights cannot be kept for the server: {error}. A server without Spurline's worker "
+                "extension needs a source.weight_sync.folder on a file system with hard links."
+            ) from error
+        self._names |= names
+
+    def model(self) -> Path:
+        """The folder with the weights of the model. Raises RunFailedError when the server would not take all over."""
+        if self._on_cpu and _HEAD not in self._names:
+            raise RunFailedError(_stale("an output layer that is tied to the embeddings"))
+        return self._given()
+
+    def adapter(self) -> Path:
+        """The folder as PEFT writes one."""
+        folder = self._given()
+        parts = sorted(folder.iterdir())
+        whole = folder / "adapter_model.safetensors"
+        if len(parts) == 1:
+            parts[0].rename(whole)
+        else:
+            from safetensors.torch import load_file, save_file
+
+            save_file({name: tensor for part in parts for name, tensor in load_file(part).items()}, whole)
+            for part in parts:
+                part.unlink()
+        (folder / "adapter_config.json").write_text(json.dumps(dict(self._adapter or {})), encoding="utf-8")
+        return folder
+
+    def clear(self) -> None:
+        """Remove the folder. May be called again."""
+        folder, self._folder = self._folder, None
+        self._names = set()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _given(self) -> Path:
+        if self._folder is None:
+            raise RunFailedError("An update brought no weights.")
+        return self._folder
+
+
+def _stale(what: str) -> str:
+    return (
+        f"A vLLM server on CPUs keeps a packed copy of {what}, which its own reload of weights leaves as it was: its "
+        "tokens would come from weights of two versions. Start it with Spurline's worker extension, which renews it."
+    )

@@ -1,0 +1,294 @@
+"""Weight sync `collective`: one broadcast per bucket, to the workers of engines on any machine.
+
+Place on the way: weights where the backend has them -> one packed buffer -> a broadcast in a group of the sender and
+all workers, gloo from CPUs and NCCL from GPUs -> the same buffer in each worker -> its model. The group lives as long
+as the engines in it: with others, and after a failure, a new one is made, and what was lost is sent again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as StillRunningError
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
+
+from spurline.errors import BucketLostError, RunFailedError, listing
+from spurline.protocols.rollout_engine import WeightBucket
+from spurline_async_rl.weights.buckets import MakerSync, end_of, weights_on_gpu
+from spurline_async_rl.weights.configs import CollectiveSyncConfig
+from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
+from spurline_async_rl.weights.packing import checksum, pack, room, unpack
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
+
+_MEETING, _BYTES, _NUMBER, _CHECKSUM, _FAILED = "meeting", "bytes", "number", "checksum", "failed"
+"""Keys of a bucket's `where`: the group, the size of the buffer, (version, number) of the bucket, and why there is no
+bucket but the last one was lost."""
+_DEFAULT_LIMIT_S = 60.0
+"""Of an exchange, where neither the settings nor the engine's own limit say another one."""
+_JOIN_AND_SEND = 2.5
+"""Times the limit of an exchange: until then a group has been joined and a bucket sent, or one of the two has failed.
+Only a call that does not return, such as one of NCCL's to a process that has died, takes longer."""
+_FAR_AWAY = "192.0.2.1"
+"""An address that nobody has (RFC 5737): on the way there lies the network that others are reached by."""
+
+
+class CollectiveSync(MakerSync):
+    """A `WeightSync`."""
+
+    transport = "collective"
+    maker = f"{__name__}:BroadcastMaker"
+    made_by = "owners"
+    makes_ahead = True
+
+    def __init__(self, config: CollectiveSyncConfig, run: RunConfig | None = None) -> None:
+        super().__init__(config, run)
+        if config.name.rpartition("/")[2] != self.transport:
+            text = f"source.weight_sync: {config.name} is another name of {self.transport}, which sends by NCCL where "
+            print(f"{text}the weights are on GPUs and by gloo elsewhere. Set {self.transport}.", file=sys.stderr)
+        self._limit_s, self._checksum = config.exchange_limit_s(run) or _DEFAULT_LIMIT_S, config.checksum
+        self._device: Literal["cpu", "cuda"] = "cuda" if weights_on_gpu(run) else "cpu"
+        self._host = config.address or ("127.0.0.1" if _all_here(run) else _own_address())
+        self._store: Any = None
+        self._numbers = itertools.count()
+        self._receivers: Mapping[str, int] = {}
+        self._meeting: Meeting | None = None
+
+    def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:
+        if self._meeting is not None and receivers == self._receivers and not is_lost:
+            return
+        self._give_up("weights go on in another group")
+        if self._store is None:
+            self._store = self._open_store()
+        self._receivers = dict(receivers)
+        # Used once: of two runs that share nothing but a server, too.
+        name = f"{os.getpid()}-{self._store.port}-{next(self._numbers)}"
+        self._meeting = Meeting(self._host, self._store.port, name, self._receivers, self._device, self._limit_s)
+
+    def note_receivers(self, receivers: Mapping[str, int]) -> None:
+        if gone := [name for name in self._receivers if name not in receivers]:
+            self._give_up(f"{listing(gone)} ended while weights were on their way")
+
+    def maker_settings(self) -> dict[str, Any]:
+        assert self._meeting is not None
+        return {"meeting": self._meeting.to_plain(), "checksum": self._checksum}
+
+    def check(self, bucket: WeightBucket) -> None:
+        if _FAILED in bucket.where:
+            raise BucketLostError(bucket.where[_FAILED])
+
+    def close(self) -> None:
+        # A maker that still sends would be waited for.
+        self._give_up("no more weights are sent")
+        super().close()
+        self._meeting = None
+        self._store = None
+
+    def _give_up(self, why: str) -> None:
+        """Whoever waits for another member of the last meeting's groups waits no longer."""
+        if self._meeting is not None and self._store is not None:
+            # Should this fail, they wait until their limit.
+            with suppress(Exception):
+                self._meeting.end(self._store, why)
+
+    def _open_store(self) -> Any:
+        try:
+            limit = timedelta(seconds=self._limit_s)
+            return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        except Exception as error:
+            raise RunFailedError(
+                f"Weights could not be sent: this machine did not reach itself as {self._host} within "
+                f"{self._limit_s:g} s: {str(error).partition(chr(10))[0]}. Set source.weight_sync.address to a name or "
+                "address of it that ranks and engines reach."
+            ) from error
+
+
+class BroadcastMaker:
+    """A `BucketMaker`. What happens on the network is not raised here, where it would end the training: whoever asks
+    for the next bucket is told.
+
+    meeting: of its group, as of `Meeting.to_plain`; each sender has a group of its own. checksum: whether workers are
+    told that of the buffer.
+    """
+
+    def __init__(self, meeting: Mapping[str, Any], checksum: bool, sender: int = 0, senders: int = 1) -> None:
+        # Another maker of the same choice, made after one of another choice, must not meet those who met the first.
+        self._meeting = replace(Meeting(**meeting), group=f"{sender}.{secrets.token_hex(4)}")
+        self._checksum = checksum
+        self._group: ExchangeGroup | None = None
+        self._work: SimpleQueue[tuple[Future[None], Tensor] | None] | None = None
+        self._sent: Future[None] | None = None
+        self._sent_at = 0.0
+        self._buffer: Tensor | None = None
+
+    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
+        # These are brought together while the last bucket is on its way; its buffer is used again.
+        held = list(weights)
+        if (failure := self._failure()) is not None:
+            return WeightBucket(CollectiveSync.transport, (), {_FAILED: failure})
+        device = torch.device(self._meeting.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._buffer, places = pack(held, self._buffer, device)
+        held.clear()
+        size = max(8, -(-end_of(places) // 8) * 8)
+        where: dict[str, Any] = {_MEETING: self._meeting.to_plain(), _BYTES: size, _NUMBER: [version, number]}
+        if self._checksum:
+            where[_CHECKSUM] = checksum(self._buffer[:size])
+        elif device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._meeting.receivers:
+            self._sent = self._send(self._buffer[:size])
+        return WeightBucket(CollectiveSync.transport, places, where)
+
+    def taken(self) -> None:
+        # What failed is told by those who did not get it, or with the next bucket.
+        if self._sent is not None and self._failure() is None:
+            self._sent = None
+        self._buffer = None
+
+    def close(self) -> None:
+        self.taken()
+        if self._work is not None:
+            self._work.put(None)
+            self._work = None
+
+    def _failure(self) -> str | None:
+        """Waits until the last bucket has been sent, within a time limit; why it was not, if it was not."""
+        if self._sent is None:
+            return None
+        limit_s = _JOIN_AND_SEND * self._meeting.limit_s
+        try:
+            error = self._sent.exception(max(0.0, self._sent_at + limit_s - time.monotonic()))
+        except StillRunningError:
+            return f"the sender did not come back from a broadcast within {limit_s:g} s."
+        return None if error is None else f"{error}"
+
+    def _send(self, buffer: Tensor) -> Future[None]:
+        """On a thread, which the interpreter does not wait for."""
+        if self._work is None:
+            self._work = SimpleQueue()
+            device = buffer.device if buffer.is_cuda else None
+            threading.Thread(
+                target=self._serve, args=(self._work, device), daemon=True, name="spurline-broadcast"
+            ).start()
+        done: Future[None] = Future()
+        self._sent_at = time.monotonic()
+        self._work.put((done, buffer))
+        return done
+
+    def _serve(self, work: SimpleQueue[tuple[Future[None], Tensor] | None], device: torch.device | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        while (order := work.get()) is not None:
+            done, buffer = order
+            try:
+                self._group = self._group or ExchangeGroup(self._meeting, 0)
+                self._group.broadcast(buffer)
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+                # Without its frames, which hold the buffer.
+                done.set_exception(error.with_traceback(None))
+            else:
+                done.set_result(None)
+            # The next one may need the memory.
+            del order, done, buffer
+        if self._group is not None:
+            self._group.leave()
+
+
+class BroadcastReader:
+    """Takes part in broadcasts, in a worker of an engine.
+
+    worker: its number within its engine. device: where it takes what comes by NCCL.
+    """
+
+    def __init__(self, worker: int = 0, device: torch.device | None = None) -> None:
+        self._worker, self._device = worker, device
+        self._groups: dict[str, ExchangeGroup] = {}
+        self._meeting = ""
+        self._buffer: Tensor | None = None
+        self._last: Sequence[int] = ()
+
+    def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
+        """The weights, as views of a buffer that the next bucket is written over; none of a bucket that came before.
+
+        Raises BucketLostError when they do not come, RunFailedError when they have changed on the way.
+        """
+        where = bucket.where
+        meeting = Meeting(**where[_MEETING])
+        if meeting.device == "cuda" and (self._device is None or self._device.type != "cuda"):
+            raise RunFailedError(
+                f"{bucket.receiver} is on a CPU, and weights come from GPUs by NCCL. Set source.weight_sync: "
+                "shared_memory, or disk where it is on another machine."
+            )
+        device = self._device if meeting.device == "cuda" and self._device is not None else torch.device("cpu")
+        group = self._group_of(meeting, bucket.receiver)
+        self._buffer = room(self._buffer, where[_BYTES], device)
+        buffer = self._buffer[: where[_BYTES]]
+        try:
+            group.broadcast(buffer)
+        except BucketLostError:
+            self._groups.pop(meeting.group)
+            raise
+        if _CHECKSUM in where and (got := checksum(buffer)) != where[_CHECKSUM]:
+            here = meeting.name_of(meeting.rank_of(bucket.receiver, self._worker))
+            raise RunFailedError(
+                f"A bucket of weights, {bucket.places[0].name} to {bucket.places[-1].name}, was sent with checksum "
+                f"{where[_CHECKSUM]} and came to {here} with {got}: it changed on the way."
+            )
+        if where[_NUMBER] == self._last:
+            # Another engine did not get it.
+            return []
+        self._last = where[_NUMBER]
+        return unpack(buffer, bucket.places)
+
+    def end_update(self) -> None:
+        """Free the memory, and forget what came; groups stay. Also before an update, since the last one may have been
+        that of a run that ended before it did."""
+        self._buffer = None
+        self._last = ()
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group in self._groups.values():
+            group.leave()
+        self._groups.clear()
+
+    def _group_of(self, meeting: Meeting, receiver: str) -> ExchangeGroup:
+        if meeting.name != self._meeting:
+            # Those of the same senders with other engines.
+            self.close()
+            self._meeting = meeting.name
+        if meeting.group not in self._groups:
+            self._groups[meeting.group] = ExchangeGroup(meeting, meeting.rank_of(receiver, self._worker))
+        return self._groups[meeting.group]
+
+
+def _all_here(run: RunConfig | None) -> bool:
+    """Whether no rank and no engine of the run is on another machine than this process."""
+    if run is None:
+        return True
+    request = run.backend.rank_request()
+    return not run.source.engines_elsewhere and (request is None or request.launch == "local")
+
+
+def _own_address() -> str:
+    with suppress(OSError):
+        return address_towards(_FAR_AWAY)
+    # There is no network but this machine's own.
+    return "127.0.0.1"

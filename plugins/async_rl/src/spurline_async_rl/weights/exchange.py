@@ -1,0 +1,253 @@
+"""A process group of its own for one sender of weights and the workers of engines, on CPUs and GPUs alike.
+
+It is made beside any other group of the processes, over a TCP store that the controller keeps. gloo or NCCL is chosen
+by where the sender's weights are, and by nothing else. Whoever notices that something has failed says so in the store,
+where all others look while they wait: neither library tells them reliably.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import re
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from spurline.errors import BucketLostError, listing
+
+_POLL_S = 0.001
+_LOOK_S = 0.1
+"""Between two looks at the store."""
+_HERE, _GOT, _FAILED = "here", "got", "failed"
+"""Keys of the store, the first two by rank: who has come, how many broadcasts each has got; and what has failed."""
+_GLOO_PLACE = re.compile(r"\[/\S+\] ")
+"""Where in its source gloo found an error."""
+_SLOWER = {"cpu": 1.5, "cuda": 10}
+"""How much longer than ours the time limits inside torch are: that of NCCL ends the whole process, and a gloo group is
+gone only when its last exchange has ended."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a group meets, and who: plain data.
+
+    host, port: of the store. name: of the meeting in it, used once; what fails in one of its groups fails in all.
+    receivers: engine -> its workers, in the order of their ranks, which begin behind the sender's, 0. device: where the
+    sender's weights are. limit_s: seconds that joining, or one broadcast, may take. group: of one sender, within the
+    meeting.
+    """
+
+    host: str
+    port: int
+    name: str
+    receivers: Mapping[str, int]
+    device: Literal["cpu", "cuda"]
+    limit_s: float
+    group: str = ""
+
+    def to_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def end(self, store: Any, why: str) -> None:
+        """Have all groups of the meeting fail for this reason, unless one has failed already. store: the
+        controller's."""
+        keys = PrefixStore(self.name, store)
+        if not keys.check([_FAILED]):
+            keys.set(_FAILED, why)
+
+    @property
+    def world(self) -> int:
+        return 1 + sum(self.receivers.values())
+
+    def rank_of(self, receiver: str, worker: int) -> int:
+        """worker: its number within its engine."""
+        before = list(self.receivers)[: list(self.receivers).index(receiver)]
+        return 1 + sum(self.receivers[name] for name in before) + worker
+
+    def name_of(self, rank: int) -> str:
+        """For messages."""
+        if rank == 0:
+            return "the sender"
+        rank -= 1
+        for name, count in self.receivers.items():
+            if rank < count:
+                return f"worker {rank} of {name}" if count > 1 else name
+            rank -= count
+        raise AssertionError(rank)
+
+
+class ExchangeGroup:
+    """One process's membership. Raises BucketLostError, naming who did not come, when the group is not made in time."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+        self._count = 0
+        self._work: Any = None
+        limit = timedelta(seconds=meeting.limit_s)
+        self._common: Any = None
+        try:
+            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            self._common = PrefixStore(meeting.name, store)
+            self._keys: Any = PrefixStore(f"group {meeting.group}", self._common)
+            self._keys.set(f"{_HERE}/{rank}", _gpu() if meeting.device == "cuda" else "")
+            self._wait_for_all()
+            if meeting.device == "cuda":
+                self._check_gpus()
+            self._group: Any = _make(PrefixStore("group", self._keys), rank, meeting)
+        except Exception as error:  # noqa: BLE001 - raised anew
+            raise self._lost("cannot join the group that brings weights", error) from None
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """From the sender to all others: a uint8 tensor of one size everywhere, on the device of the meeting.
+
+        Raises BucketLostError, naming who has not got it, when that fails or takes too long.
+        """
+        self._count += 1
+        try:
+            self._broadcast(buffer)
+            self._keys.set(f"{_GOT}/{self._rank}", str(self._count))
+        except Exception as error:  # noqa: BLE001 - raised anew
+            # Without its frames, which would keep the exchange and its group.
+            lost = self._lost(f"{'did not get' if self._rank else 'lost'} a bucket of weights", error)
+        else:
+            return
+        self.leave()
+        raise lost
+
+    def leave(self) -> None:
+        """End the membership. May be called again."""
+        group, work = self._group, self._work
+        self._group = self._work = None
+        if group is not None and not isinstance(group, dist.ProcessGroupGloo):
+            # NCCL's kernels would wait on.
+            group.abort()
+        elif work is not None and not work.is_completed():
+            _LEFT.append((group, work))
+        _LEFT[:] = [left for left in _LEFT if not left[1].is_completed()]
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        began = looked = time.monotonic()
+        self._work = work = self._group.broadcast([buffer], options)
+        while not work.is_completed():
+            time.sleep(_POLL_S)
+            if (now := time.monotonic()) - looked >= _LOOK_S:
+                looked = now
+                self._check()
+            if now - began >= self._meeting.limit_s:
+                raise _LateError(f"it did not end within {self._meeting.limit_s:g} s (exchange_timeout_s)")
+        # Raises what went wrong.
+        work.wait()
+        self._work = None
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+
+    def _wait_for_all(self) -> None:
+        """Within the limit, or name who is missing."""
+        limit_s = self._meeting.limit_s
+        began = time.monotonic()
+        while missing := [rank for rank in range(self._meeting.world) if not self._keys.check([f"{_HERE}/{rank}"])]:
+            self._check()
+            if time.monotonic() - began >= limit_s:
+                names = listing([self._meeting.name_of(rank) for rank in missing])
+                raise _LateError(f"{names} did not come within {limit_s:g} s (exchange_timeout_s)")
+            time.sleep(10 * _POLL_S)
+        self._check()
+
+    def _check_gpus(self) -> None:
+        """Raises for two members on one GPU, before NCCL does without saying which."""
+        first: dict[bytes, int] = {}
+        for rank in range(self._meeting.world):
+            gpu = self._keys.get(f"{_HERE}/{rank}")
+            if (other := first.setdefault(gpu, rank)) != rank:
+                raise _LateError(
+                    f"{self._meeting.name_of(other)} and {self._meeting.name_of(rank)} are on one GPU, {gpu.decode()}, "
+                    "and NCCL makes no group of two processes on one. Set source.weight_sync: shared_memory, for "
+                    "servers disk"
+                )
+
+    def _check(self) -> None:
+        """Raises what another member, or the controller, has said."""
+        if self._common.check([_FAILED]):
+            raise _LateError(self._common.get(_FAILED).decode())
+
+    def _lost(self, what: str, error: Exception) -> BucketLostError:
+        """What is raised here, and said to the others."""
+        kind = "" if isinstance(error, _LateError) else f"{type(error).__name__}: "
+        said = _GLOO_PLACE.sub("", str(error).partition("\n")[0]).partition(". This is typically")[0]
+        text = f"{self._meeting.name_of(self._rank)} {what}: {kind}{said}".rstrip(".")
+        with suppress(Exception):
+            # The store may be what is lost, and then nobody waits for long.
+            if self._common is not None and not self._common.check([_FAILED]):
+                text += self._who_is_behind()
+                self._common.set(_FAILED, text)
+        return BucketLostError(f"{text}.")
+
+    def _who_is_behind(self) -> str:
+        """Of those that were to get what the group has sent."""
+        behind: list[str] = []
+        for rank in range(1, self._meeting.world):
+            key = f"{_GOT}/{rank}"
+            got = int(self._keys.get(key)) if self._keys.check([key]) else 0
+            if got < self._count:
+                behind.append(self._meeting.name_of(rank))
+        return f". Without it: {listing(behind)}" if behind else ""
+
+
+class _LateError(Exception):
+    """What went wrong is said in full, by whoever found it."""
+
+
+_LEFT: list[tuple[Any, Any]] = []
+"""gloo groups that were left, with what is under way in them. Letting go of one waits for that, and no other thread
+would run meanwhile; it ends by a limit of its own."""
+
+
+def _keep_left() -> None:
+    """At the end of the process nobody waits for those."""
+    for group, _ in _LEFT:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+atexit.register(_keep_left)
+
+
+def _make(store: Any, rank: int, meeting: Meeting) -> Any:
+    limit = timedelta(seconds=_SLOWER[meeting.device] * meeting.limit_s)
+    if meeting.device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, meeting.world, options)
+    options: Any = cast("Any", dist.ProcessGroupGloo)._Options()
+    options._timeout = limit
+    # Of several networks, the one over which the store is reached.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(meeting.host))]
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, meeting.world, options)
+
+
+def _gpu() -> str:
+    """The current one, by a name that no other has anywhere."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine under which those in the network of the host reach it. Sends nothing."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0]

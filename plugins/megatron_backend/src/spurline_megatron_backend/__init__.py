@@ -1,0 +1,1 @@
+"""Spurline on many ranks with Megatron-core."""

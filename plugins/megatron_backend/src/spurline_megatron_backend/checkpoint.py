@@ -1,0 +1,329 @@
+"""Write what this rank's optimizer holds, and read it on any number of ranks, divided in any way.
+
+The form is that of all backends with ranks (`spurline.ranks.checkpoint`): tensors have their names and shapes in the
+Hugging Face model. Of these a rank's optimizer holds ranges of flattened parameters, and `parts` says of which boxes.
+
+Place on the way: shards of the optimizer -> pieces; pieces -> shards, from which the ranks fill the model again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.model.pieces import Box, Piece, PieceIndex, Shape, write_pieces
+from spurline.model.saved_state import write_facts
+from spurline.model.weights import digest_of_samples
+from spurline.optimizers.state import (
+    Groups,
+    OptimizerState,
+    changed_groups,
+    check_state,
+    describe,
+    is_plain,
+    unsaveable,
+)
+from spurline.protocols.backend import Role
+from spurline.protocols.optimizer import Optimizer
+from spurline.ranks.checkpoint import StoredModel
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.parts import HeldParameter, Part
+
+_NOTHING_FROZEN = digest_of_samples([])
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The range of a flattened parameter whose main values and optimizer state this rank holds, and no other does.
+
+    span: (begin, end). values: float32 [end - begin], the optimizer's own memory. state: what the optimizer keeps of
+    them, by key, its own mapping; empty before the first step.
+    """
+
+    held: HeldParameter
+    span: tuple[int, int]
+    values: Tensor
+    state: MutableMapping[str, Any]
+
+
+class TrainedParts(Protocol):
+    """What a checkpoint asks of a rank's part of a model that is trained.
+
+    updates: optimizer steps so far. initial_weights: digest of the weights that the run started from. shapes: of every
+    tensor of the whole model, by name. optimizer_name: in the config. made: `group_values` of when the optimizer was
+    new.
+    """
+
+    updates: int
+    initial_weights: str
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+    @property
+    def optimizer_name(self) -> str: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def made(self) -> Groups: ...
+
+    def owned(self) -> Sequence[Owned]:
+        """What this rank's optimizer holds, every parameter of which it has a range."""
+        ...
+
+    def fill_from_owned(self) -> None:
+        """Give the model the values of the shards of all ranks. A collective."""
+        ...
+
+
+Models = Mapping[Role, TrainedParts]
+
+
+def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
+    """Write this rank's part into the folder; returns digests by path in it. A collective.
+
+    Raises CheckpointWriteError.
+    """
+    rank = dist.get_rank()
+    digests: dict[str, FileDigest] = {}
+    own: dict[Role, Sequence[Owned]] = {
+        role: [owned for owned in trained.owned() if is_written(owned.held, grid, rank)]
+        for role, trained in models.items()
+    }
+    # The only exchange, of all models at once: a rank that fails leaves no other waiting in the next one.
+    states = _joined_states(own, models)
+    for role, trained in models.items():
+        folder = path / role
+        try:
+            folder.mkdir(exist_ok=True)
+            if states is not None:
+                digested = trained.initial_weights, _NOTHING_FROZEN
+                known = trained.shapes.keys(), states[role].facts(), _layout(grid)
+                write_facts(folder, SavedModel.facts_of(trained.updates, *digested, *known))
+        except OSError as error:
+            raise CheckpointWriteError(str(error)) from error
+        written = write_pieces(folder, rank, pieces(own[role]))
+        digests.update({f"{role}/{name}": digest for name, digest in written.items()})
+    return digests
+
+
+def read_fitting(path: Path, models: Models) -> Mapping[Role, SavedModel]:
+    """What was saved of the models, from headers alone; nothing is changed. A collective.
+
+    Raises CheckpointError, on all ranks alike, unless all of it fits.
+    """
+    saved = SavedModel.read_together(path, models.keys())
+    failure: CheckpointError | None = None
+    try:
+        for role, trained in models.items():
+            saved[role].check(trained)
+    except CheckpointError as error:
+        failure = error
+    # Stages have other parameters, and an optimizer may have other groups of them.
+    failures: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    failure = next((one for one in failures if one is not None), None)
+    if failure is not None:
+        raise failure
+    return saved
+
+
+class SavedModel(StoredModel):
+    """What the folder of a model of this backend holds."""
+
+    backend = "megatron"
+
+    def check(self, trained: TrainedParts) -> None:
+        """Raises CheckpointError unless it fits this model and its optimizer; changes nothing."""
+        weights = {name: describe(torch.empty(shape, device="meta")) for name, shape in trained.shapes.items()}
+
+        def check_optimizer(saved: OptimizerState) -> None:
+            check_state(saved, trained.optimizer_name, trained.shapes, trained.made)
+            for key, tensor in saved.tensors.items():
+                if tensor.numel() != 1 and tensor.shape != trained.shapes[key.rpartition("/")[0]]:
+                    raise CheckpointError(
+                        f"optimizer state {key} is {describe(tensor)}, and ranks hold parts of what has the shape of "
+                        f"its weight, {list(trained.shapes[key.rpartition('/')[0]])}. Resume with the optimizer the "
+                        "checkpoint was made with."
+                    )
+
+        self.check_fits(weights, _NOTHING_FROZEN, check_optimizer)
+
+    def put_into(self, trained: TrainedParts) -> None:
+        """Read what this rank's optimizer holds of it, straight into place, and fill the models. A collective."""
+        state = OptimizerState.read(self.optimizer_shapes, self.facts["optimizer"])
+        with torch.no_grad():
+            read_owned(self.index, state, trained.owned())
+        changed = state.groups or [{} for _ in trained.made]
+        for group, before, values in zip(trained.optimizer.param_groups, trained.made, changed, strict=True):
+            group.update({**before, **values})
+        trained.fill_from_owned()
+        trained.updates = int(self.facts["updates"])
+        trained.initial_weights = str(self.facts["initial_weights"])
+
+
+def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
+    """What of these ranges is part of a Hugging Face tensor; values are those of the optimizer, not copies of them.
+
+    What the optimizer keeps as one number of a parameter comes with the first value of each tensor in it.
+    """
+    for owned in own:
+        vectors = {"": owned.values} | {f"/{key}": it for key, it in owned.state.items() if _is_vector(it, owned)}
+        for part, low, high in _common(owned):
+            begin = owned.span[0]
+            for suffix, vector in vectors.items():
+                values = vector.detach()[low - begin : high - begin]
+                span = low - part.begin, high - part.begin
+                yield Piece(part.name + suffix, part.shape, part.box, values, span)
+            if _is_first(part, low):
+                for key, value in owned.state.items():
+                    if isinstance(value, Tensor) and not _is_vector(value, owned):
+                        yield Piece(f"{part.name}/{key}", tuple(value.shape), Box.whole(value.shape), value.detach())
+
+
+def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
+    """What a checkpoint keeps of these ranges beside their pieces: facts of each tensor from where its first value is.
+
+    name: the optimizer's in the config. Raises CheckpointWriteError for state that a checkpoint cannot hold.
+    """
+    shapes: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    on_host: list[str] = []
+    for owned in own:
+        firsts = [part for part, low, _ in _common(owned) if _is_first(part, low)]
+        for key, value in owned.state.items():
+            _check_kept(name, key, value, owned)
+            for part in firsts:
+                place = f"{part.name}/{key}"
+                if not isinstance(value, Tensor):
+                    values[place] = value
+                    continue
+                shape = part.shape if _is_vector(value, owned) else value.shape
+                shapes[place] = describe(torch.empty(shape, dtype=value.dtype, device="meta"))
+                if value.device.type == "cpu" and owned.values.device.type != "cpu":
+                    on_host.append(place)
+    return OptimizerState({}, name, values, shapes=shapes, on_host=tuple(on_host))
+
+
+def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -> None:
+    """Fill these ranges, and make the optimizer's state of them what was saved."""
+    on_host = set(saved.on_host)
+    keys: dict[str, list[str]] = {}
+    for place in [*saved.tensors, *saved.values]:
+        name, _, key = place.rpartition("/")
+        keys.setdefault(name, []).append(key)
+    for owned in own:
+        owned.values.copy_(_read_vector(index, owned, ""))
+        owned.state.clear()
+        parts = [part for part, _, _ in _common(owned)] or owned.held.parts
+        if not parts:  # nothing but padding
+            continue
+        # The first stands for the others: an optimizer keeps the same of all parameters, after the same steps.
+        name = parts[0].name
+        for key in keys.get(name, ()):
+            place = f"{name}/{key}"
+            if place in saved.values:
+                owned.state[key] = saved.values[place]
+                continue
+            device = torch.device("cpu") if place in on_host else owned.values.device
+            stored = index.tensors[place]
+            is_vector = stored.shape == index.tensors[name].shape
+            found = _read_vector(index, owned, f"/{key}") if is_vector else index.read(place, Box.whole(stored.shape))
+            owned.state[key] = found.to(device)
+
+
+def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
+    """The range of what is stored under the names of its parts and this suffix, on CPU; padding is 0."""
+    begin, end = owned.span
+    found: Tensor | None = None
+    for part, low, high in _common(owned):
+        values = index.read_span(part.name + suffix, part.box, low - part.begin, high - part.begin)
+        if found is None:
+            found = values.new_zeros(end - begin)
+        found[low - begin : high - begin] = values
+    return torch.zeros(end - begin) if found is None else found
+
+
+def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
+    """(part, begin, end) of what the range has of each part, counted in the flattened parameter."""
+    begin, end = owned.span
+    for part in owned.held.parts:
+        low, high = max(begin, part.begin), min(end, part.end)
+        if low < high:
+            yield part, low, high
+
+
+def _is_first(part: Part, begin: int) -> bool:
+    """Whether the value of a flattened parameter at `begin`, which is in this part, is the first of its tensor."""
+    return begin == part.begin and not any(part.box.offset)
+
+
+def _is_vector(value: object, owned: Owned) -> bool:
+    """Whether the optimizer keeps it of each value of the range."""
+    return isinstance(value, Tensor) and value.shape == owned.values.shape
+
+
+def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
+    """Whether this rank writes what its optimizer holds of a parameter; it is the only one for these values."""
+    if held.is_copy:
+        return False
+    # The ranks of a tensor group keep a shard each of what they hold alike.
+    return held.is_divided or grid.place(rank).tensor == 0
+
+
+def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
+    what = owned.held.parts[0].name if owned.held.parts else "padding"
+    if not isinstance(key, str) or "/" in key:
+        raise unsaveable(name, f"something of {what} under the key {key!r}, not a name without '/',", value)
+    if not (is_plain(value) or _is_vector(value, owned) or (isinstance(value, Tensor) and value.numel() == 1)):
+        raise unsaveable(name, f"`{key}` of {what}", value)
+
+
+def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mapping[Role, OptimizerState] | None:
+    """What a checkpoint keeps of each optimizer beside the pieces, on the first rank. A collective.
+
+    Raises CheckpointWriteError, of another rank's on the first one too.
+    """
+    mine: Mapping[Role, OptimizerState] | CheckpointWriteError
+    try:
+        mine = {
+            role: replace(
+                state_of(own[role], trained.optimizer_name),
+                groups=changed_groups(trained.optimizer_name, trained.optimizer, trained.made),
+            )
+            for role, trained in models.items()
+        }
+    except CheckpointWriteError as error:
+        mine = error
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, found)
+    failure = next((part for part in (mine, *(found or ())) if isinstance(part, CheckpointWriteError)), None)
+    if failure is not None:
+        raise failure
+    return None if found is None else {role: join([part[role] for part in found]) for role in models}
+
+
+def join(states: Sequence[OptimizerState]) -> OptimizerState:
+    """The facts of all ranks in one. Raises CheckpointWriteError unless their parameter groups are the same."""
+    first = states[0]
+    if any(state.groups != first.groups for state in states):
+        raise CheckpointWriteError(
+            f"optimizer '{first.optimizer}' keeps values in its parameter groups that differ between ranks, which a "
+            "checkpoint cannot hold. Choose another optimizer, or backend fsdp."
+        )
+    values = {key: value for state in states for key, value in state.values.items()}
+    shapes = {key: shape for state in states for key, shape in state.shapes.items()}
+    on_host = tuple(key for state in states for key in state.on_host)
+    return OptimizerState({}, first.optimizer, values, first.groups, shapes, on_host)
+
+
+def _layout(grid: Grid) -> dict[str, int]:
+    names = ("ranks", "tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
+    return {name: getattr(grid, name) for name in names}

@@ -1,0 +1,196 @@
+"""Settings of the backend `megatron`. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline.ranks.configs import RankBackendConfig
+from spurline_megatron_backend.grid import Grid
+
+_FSDP = "Set backend.name: fsdp (plugin fsdp_backend), which has it."
+
+_NAMES_OF_MEGATRON: Mapping[str, Sequence[str]] = {
+    "tensor": ("tensor_model_parallel_size", "tensor_parallel_size", "tp"),
+    "pipeline": ("pipeline_model_parallel_size", "pipeline_parallel_size", "pp"),
+    "virtual_stages": ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vpp"),
+    "context": ("context_parallel_size", "cp"),
+    "expert": ("expert_model_parallel_size", "expert_parallel_size", "ep"),
+    "expert_tensor": ("expert_tensor_parallel_size", "etp"),
+    "sequence_parallel": ("sp",),
+    "recompute": ("recompute_granularity",),
+}
+"""By setting: what Megatron-LM and trainers on it call it."""
+
+INSTALL_CORE = "Run `pip install 'megatron-core>=0.16.1,<0.17'`."
+"""What to do where Megatron-core is missing."""
+
+
+def has_megatron_core() -> bool:
+    """Whether Megatron-core can be imported by this process; imports none of its modules."""
+    try:
+        return find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class MegatronBackendConfig(RankBackendConfig):
+    """Megatron-core: ranks divide each layer, the layers, the sequences and the experts; optimizer state lies once."""
+
+    package: ClassVar[str] = "spurline_megatron_backend"
+    checkpoint_reader: ClassVar[str | None] = "spurline_megatron_backend.checkpoint_reader:read_weights"
+    beyond: ClassVar[str] = "Train a smaller model, or on more machines."
+    update_parts: ClassVar[frozenset[str]] = frozenset(
+        {"activations", "gathered activations", "logits", "routed experts"}
+    )
+    missing_settings: ClassVar[Mapping[str, str]] = {
+        **RankBackendConfig.missing_settings,
+        "lora": f"Megatron-core has no adapters: those of divided layers would need rules of their own. {_FSDP}",
+        "compile": f"Megatron-core's layers call each other's ranks, which torch.compile cannot see. {_FSDP}",
+        "cpu_offload": f"Divide the model further (pipeline, tensor), which needs less memory too. {_FSDP}",
+        "activation_checkpointing": "Its name here is recompute: none, selective or full.",
+        "replicas": "Ranks that are not needed for tensor, context and pipeline hold copies of the model.",
+        "use_distributed_optimizer": "The optimizer is always divided among ranks with the same weights. Remove it.",
+        "micro_batch_size": "Set max_tokens_per_microbatch: micro-batches are made by tokens.",
+        **{theirs: f"Its name here is {ours}." for ours, names in _NAMES_OF_MEGATRON.items() for theirs in names},
+        "reshard_after_forward": "Weights are never gathered here: each rank computes with the part that it holds.",
+    }
+
+    name: str = "megatron"
+    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
+    """`bf16` computes with bf16 weights, sums gradients in fp32 and steps on fp32 weights, which lie once; `auto` is
+    bf16 on GPUs, fp32 on CPU."""
+    tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Ranks that divide every layer. They exchange most: keep them on one machine."""
+    pipeline: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Stages of a pipeline: each has some of the layers, and micro-batches go through them one after the other."""
+    virtual_stages: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Parts of the model that each stage has, in turns: less waiting at both ends of a step, more to send."""
+    context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Ranks that share each sequence, for sequences too long for one."""
+    expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Ranks that divide the experts of a mixture-of-experts model."""
+    expert_tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
+    """Ranks that divide each expert; few models have experts so large."""
+    sequence_parallel: Annotated[bool | None, OnResume.TO_ROUNDING] = None
+    """Whether the ranks that divide layers also divide the tokens between them, which needs less memory; null does
+    where `tensor` is more than 1."""
+    recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, attention (`selective`), or whole layers
+    (`full`: least memory, about a third more time)."""
+    reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
+    """Where the reference model's weights lie while it is not used; `host` brings them to the device each time."""
+
+    @property
+    def replays_experts(self) -> bool:
+        return True
+
+    @property
+    def grid(self) -> Grid:
+        """How the ranks are divided."""
+        return Grid(
+            self.num_ranks,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            virtual_stages=self.virtual_stages,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+        )
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether ranks that divide layers divide the tokens between them."""
+        return self.tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    def layout(self) -> ParallelLayout:
+        # Alignment for tensor and context is made in the rank's own stream, where padding is dropped anyway.
+        return ParallelLayout(data=self.grid.data)
+
+    def check_model(self, run: RunConfig) -> None:
+        # Machines of a cluster have packages of their own, and a config for other machines trains nothing here.
+        if self.launch != "ray" and self.missing_here() is None and not has_megatron_core():
+            raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
+        super().check_model(run)
+
+    def describe_layout(self, run: RunConfig) -> Sequence[str]:
+        return list(self._part("layout:describe_layout")(self, run))
+
+    def suggested_layouts(
+        self, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
+    ) -> Iterable[str]:
+        return self._part("layout:suggested_layouts")(self, run, row_length, tokens, device_bytes, usable_bytes)
+
+    @property
+    def rank_variables(self) -> Mapping[str, str]:
+        # Megatron-core asks for it: an exchange then starts before the kernels that were asked for after it.
+        return {**super().rank_variables, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    def division_problems(self, ranks: int) -> Iterable[Problem]:
+        # Experts have groups of their own within a stage: those of tensor and context do not limit them.
+        of_rows, of_experts = ("tensor", "pipeline", "context"), ("pipeline", "expert", "expert_tensor")
+        problem = self._size_problem(ranks, of_rows) or self._size_problem(ranks, of_experts)
+        if problem is not None:
+            yield problem
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            yield Problem(
+                "virtual_stages",
+                f"is {self.virtual_stages}, and there is one stage. Set pipeline to more than 1, or virtual_stages to "
+                "1.",
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            yield Problem(
+                "sequence_parallel",
+                "divides tokens among the ranks that divide layers, and tensor is 1. Set tensor to more than 1, or "
+                "remove it; context divides sequences without it.",
+            )
+        if not self.divides_tokens and self.tensor > 1 and (self.expert > 1 or self.expert_tensor > 1):
+            yield Problem(
+                "sequence_parallel",
+                "is false, and Megatron-core trains experts with tensor more than 1 only where tokens are divided too. "
+                "Remove it, or set tensor to 1.",
+            )
+
+    def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
+        if optimizer.is_elementwise:
+            return None
+        return "does not change each value by itself (`is_elementwise`), as is needed for parts that have no shape"
+
+    def _size_problem(self, ranks: int, keys: tuple[str, ...]) -> Problem | None:
+        """What is wrong where these sizes together do not divide the ranks."""
+        # A size of 1 was not meant to divide anything.
+        sizes = {key: getattr(self, key) for key in keys if getattr(self, key) > 1}
+        needed = math.prod(sizes.values())
+        if ranks % needed == 0:
+            return None
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        fitting = {
+            key: [other for other in range(1, ranks + 1) if ranks % (needed // size * other) == 0]
+            for key, size in sizes.items()
+        }
+        # The one that, changed alone, has most values to choose from; of equals the last, which is added to the others.
+        key = max(reversed(sizes), key=lambda key: len(fitting[key]))
+        if fitting[key] in ([], [1]):
+            more = -(-ranks // needed) * needed
+            need = f"and {product} need" if len(sizes) > 1 else "which needs"
+            there = f"there are {ranks}" if ranks > 1 else "there is 1"
+            smaller = f"{key} to 1" if fitting[key] else "smaller sizes"
+            return Problem(
+                key,
+                f"is {sizes[key]}, {need} {needed} ranks or a multiple: {there}. Set backend.ranks: {more}, or "
+                f"{smaller}.",
+            )
+        why = f"and {product} do not divide" if len(sizes) > 1 else "which does not divide"
+        values = ", ".join(map(str, fitting[key]))
+        return Problem(
+            key, f"is {sizes[key]}, {why} the {ranks} ranks. Choose one of {values}, or change backend.ranks."
+        )

@@ -1,0 +1,132 @@
+"""This rank's part of a decoder, ending in hidden states; on the last stage also in logprobs, or values of a critic.
+
+Place on the way: this rank's tokens, or hidden states of the stage before -> `HiddenGPT` -> hidden states for the next
+stage, or for `loss_inputs`, which computes the output layer where there is loss alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from spurline.model.sequence_sharing import SequenceSharing
+from spurline.model.stream_model import ENTROPY, ValueHead
+from spurline.model.token_stream import TokenStream
+from spurline.protocols.loss import TokenLossInputs
+from spurline_megatron_backend.parallel_state import Groups
+from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
+
+
+class HiddenGPT(GPTModel):
+    """A part of a model. vocabulary: tokens there are, without those that pad the embedding.
+
+    tied: the output layer is the embedding. padding_token: whose row of the embedding learns nothing from being read.
+    chunk_tokens: positions whose logits exist at the same time.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerBlockSubmodules,
+        padded_vocabulary: int,
+        groups: Groups,
+        *,
+        tied: bool,
+        vocabulary: int,
+        padding_token: int | None,
+        critic: bool,
+        chunk_tokens: int,
+        is_first: bool,
+        is_last: bool,
+        virtual_stage: int | None,
+    ) -> None:
+        super().__init__(
+            config,
+            submodules,  # pyright: ignore[reportArgumentType]
+            vocab_size=padded_vocabulary,
+            # Positions are no table, and so have no end.
+            max_sequence_length=0,
+            pre_process=is_first,
+            post_process=is_last,
+            share_embeddings_and_output_weights=tied,
+            # Attention itself turns queries and keys.
+            position_embedding_type="none",
+            vp_stage=virtual_stage,
+        )
+        self._tensor = groups.tensor
+        self._padding_token = padding_token
+        self.score: VocabularyLogprobs | None = None
+        """Applies the output layer; None where there is none."""
+        if not is_last:
+            return
+        if critic:
+            del self.output_layer
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            with torch.device(device):
+                # Values are subtracted from each other, in every precision of the model.
+                self.value_head = ValueHead(config.hidden_size)
+        else:
+            # The hidden states are gathered before, of all tokens, and the layer sees those with loss.
+            self.output_layer.sequence_parallel = False
+            self.score = VocabularyLogprobs(self._logits, groups.tensor, vocabulary, chunk_tokens)
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Any, decoder_input: Any = None, **others: Any) -> Any:
+        """What the layers begin with, on the first stage the embedding [tokens, 1, H] of this rank's tokens."""
+        if self.pre_process:
+            decoder_input = self._embedded(input_ids)
+        return super()._preprocess(input_ids, position_ids, decoder_input, **others)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        if self._padding_token is None:
+            return embedded
+        # As torch's embedding has it with `padding_idx`, which transformers sets.
+        is_padding = (input_ids[0] == self._padding_token)[:, None, None]
+        if self.config.sequence_parallel:
+            is_padding = is_padding.chunk(self._tensor.size())[self._tensor.rank()]
+        return torch.where(is_padding, embedded.detach(), embedded)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Hidden states [tokens, 1, H], in the place of logits; on the last stage of all tokens of the tensor group."""
+        if self.post_process and self.config.sequence_parallel:
+            # Every rank computes the same loss of them: each takes its own tokens' gradient, and does not sum.
+            return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return hidden_states
+
+    def loss_inputs(
+        self,
+        hidden: Tensor,
+        part: TokenStream,
+        mine: slice,
+        stream: TokenStream,
+        sharing: SequenceSharing,
+        needs: Collection[str],
+        temperature: float,
+    ) -> TokenLossInputs:
+        """What a loss with these `needs` sees of the stream, on every rank of the tensor and context group.
+
+        hidden: [tokens, 1, H], of the part. part, mine: this rank's tokens, and which positions with loss are theirs.
+        """
+        chosen = hidden.squeeze(1).index_select(0, part.source)
+        entropy = None
+        if self.score is None:
+            values = self.value_head(chosen)
+        else:
+            values, entropy = self.score(chosen, part.targets, ENTROPY in needs, temperature)
+        joined = sharing.joined(values, mine, stream)
+        if entropy is not None:
+            entropy = sharing.joined(entropy, mine, stream)
+        return TokenLossInputs(joined, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> this rank's columns of the logits [N, V / tensor]."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
+        return logits.squeeze(1)

@@ -1,0 +1,99 @@
+"""Where each rank stands in the grid of tensor, context, expert, data and pipeline groups, and which layers it holds.
+
+Numbers alone: no torch, no process groups. Ranks are numbered as Megatron-core numbers them: tensor fastest, then
+context, data, and pipeline slowest, so that the groups that exchange most lie on one machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's number in each of its groups.
+
+    expert, expert_tensor, expert_data: where it stands for the experts of a mixture, whose grid is another one; all 0
+    where there are no experts to divide, but expert_data.
+    """
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How `ranks` processes are divided.
+
+    virtual_stages: parts of the model that a pipeline stage holds, taken in turns. data: follows from the others.
+    """
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks that compute different rows."""
+        return self.ranks // self.ranks_of_rows
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        return self.ranks // (self.expert_tensor * self.expert * self.pipeline)
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return self.ranks // self.pipeline
+
+    def place(self, rank: int) -> Place:
+        """Where this rank, counted from 0, stands."""
+        stage, within = divmod(rank, self.ranks_of_stage)
+        rest, tensor = divmod(within, self.tensor)
+        data, context = divmod(rest, self.context)
+        expert_rest, expert_tensor = divmod(within, self.expert_tensor)
+        expert_data, expert = divmod(expert_rest, self.expert)
+        return Place(tensor, context, data, stage, expert, expert_tensor, expert_data)
+
+    def speaks(self, rank: int) -> bool:
+        """Whether this rank answers for those that compute the same rows: it is where logprobs come out."""
+        place = self.place(rank)
+        return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
+
+    def rounded_up(self, microbatches: int) -> int:
+        """Micro-batches of a step: interleaved stages take them in rounds of as many as there are stages."""
+        return microbatches if self.virtual_stages == 1 else -(-microbatches // self.pipeline) * self.pipeline
+
+    def layers(self, num_layers: int, stage: int) -> tuple[range, ...]:
+        """Numbers of the layers of each model part of this stage.
+
+        Parts are as equal as can be; the first and the last, which have the embedding and the output layer too, are
+        never larger than others.
+        """
+        sizes = part_sizes(num_layers, self.pipeline * self.virtual_stages)
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        numbers = range(stage, len(sizes), self.pipeline)
+        return tuple(range(starts[number], starts[number] + sizes[number]) for number in numbers)
+
+
+def part_sizes(num_layers: int, num_parts: int) -> list[int]:
+    """Layers of each part of the model, in order."""
+    size, extra = divmod(num_layers, num_parts)
+    # Parts in the middle take what is left over, the later ones first: these keep fewer activations.
+    order = [*range(num_parts - 2, 0, -1), num_parts - 1, 0]
+    larger = set(order[:extra])
+    return [size + (number in larger) for number in range(num_parts)]

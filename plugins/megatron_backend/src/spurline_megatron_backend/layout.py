@@ -1,0 +1,237 @@
+"""How the ranks divide the work: groups in words, models that they cannot divide, settings that need less memory, and
+layouts that would be faster.
+
+Reads the config of the model, no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, Problem
+from spurline.model.architecture import load_model_config
+from spurline.ranks.layout import counted, describe_lack_of_gpus, describe_ranks, divisors, ranks_of_machine
+from spurline_megatron_backend.architecture import Architecture, read_architecture
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.layout_search import Candidate, find_layouts
+from spurline_megatron_backend.memory import fullest, kept_of, layout_of
+from spurline_megatron_backend.step_time import RANKS_OF_MACHINE, Speeds, device_of, estimate_step
+from spurline_megatron_backend.workload import Layout, Stages, Step
+
+if TYPE_CHECKING:
+    from spurline_megatron_backend.configs import MegatronBackendConfig
+
+SHOWN = 5
+"""Layouts that a plan names."""
+
+
+def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
+    """Sentences on ranks, machines and groups."""
+    grid, local = config.grid, ranks_of_machine(config)
+    layout = layout_of(config)
+    yield from describe_ranks(config, _product(grid))
+    if grid.tensor > 1:
+        tokens = ", and between them the tokens" if layout.sequence_parallel else ""
+        yield f"{grid.tensor} neighbouring ranks divide each matrix{tokens}"
+    if grid.context > 1:
+        yield f"{grid.context} ranks share each sequence"
+    if grid.pipeline > 1:
+        yield from _pipeline_words(Stages(read_architecture(load_model_config(run.model)), grid))
+    if grid.expert > 1:
+        yield f"{grid.expert} ranks divide the experts of each layer; {grid.expert_data} have the same ones"
+    if grid.expert_tensor > 1:
+        yield f"{grid.expert_tensor} neighbouring ranks divide each expert"
+    shards = grid.data * grid.context
+    if shards > 1:
+        yield f"the optimizer is divided among the {counted(shards, 'rank')} with the same part of the model"
+    if local is not None:
+        for name, stride, ranks in (("tensor", 1, grid.tensor), ("context", grid.tensor, grid.context)):
+            if ranks > 1 and (stride * ranks > local or local % (stride * ranks)):
+                yield f"groups of {name} lie across machines, as each has {local} ranks: slow"
+    yield from describe_lack_of_gpus(config)
+
+
+def _pipeline_words(stages: Stages) -> Iterator[str]:
+    grid = stages.grid
+    counts = sorted({sum(parts) for parts in stages.layers})
+    layers = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    turns = f", in {grid.virtual_stages} parts that take turns" if grid.virtual_stages > 1 else ""
+    yield f"{grid.pipeline} stages of {layers} layers each{turns}"
+
+
+def _product(grid: Grid) -> str:
+    sizes = {"data": grid.data, "pipeline": grid.pipeline, "context": grid.context, "tensor": grid.tensor}
+    return " x ".join(f"{size} {name}" for name, size in sizes.items() if name == "data" or size > 1)
+
+
+def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
+    """Raise ConfigError for a model that cannot be divided as is asked for, ModelError for one that Megatron-core is
+    not told how to build."""
+    architecture = read_architecture(load_model_config(run.model))
+    problems = [*_size_problems(config, architecture), *_expert_problems(config, architecture)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Problem]:
+    grid = config.grid
+    divided = {"attention heads": a.heads, "key and value heads": a.key_value_heads}
+    if not a.num_experts:
+        divided["columns of the feed-forward layer"] = a.ffn
+    common = math.gcd(*divided.values())
+    if common % grid.tensor:
+        counts = ", ".join(f"{count} {name}" for name, count in divided.items() if count % grid.tensor)
+        fitting = _fitting("tensor", common, grid.ranks // (grid.pipeline * grid.context))
+        yield Problem("backend.tensor", f"is {grid.tensor}, which does not divide the model's {counts}. {fitting}")
+    elif a.heads // grid.tensor % grid.context:
+        fitting = _fitting("context", a.heads // grid.tensor, grid.ranks // (grid.pipeline * grid.tensor))
+        yield Problem(
+            "backend.context",
+            f"is {grid.context}, which does not divide the {a.heads // grid.tensor} attention heads that a rank has "
+            f"(backend.tensor is {grid.tensor}). {fitting}",
+        )
+    parts = grid.pipeline * grid.virtual_stages
+    if parts > a.num_layers:
+        key, count = ("pipeline", grid.pipeline) if grid.virtual_stages == 1 else ("virtual_stages", parts)
+        what = "stages" if grid.virtual_stages == 1 else "parts of stages"
+        yield Problem(
+            f"backend.{key}",
+            f"makes {count} {what}, and the model has {a.num_layers} layers, of which each needs one. Make it smaller.",
+        )
+
+
+def _expert_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Problem]:
+    grid = config.grid
+    if not a.num_experts:
+        for key in ("expert", "expert_tensor"):
+            if getattr(grid, key) > 1:
+                yield Problem(
+                    f"backend.{key}", f"is {getattr(grid, key)}, and the model has no experts. Set {key} to 1."
+                )
+        return
+    stage = grid.ranks // grid.pipeline
+    if a.num_experts % grid.expert:
+        fitting = _fitting("expert", a.num_experts, stage // grid.expert_tensor)
+        yield Problem(
+            "backend.expert",
+            f"is {grid.expert}, which does not divide the {a.num_experts} experts of a layer. {fitting}",
+        )
+    if a.expert_ffn % grid.expert_tensor:
+        fitting = _fitting("expert_tensor", a.expert_ffn, stage // grid.expert)
+        yield Problem(
+            "backend.expert_tensor",
+            f"is {grid.expert_tensor}, which does not divide the {a.expert_ffn} columns of an expert. {fitting}",
+        )
+    if grid.tensor > 1 and not config.divides_tokens:
+        yield Problem(
+            "backend.sequence_parallel",
+            "is false, and with experts Megatron-core needs it where tensor is above 1. Remove it.",
+        )
+
+
+def _fitting(key: str, number: int, ranks: int) -> str:
+    """A sentence that proposes the sizes that divide both."""
+    fitting = divisors(math.gcd(number, ranks))
+    return f"Choose one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else f"Set {key} to 1."
+
+
+def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
+    """Settings that need less memory, the cheapest in time first: see `BackendConfig.savings`."""
+    if config.recompute == "none":
+        yield {"recompute": "selective"}
+    share = math.ceil(tokens / config.grid.data)
+    bound = min(share, config.max_tokens_per_microbatch or share)
+    while bound > row_length:
+        bound = max(row_length, bound // 2)
+        yield {"max_tokens_per_microbatch": bound}
+    if config.reference == "device" and kept_of(config, run).reference is not None:
+        yield {"reference": "host"}
+    if config.recompute != "full":
+        yield {"recompute": "full"}
+    architecture = read_architecture(load_model_config(run.model))
+    yield from _finer_grids(config, architecture)
+    most = math.inf if config.gpus is None else len(config.gpus)
+    for ranks in (config.num_ranks * factor for factor in (2, 4, 8)):
+        if ranks <= most:
+            yield {"ranks": ranks}
+
+
+def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
+    """More ranks for each copy of the model, of those that there are."""
+    grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
+    expert, tensor = grid.expert, grid.tensor
+    experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1
+    for size in divisors(experts):
+        # Across machines the exchange of tokens would take longest.
+        if size > expert and size * grid.expert_tensor <= local:
+            expert = size
+            yield {"expert": size}
+    divided = math.gcd(a.heads // grid.context, a.key_value_heads, 0 if a.num_experts else a.ffn)
+    for size in divisors(divided):
+        fits = local % size == 0 and grid.ranks % (size * grid.context * grid.pipeline) == 0
+        if size > tensor and fits and config.sequence_parallel is not False:
+            tensor = size
+            yield {"tensor": size}
+    for size in divisors(grid.ranks // (tensor * grid.context)):
+        fits = grid.ranks // size % (grid.expert_tensor * expert) == 0
+        if grid.pipeline < size <= a.num_layers // grid.virtual_stages and fits:
+            yield {"pipeline": size}
+
+
+def suggested_layouts(
+    config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, device_bytes: int, usable_bytes: int
+) -> Iterator[str]:
+    """See `BackendConfig.suggested_layouts`."""
+    if config.on == "cpu":
+        # Speeds are known of GPUs alone, and ranks on a CPU are there to try things out.
+        return
+    architecture = read_architecture(load_model_config(run.model))
+    step, kept = Step(row_length, tokens), kept_of(config, run)
+    speeds = Speeds(device_of(device_bytes), ranks_of_machine(config) or RANKS_OF_MACHINE, kept.computed_bytes)
+    found = find_layouts(architecture, config.num_ranks, step, kept, speeds, usable_bytes)
+    mine = layout_of(config)
+    own = Candidate(mine, fullest(architecture, mine, step, kept), estimate_step(architecture, mine, step, speeds))
+    yield (
+        f"of {counted(config.num_ranks, 'rank')}, each {speeds.device.name} of {_gib(device_bytes)}, "
+        f"{speeds.ranks_of_machine} of a machine; times are rough, and good for comparing"
+    )
+    verdict = "fits" if own.total <= usable_bytes else f"does not fit: {_most(own)}"
+    yield f"this run: {_words(own, tokens)}; {verdict}"
+    for candidate in found.best[:SHOWN]:
+        yield f"{_settings(config, candidate.layout)}: {_words(candidate, tokens)}"
+    if found.nearest is not None:
+        nearest = found.nearest
+        yield (
+            f"none fits. Nearest comes {_settings(config, nearest.layout)}, which needs {_gib(nearest.total)} of "
+            f"{_gib(usable_bytes)}: {_most(nearest)}. Take more ranks, or devices with more memory"
+        )
+
+
+def _most(candidate: Candidate) -> str:
+    name, size = candidate.largest
+    return f"most of it is {name}, {_gib(size)}"
+
+
+def _words(candidate: Candidate, tokens: int) -> str:
+    time = candidate.time
+    speed = tokens / time.total / candidate.layout.grid.ranks
+    bubble = f", {time.bubble / time.total:.0%} of it waiting for other stages" if time.bubble else ""
+    return f"{time.total:,.1f} s a step{bubble}, {speed:,.0f} tokens/s a device, {_gib(candidate.total)}"
+
+
+def _settings(config: MegatronBackendConfig, layout: Layout) -> str:
+    """What to set for this layout: sizes above 1, and all that the config now has otherwise."""
+    keys = ("tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
+    values: dict[str, Any] = {key: getattr(layout.grid, key) for key in keys}
+    values = {key: size for key, size in values.items() if size > 1 or getattr(config, key) > 1}
+    if config.sequence_parallel is not None and config.sequence_parallel != layout.sequence_parallel:
+        values["sequence_parallel"] = "null"
+    values |= {"max_tokens_per_microbatch": layout.microbatch, "recompute": layout.recompute}
+    return " ".join(f"--set backend.{key}={value}" for key, value in values.items())
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,257 @@
+"""Fill a rank's parameters with the weights of a Hugging Face folder: each rank reads from the files what it holds.
+
+Models without safetensors files, and those with `init: random`, are loaded by the first rank, as the local backend
+does, and handed out tensor by tensor. What goes where is said by the parts of the parameters; of the files this module
+knows that experts may lie there one by one, and that a tied model may have its embedding under two names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError
+from spurline.model.device_profile import device_profile
+from spurline.model.loading import check_loaded, load_model
+from spurline.model.pieces import Box, Shape
+from spurline.model.weight_files import safetensors_files
+from spurline_megatron_backend.architecture import Architecture
+from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
+
+Held = Sequence[tuple[HeldParameter, Tensor]]
+"""A rank's parameters with their values, which lie in one run of memory each."""
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+_BASE = "model."
+"""What names begin with, but in files that were written by the model without its output layer."""
+_IGNORED = "rotary_emb.inv_freq"
+"""Tables in old files, which follow from the config."""
+
+
+def load_weights(
+    held: Held,
+    model: ModelConfig,
+    architecture: Architecture,
+    seed: int,
+    device: Literal["cpu", "cuda"],
+    *,
+    critic: bool = False,
+) -> None:
+    """Give every value of the parameters what the model has there, and 0 to what pads the vocabulary. A collective.
+
+    held: in any floating dtype, on any device. device: where ranks exchange tensors. critic: whether the model ends in
+    a value head, on whatever rank that is: the head begins with 0, and the output layer in the files is left unread.
+    Raises ModelError for weights that do not fit, on every rank.
+    """
+    files = [] if model.init == "random" else safetensors_files(model)
+    if files:
+        _read_parts(held, model, architecture, files, device, critic=critic)
+    else:
+        _hand_out(held, model, architecture, seed, device, critic=critic)
+
+
+def _read_parts(
+    held: Held, model: ModelConfig, architecture: Architecture, files: Sequence[Path], device: str, *, critic: bool
+) -> None:
+    with WeightFiles(files, architecture, critic=critic) as opened:
+        # One warning, not one of each rank.
+        unexpected = opened.unexpected if dist.get_rank() == 0 else ()
+        check_loaded(model, opened.missing, opened.mismatched, unexpected)
+        opened.fill(held)
+        differs = torch.tensor(int(opened.heads_differ(held)), device=device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    if differs.item():
+        raise _untied(model)
+
+
+def _untied(model: ModelConfig) -> ModelError:
+    return ModelError(
+        f"model.path: the config of {model.path} ties the output layer to the embedding, and its files have two that "
+        "differ. To train both set model.config_overrides: {tie_word_embeddings: false}."
+    )
+
+
+def _cleared(tensor: Tensor) -> Tensor:
+    """The memory of a parameter as a vector of zeros, which what pads it stays, and a value head at first."""
+    return tensor.detach().view(-1).zero_()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tensor that lies in the files as it is, under this key."""
+
+    key: str
+    shape: Shape
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Every key, with the shape that it has in the files."""
+        return {self.key: self.shape}
+
+    def find(self, box: Box) -> tuple[str, tuple[slice, ...]]:
+        """Where a box of the tensor lies: a key, and what of it."""
+        return self.key, box.slices_in(Box.whole(self.shape))
+
+
+@dataclass(frozen=True)
+class _OfExperts:
+    """The tensor of all experts, which lie in the files one by one; its rows are those of each kind of projection."""
+
+    at: str
+    kinds: tuple[str, ...]
+    shape: Shape
+
+    @property
+    def _rows(self) -> int:
+        return self.shape[1] // len(self.kinds)
+
+    def _key(self, expert: int, kind: str) -> str:
+        return f"{self.at}{expert}.{kind}_proj.weight"
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        keys = (self._key(expert, kind) for expert in range(self.shape[0]) for kind in self.kinds)
+        return dict.fromkeys(keys, (self._rows, self.shape[2]))
+
+    def find(self, box: Box) -> tuple[str, tuple[slice, ...]]:
+        """As `_Whole.find`, of a box within one projection of one expert."""
+        expert, row, _ = box.offset
+        kind = row // self._rows
+        own = Box((expert, kind * self._rows, 0), (1, self._rows, self.shape[2]))
+        assert own.common(box) == box, (self, box)
+        return self._key(expert, self.kinds[kind]), box.slices_in(own)[1:]
+
+
+_Form = _Whole | _OfExperts
+
+
+def _forms(name: str, shape: Shape) -> Iterator[_Form]:
+    """In which forms files may hold a tensor."""
+    short = name.removeprefix(_BASE)
+    names = (name, short if short != name else f"{_BASE}{name}")
+    for known in names:
+        yield _Whole(known, shape)
+        for suffix, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            if known.endswith(f".mlp.experts.{suffix}"):
+                yield _OfExperts(known.removesuffix(suffix), kinds, shape)
+
+
+class WeightFiles:
+    """The safetensors files of a model; a context that closes them. Opening reads headers alone.
+
+    missing: names of what the config asks for and no file has. unexpected: keys without a place in the model.
+    mismatched: (key, shape in the files, shape in the model). Only where none is missing or mismatched can be read.
+    """
+
+    def __init__(self, files: Sequence[Path], architecture: Architecture, *, critic: bool):
+        self._opened = ExitStack()
+        self._stored: dict[str, Any] = {}
+        for path in files:
+            file = self._opened.enter_context(safe_open(str(path), "pt"))
+            self._stored.update({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
+        self._forms: dict[str, _Form] = {}
+        self.missing: list[str] = []
+        shapes = whole_shapes(architecture)
+        heads = list(_forms(HEAD, (architecture.vocabulary, architecture.hidden)))
+        if critic:
+            shapes.pop(HEAD, None)
+        for name, shape in shapes.items():
+            # The two names of a tied embedding are one tensor; which of them is written is up to the writer.
+            forms = [*_forms(name, shape), *(heads if architecture.tied and name == EMBEDDING else ())]
+            found = next((form for form in forms if not form.shapes.keys().isdisjoint(self._stored)), None)
+            if found is None:
+                self.missing.append(name)
+            else:
+                self._forms[name] = found
+                self.missing += found.shapes.keys() - self._stored.keys()
+        asked = {key: shape for form in self._forms.values() for key, shape in form.shapes.items()}
+        left = self._stored.keys() - asked.keys()
+        unused_heads = [form for form in heads if left & form.shapes.keys()] if critic or architecture.tied else []
+        self._second_embedding = unused_heads[0] if unused_heads and not critic else None
+        left -= {key for form in unused_heads for key in form.shapes}
+        self.unexpected = [key for key in left if not key.endswith(_IGNORED)]
+        self.mismatched = [
+            (key, found, asked[key])
+            for key in asked.keys() & self._stored.keys()
+            if (found := tuple(self._stored[key].get_shape())) != asked[key]
+        ]
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def fill(self, held: Held) -> None:
+        """Give the parameters their values. Takes the host memory of one part."""
+        for parameter, tensor in held:
+            values = _cleared(tensor)
+            for part in parameter.parts:
+                if part.name in self._forms:
+                    values[part.begin : part.end].copy_(self._read(self._forms[part.name], part.box).reshape(-1))
+                else:
+                    assert part.name == HEAD, part
+
+    def heads_differ(self, held: Held) -> bool:
+        """Whether the files of a tied model have another output layer than the embedding that these parameters hold."""
+        if self._second_embedding is None:
+            return False
+        parts = [part for parameter, _ in held for part in parameter.parts if part.name == EMBEDDING]
+        first, second = self._forms[EMBEDDING], self._second_embedding
+        return any(not torch.equal(self._read(first, part.box), self._read(second, part.box)) for part in parts)
+
+    def _read(self, form: _Form, box: Box) -> Tensor:
+        key, inside = form.find(box)
+        return self._stored[key][inside]
+
+
+def _hand_out(
+    held: Held, model: ModelConfig, architecture: Architecture, seed: int, device: str, *, critic: bool
+) -> None:
+    """The first rank holds the whole model in the memory of its host meanwhile."""
+    whole: dict[str, Tensor] = {}
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            whole = _load_whole(model, architecture, seed)
+        except ModelError as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, src=0, device=torch.device(device))
+    if failure[0] is not None:
+        raise ModelError(failure[0])
+    parts: dict[str, list[tuple[Part, Tensor]]] = {}
+    for parameter, tensor in held:
+        values = _cleared(tensor)
+        for part in parameter.parts:
+            parts.setdefault(part.name, []).append((part, values[part.begin : part.end]))
+    for name, shape in whole_shapes(architecture).items():
+        if critic and name == HEAD:
+            continue
+        full = torch.empty(shape, device=device)
+        if whole:
+            full.copy_(whole[name])
+        dist.broadcast(full, src=0)
+        for part, values in parts.get(name, ()):
+            values.copy_(full[part.box.slices_in(Box.whole(shape))].reshape(-1))
+
+
+def _load_whole(model: ModelConfig, architecture: Architecture, seed: int) -> dict[str, Tensor]:
+    """The weights as the local backend has them, on CPU."""
+    loaded = {name: value.detach() for name, value in load_model(model, device_profile("cpu"), seed).named_parameters()}
+    if architecture.tied and HEAD in loaded:
+        # transformers does not tie what differs.
+        raise _untied(model)
+    found = {name: tuple(value.shape) for name, value in loaded.items()}
+    assert found == whole_shapes(architecture), (found, architecture)
+    return loaded

@@ -1,0 +1,170 @@
+"""Build this rank's parts of a model out of Megatron-core's layers, with memory for the weights and no values in them.
+
+In: sizes and switches of the model, settings of the run. Out: one `HiddenGPT` for each part of the model that this
+stage of the pipeline holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from spurline_megatron_backend.architecture import Architecture
+from spurline_megatron_backend.configs import MegatronBackendConfig
+from spurline_megatron_backend.core_attention import SegmentCoreAttention
+from spurline_megatron_backend.gpt import HiddenGPT
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.parallel_state import Groups
+from spurline_megatron_backend.parts import padded_vocabulary
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # 0.16.1 asks for the name, and defines it where TransformerEngine is installed only.
+    cast(Any, moe_utils).te_general_gemm = None
+
+COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Dtype of weights and activations, by `precision`."""
+
+
+class SharedNorm(nn.RMSNorm):
+    """RMS norm whose weight all ranks of a tensor group have; their gradients are summed where each has other tokens.
+
+    Constructor as Megatron's specs call it.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any) -> None:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+
+def build_parts(
+    architecture: Architecture, config: MegatronBackendConfig, groups: Groups, *, critic: bool = False
+) -> list[HiddenGPT]:
+    """The parts of the model that this rank holds, in order. critic: with a value head in place of the output layer."""
+    grid = groups.grid
+    settings = transformer_config(architecture, config, grid)
+    layer = _layer_spec(architecture)
+    layers = grid.layers(architecture.num_layers, groups.place.pipeline)
+    device = "cpu" if settings.use_cpu_initialization else torch.cuda.current_device()
+    parts = [
+        HiddenGPT(
+            settings,
+            TransformerBlockSubmodules([layer] * len(numbers), cast(Any, SharedNorm)),
+            padded_vocabulary(architecture, grid),
+            groups,
+            tied=architecture.tied and not critic,
+            vocabulary=architecture.vocabulary,
+            padding_token=architecture.padding_token,
+            critic=critic,
+            chunk_tokens=config.logits_chunk_tokens,
+            is_first=groups.place.pipeline == 0 and index == 0,
+            is_last=groups.place.pipeline == grid.pipeline - 1 and index == len(layers) - 1,
+            virtual_stage=index if grid.virtual_stages > 1 else None,
+        )
+        for index, numbers in enumerate(layers)
+    ]
+    # Routers are made on the CPU, and else moved when they are first used.
+    return [part.to(device) for part in parts]
+
+
+def transformer_config(architecture: Architecture, config: MegatronBackendConfig, grid: Grid) -> TransformerConfig:
+    """The settings of Megatron's layers and of its schedules."""
+    a, dtype = architecture, COMPUTED[config.computes_in]
+    options: dict[str, Any] = {}
+    if a.num_experts:
+        options |= {
+            "num_moe_experts": a.num_experts,
+            "moe_router_topk": a.experts_per_token,
+            "moe_ffn_hidden_size": a.expert_ffn,
+            # The softmax over the chosen experts alone makes their weights sum to 1.
+            "moe_router_pre_softmax": not a.renormalizes,
+            # Which experts compute a token hangs on the last digits of its scores.
+            "moe_router_dtype": "fp32",
+            # A loss for balance is added for each micro-batch: gradients would depend on how a batch was cut.
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+        }
+    if grid.pipeline > 1:
+        options["pipeline_model_parallel_layout"] = _pipeline_layout(architecture, grid)
+        options["pipeline_dtype"] = dtype
+    if config.recompute == "full":
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif config.recompute == "selective":
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return TransformerConfig(
+        num_layers=a.num_layers,
+        hidden_size=a.hidden,
+        ffn_hidden_size=a.ffn,
+        num_attention_heads=a.heads,
+        num_query_groups=a.key_value_heads,
+        kv_channels=a.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=a.norm_epsilon,
+        qk_layernorm=a.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=a.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=grid.tensor,
+        sequence_parallel=config.divides_tokens,
+        pipeline_model_parallel_size=grid.pipeline,
+        virtual_pipeline_model_parallel_size=grid.virtual_stages if grid.virtual_stages > 1 else None,
+        context_parallel_size=grid.context,
+        expert_model_parallel_size=grid.expert,
+        expert_tensor_parallel_size=grid.expert_tensor,
+        # Interleaved stages exchange tensors of one shape, as lengths sent beside them would overtake each other.
+        variable_seq_lengths=grid.virtual_stages == 1,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=False,
+        deallocate_pipeline_outputs=True,
+        # Losses come divided by what the whole mini-batch amounts to: gradients are sums of them, and nothing else.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=config.on == "cpu",
+        deterministic_mode=config.deterministic,
+        perform_initialization=False,
+        # Kernels of TransformerEngine and apex, which are not needed.
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=True,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **options,
+    )
+
+
+def _pipeline_layout(architecture: Architecture, grid: Grid) -> list[list[str]]:
+    """What each part of the model holds, in order."""
+    by_stage = [grid.layers(architecture.num_layers, stage) for stage in range(grid.pipeline)]
+    parts = [["decoder"] * len(layers[index]) for index in range(grid.virtual_stages) for layers in by_stage]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return parts
+
+
+def _layer_spec(architecture: Architecture) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=architecture.num_experts or None, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
+    )
+    layer: Any = spec.submodules
+    attention = layer.self_attention.submodules
+    attention.core_attention = SegmentCoreAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = SharedNorm
+    if attention.q_layernorm is not IdentityOp:
+        attention.q_layernorm = attention.k_layernorm = SharedNorm
+    return spec

@@ -1,0 +1,103 @@
+"""Check at start-up that a model on its ranks computes what it would compute of each sequence alone.
+
+Three ways in which ranks save work are compared with the plain one on a few random tokens: several sequences in one
+stream, a stream that ranks share, and logits in chunks. Forward passes alone, of the model that is trained, through
+all of its stages; leaves weights, gradients and mode alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spurline.data.dealing import Rows
+from spurline.errors import ModelError
+from spurline.model.device_profile import DeviceProfile
+from spurline.model.probe import CHUNK_TOKENS, HALF_PRECISION_TOLERANCE, TOLERANCE, probe_sequences, probe_stream
+from spurline.model.sequence_sharing import SequenceSharing
+from spurline.model.token_stream import TokenStream
+from spurline.protocols.loss import TokenLossInputs
+from spurline_megatron_backend.architecture import Architecture
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.stages import StagedModel
+
+_OTHER_LAYERS = "choose backend fsdp, which computes the model's own layers"
+_FINDINGS = (
+    ("when sequences are packed than separately", f"Its attention mixes tokens across sequences: {_OTHER_LAYERS}."),
+    ("when ranks share a sequence than alone", f"Set backend.context: 1, or {_OTHER_LAYERS}."),
+    ("when its logits are computed in chunks than at once", f"{_OTHER_LAYERS.capitalize()}."),
+)
+"""What differed, and what to do; in the order in which it is looked for."""
+
+
+def check_exactness(
+    model: StagedModel,
+    architecture: Architecture,
+    grid: Grid,
+    profile: DeviceProfile,
+    path: str,
+    *,
+    half_precision: bool,
+    doing: Callable[[str], None],
+) -> None:
+    """Raise ModelError naming what differed, by how much, and what to do: on all ranks or on none. A collective.
+
+    path: of the model, for the message. half_precision: whether the model computes in bf16, and has no exact forward
+    pass. doing: told of each micro-batch.
+    """
+    sequences = probe_sequences(architecture.vocabulary)
+    packed = probe_stream(sequences, profile)
+    alone = SequenceSharing(None, profile)
+
+    def logprobs(streams: Sequence[TokenStream], sharing: SequenceSharing | None, chunk_tokens: int) -> list[Tensor]:
+        with model.computing_otherwise(sharing=sharing, chunk_tokens=chunk_tokens):
+            return _logprobs(model, streams, grid, doing)
+
+    whole = packed.num_tokens
+    with model.evaluating():
+        together, *separate = logprobs([packed, *(probe_stream([one], profile) for one in sequences)], alone, whole)
+        shared = logprobs([packed], None, whole) if grid.context > 1 else [together]
+        chunked = logprobs([packed], None, CHUNK_TOKENS)
+    reference = torch.cat(separate)
+    distances = [_distance(values, reference, half_precision) for values in (together, *shared, *chunked)]
+    # Stages that see no logprobs hear of them here.
+    found = torch.stack(distances).to(profile.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    allowed = HALF_PRECISION_TOLERANCE if half_precision else TOLERANCE
+    for distance, (when, fix) in zip(found.tolist(), _FINDINGS, strict=True):
+        if distance > allowed:
+            raise ModelError(
+                f"model.path: {path} ({architecture.model_type} of Megatron-core) gives other log-probabilities {when}:"
+                f" {distance:.2g} standard deviations (allowed {allowed:g}). {fix}"
+            )
+
+
+def _logprobs(
+    model: StagedModel, streams: Sequence[TokenStream], grid: Grid, doing: Callable[[str], None]
+) -> list[Tensor]:
+    """Those of each stream, on the last stage; none of its tokens elsewhere."""
+    found = [torch.zeros(0) for _ in streams]
+
+    def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
+        found[int(rows[0])] = inputs.logprobs.float()
+        return inputs.logprobs.sum()
+
+    numbered = [(np.array([number]), stream) for number, stream in enumerate(streams)]
+    # Interleaved stages take micro-batches in rounds of as many as there are stages.
+    missing = grid.rounded_up(len(numbered)) - len(numbered)
+    model.run([*numbered, *numbered[:1] * missing], visit, (), 1.0, doing=doing, backward=False)
+    return found
+
+
+def _distance(values: Tensor, reference: Tensor, half_precision: bool) -> Tensor:
+    """Of the token that differs most, in standard deviations; of all on average in half precision, where a router may
+    choose another expert for one of them. 0 on ranks without values, and infinite for what is no number."""
+    if not len(reference):
+        return torch.zeros(())
+    difference = (values - reference).abs()
+    distance = difference.mean() if half_precision else difference.max()
+    return (distance / reference.std().clamp_min(1e-30)).nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -1,0 +1,329 @@
+"""One rank of the Megatron backend: the models it holds a part of, and what the controller calls on them.
+
+Every method is a collective: all ranks run it with the same common arguments, and make the same exchanges in the same
+order, whatever rows they have.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from spurline.config.run_config import RunConfig
+from spurline.data.dealing import RankShare, Rows
+from spurline.digests import FileDigest
+from spurline.errors import CheckpointError
+from spurline.model.accumulate import StepSums, SumsPart
+from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.device_profile import device_profile
+from spurline.model.expert_loads import ExpertLoads
+from spurline.model.offloading import DeviceMemory, DeviceTensors
+from spurline.model.router_replay import no_routers
+from spurline.model.sequence_sharing import SequenceSharing
+from spurline.model.stream_model import ENTROPY
+from spurline.model.token_stream import TokenStream, share_streams
+from spurline.model.weights import NamedWeights, check_initial_weights
+from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
+from spurline.plugins.registry import Registry
+from spurline.protocols.backend import Role
+from spurline.protocols.loss import TokenLossInputs
+from spurline.ranks.group import Place
+from spurline.ranks.messages import read_objective
+from spurline.ranks.publishing import Publishing
+from spurline.ranks.weight_gathering import WeightGathering, as_arrays
+from spurline.ranks.worker import RankWorker
+from spurline_megatron_backend.architecture import read_architecture
+from spurline_megatron_backend.checkpoint import read_fitting, save
+from spurline_megatron_backend.configs import MegatronBackendConfig
+from spurline_megatron_backend.digests import weights_digest
+from spurline_megatron_backend.loading import load_weights
+from spurline_megatron_backend.model_building import COMPUTED, build_parts
+from spurline_megatron_backend.parallel_state import open_groups
+from spurline_megatron_backend.parts import held_parameters, whole_shapes
+from spurline_megatron_backend.probe import check_exactness
+from spurline_megatron_backend.rotary import Rotary
+from spurline_megatron_backend.router_replay import router_choices
+from spurline_megatron_backend.stages import StagedModel, Visit
+from spurline_megatron_backend.trained_model import TrainedModel
+from spurline_megatron_backend.weight_gathering import ExactWeights, WeightsOfRanks
+
+Wire = Mapping[str, Any]
+"""A `RankShare` as it travels."""
+
+
+class MegatronRank(RankWorker):
+    """A `Worker`."""
+
+    def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
+        self._place, self._total = place, total_updates
+        self._run, self._registry = run, registry
+        self._config = cast(MegatronBackendConfig, run.backend)
+        self._profile = device_profile(self._config.on)
+        self._memory = DeviceMemory(self._profile)
+        if self._config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        timeout = self._config.limits.collective_s
+        # The config counts GPUs where it is not told how many ranks there are, and a rank sees one.
+        grid = replace(self._config.grid, ranks=place.world)
+        self._groups = open_groups(grid, place.rank, timeout, self._run.seed)
+
+    def build(self) -> None:
+        """Load the models; the first call."""
+        self._place.doing("loading the model")
+        config = load_model_config(self._run.model)
+        self._architecture = read_architecture(config)
+        if self._run.source.replays_experts and not self._architecture.num_experts:
+            raise no_routers(self._run.model.path)
+        self._rotary = Rotary(config.get_text_config(), self._profile.device, COMPUTED[self._config.computes_in])
+        self._sharing = SequenceSharing(self._groups.context, self._profile)
+        self._policy = self._train(policy_optimization(self._run, self._registry, self._total))
+        if self._config.probe:
+            check_exactness(
+                self._policy.model,
+                self._architecture,
+                self._groups.grid,
+                self._profile,
+                self._run.model.path,
+                half_precision=self._config.computes_in == "bf16",
+                doing=lambda what: self._place.doing(f"checking that packed rows are exact for this model: {what}"),
+            )
+        self._reference: StagedModel | None = None
+        self._critic: TrainedModel | None = None
+        if self._run.critic is not None:
+            self._critic = self._train(critic_optimization(self._run.critic, self._registry), critic=True)
+        # Names and shapes, as the local backend has them: all its weights are fp32.
+        causal = build_without_memory(config, self._run.model)
+        nn.Module.to(causal, torch.float32)
+        named = NamedWeights(causal, adapted=False)
+        grid = self._groups.grid
+        self._gathering = WeightGathering(
+            named, ExactWeights(self._architecture, grid, self._policy, self._memory.read)
+        )
+        # Engines get weights as forward passes here use them.
+        held = self._policy.model.parameters()
+        used = WeightsOfRanks(self._architecture, grid, held, read=self._memory.read)
+        self._publishing = Publishing(self._place, WeightGathering(named, used), COMPUTED[self._config.computes_in])
+
+    def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
+        """One optimizer step, unless loss or gradient norm are not `finite`; what came of it, by name."""
+        trained, share = self._trained[role], RankShare.from_wire(wire)
+        started = time.perf_counter()
+        part = self._accumulate(trained, share, plain_objective)
+        self._place.doing("joining the gradient norm of all ranks")
+        totals = trained.totals(part.loss if self._counts else 0.0)
+        differentiated = time.perf_counter()
+        self._place.doing("the optimizer's step")
+        rates = trained.step(totals.grad_norm) if totals.is_finite else {}
+        self._profile.synchronize()
+        return {
+            "grad_norm": totals.grad_norm,
+            "loss": totals.loss,
+            "finite": totals.is_finite,
+            "updates": trained.updates,
+            "rates": rates,
+            "part": part if self._counts else None,
+            "expert_loads": part.expert_loads,
+            "time/forward_backward": differentiated - started,
+            "time/optimizer": time.perf_counter() - differentiated,
+        }
+
+    def gradients(
+        self, wire: Wire, plain_objective: Mapping[str, Any], role: Role
+    ) -> list[tuple[str, NDArray[Any]]] | None:
+        """(name, whole gradient) of each parameter, from the first rank; nothing is changed."""
+        trained = self._trained[role]
+        self._accumulate(trained, RankShare.from_wire(wire), plain_objective, whole_gradients=True)
+        pairs = [(held, cast(Any, value).main_grad) for held, value in trained.model.parameters()]
+        gathers = WeightsOfRanks(self._architecture, self._groups.grid, pairs, critic=role == "critic")
+        whole = gathers.gather({0: gathers.names}, torch.float32)
+        return as_arrays(whole.items()) if self._place.rank == 0 else None
+
+    def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
+        """The part of the sums that this rank counts."""
+        objective = read_objective(plain_objective, self._registry)
+        sums = StepSums()
+
+        def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
+            if not stream.is_idle:
+                sums.add(rows, stream, objective.loss.token_loss(inputs), objective.loss.metrics(inputs))
+            return inputs.logprobs.sum()
+
+        share = RankShare.from_wire(wire)
+        self._forward(self._policy.model, share, visit, objective.loss.needs, objective.temperature)
+        return sums.fetch()[0] if self._counts else None
+
+    def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
+        """Of the rows of the share; None of a rank whose rows another one answers for."""
+        share = RankShare.from_wire(wire)
+        batch = share.batch
+        positions: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
+            if not stream.is_idle:
+                positions.append(stream.batch_index)
+                values.append(inputs.logprobs)
+            return inputs.logprobs.sum()
+
+        with self._playing(role) as model:
+            self._forward(model, share, visit, (), temperature)
+        if not self._counts:
+            return None
+        result = torch.zeros(batch.num_rows * batch.length)
+        if values:
+            # At once: a copy waits for the device, and with it the other stages.
+            result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
+        return result.view(batch.num_rows, batch.length).numpy()
+
+    def load(self, path: str) -> CheckpointError | None:
+        """Take a checkpoint over; what does not fit, if anything does not, and then nothing has changed.
+
+        Raises CheckpointError for files that fail only while values are read: the models are half the old ones then.
+        """
+        self._place.doing("reading a checkpoint")
+        try:
+            saved = read_fitting(Path(path), self._trained)
+        except CheckpointError as error:
+            return error
+        for role, trained in self._trained.items():
+            saved[role].put_into(trained)
+        return None
+
+    def facts(self) -> dict[str, int | str]:
+        """See `Backend.facts`."""
+        count = sum(math.prod(shape) for shape in whole_shapes(self._architecture).values())
+        return {
+            "parameters": count,
+            "trainable_parameters": count,
+            "device": f"{self._place.world} x {self._profile.device.type}",
+        }
+
+    def _save(self, path: Path) -> Mapping[str, FileDigest]:
+        return save(path, self._trained, self._groups.grid)
+
+    def _device_tensors(self) -> DeviceTensors:
+        models = [trained.tensors() for trained in self._trained.values()]
+        weights = [tensor for tensors in models for tensor in tensors.weights]
+        if self._reference is not None:
+            weights += self._reference.tensors()
+        state = [tensor for tensors in models for tensor in tensors.state]
+        return DeviceTensors(weights, state, [tensor for tensors in models for tensor in tensors.scratch])
+
+    @property
+    def _trained(self) -> dict[Role, TrainedModel]:
+        return {"policy": self._policy, **({"critic": self._critic} if self._critic is not None else {})}
+
+    @property
+    def _counts(self) -> bool:
+        """Ranks that compute the same rows come to the same loss, on the last stage: one of them counts it."""
+        return self._groups.grid.speaks(self._place.rank)
+
+    def _accumulate(
+        self,
+        trained: TrainedModel,
+        share: RankShare,
+        plain_objective: Mapping[str, Any],
+        *,
+        whole_gradients: bool = False,
+    ) -> SumsPart:
+        """The gradient of all rows, summed over all ranks; sums of this rank's rows, fetched."""
+        objective = read_objective(plain_objective, self._registry)
+        loads = ExpertLoads()
+        sums = StepSums(loads)
+
+        def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
+            if stream.is_idle:
+                return (inputs.logprobs * 0).sum()
+            token_loss = objective.loss.token_loss(inputs)
+            with torch.no_grad():
+                metrics = objective.loss.metrics(inputs)
+            return sums.add(rows, stream, token_loss, metrics) / objective.normalizer
+
+        trained.begin()
+        with trained.model.counting_experts(loads):
+            trained.model.run(
+                self._streams(share, objective.loss.needs),
+                visit,
+                objective.loss.needs,
+                objective.temperature,
+                doing=self._place.doing,
+                backward=True,
+                whole_gradients=whole_gradients,
+            )
+        return sums.fetch()[0]
+
+    def _forward(
+        self, model: StagedModel, share: RankShare, visit: Visit, needs: Collection[str], temperature: float
+    ) -> None:
+        streams = self._streams(share, needs)
+        with model.evaluating():
+            model.run(streams, visit, needs, temperature, doing=self._place.doing, backward=False)
+
+    def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
+        """Equally many on all ranks: where there is nothing to do, an idle stream keeps the exchanges in step."""
+        columns = [name for name in needs if name != ENTROPY]
+        streams = list(share_streams(share, columns, self._profile))
+        missing = self._groups.grid.rounded_up(len(streams)) - len(streams)
+        nobody = np.zeros(0, np.int64)
+        return [*streams, *[(nobody, TokenStream.idle(columns, self._profile))] * missing]
+
+    def _train(self, recipe: OptimizationRecipe, *, critic: bool = False) -> TrainedModel:
+        model, exact = self._model(critic=critic)
+        shapes = whole_shapes(self._architecture, critic=critic)
+        digest = self._digest(model, exact, critic=critic)
+        return TrainedModel(model, recipe, shapes, self._groups.place.tensor, exact, digest, self._memory)
+
+    def _digest(self, model: StagedModel, exact: Sequence[Tensor], *, critic: bool = False) -> str:
+        """Of the fp32 values: the same in every precision."""
+        held = [(entry, values) for (entry, _), values in zip(model.parameters(), exact, strict=True)]
+        return weights_digest(self._architecture, held, self._profile.device, critic=critic)
+
+    def _model(self, *, critic: bool = False) -> tuple[StagedModel, list[Tensor]]:
+        """A model with its weights from the files, in the dtype it computes in; and in fp32, in the same order."""
+        architecture, groups = self._architecture, self._groups
+        parts = build_parts(architecture, self._config, groups, critic=critic)
+        choices = router_choices(parts, groups.tensor, replay=not critic)
+        held = held_parameters(architecture, groups.grid, groups.place, critic=critic)
+        model = StagedModel(parts, held, groups.grid, self._sharing, self._rotary, choices)
+        pairs = model.parameters()
+        exact = [
+            value.detach() if value.dtype == torch.float32 else torch.empty(value.shape, dtype=torch.float32)
+            for _, value in pairs
+        ]
+        held_exact = [(entry, values) for (entry, _), values in zip(pairs, exact, strict=True)]
+        load_weights(held_exact, self._run.model, architecture, self._run.seed, self._config.on, critic=critic)
+        with torch.no_grad():
+            for (_, parameter), values in zip(pairs, exact, strict=True):
+                parameter.copy_(values)
+        return model, exact
+
+    @contextmanager
+    def _playing(self, role: Role) -> Iterator[StagedModel]:
+        """The model of this role, on the device while it is used for forwards."""
+        if role != "reference":
+            yield self._trained[role].model
+            return
+        if self._reference is None:
+            self._place.doing("loading the reference model")
+            self._reference, exact = self._model()
+            for _, parameter in self._reference.parameters():
+                parameter.requires_grad_(False)
+            found = self._digest(self._reference, exact)
+            check_initial_weights(found, self._policy.initial_weights, self._run.model.path)
+        try:
+            self._reference.to(self._profile.device)
+            yield self._reference
+        finally:
+            if self._config.reference == "host":
+                self._reference.to(torch.device("cpu"))
+                self._profile.release_cached_memory()

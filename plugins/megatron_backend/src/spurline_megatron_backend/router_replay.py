@@ -1,0 +1,90 @@
+"""Send tokens to the experts that the engine chose instead of those that Megatron's routers would choose, and count.
+
+Place on the way: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, which every layer is called with
+-> the router of the layer. Weights come from the router's own logits, as in core's `router_replay`, so gradients reach
+it. Megatron's own replay keeps all routers of the process in one list, so that the reference would replay into the
+policy; here each router of each model has a choice of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from spurline.model.expert_loads import ExpertLoads
+from spurline_megatron_backend.core_attention import StreamParams
+from spurline_megatron_backend.gpt import HiddenGPT
+
+
+class RouterChoice:
+    """The choice of one router: the given experts of a token where there are any, else its own.
+
+    It stands in the router's place for an object with the method `get_replay_topk`. layer: from 0, of the whole model.
+    group: the ranks of which each routes its part of the tokens, one after another; None where this rank routes all.
+    replays: whether it uses what is given.
+    """
+
+    def __init__(self, layer: int, group: ProcessGroup | None, *, replays: bool) -> None:
+        self._layer = layer
+        self._group = group
+        self._replays = replays
+        self._given: Tensor | None = None
+        self._num_fill = 0
+        self.loads: ExpertLoads | None = None
+        """Counts the tokens of each expert while it is set."""
+
+    def take(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook before the layer's attention: the experts come with its arguments.
+
+        Of what is inside the layer, since that is called again with the same arguments when activations are computed
+        again, whatever micro-batch has been computed in between.
+        """
+        params = kwargs.get("packed_seq_params")
+        assert isinstance(params, StreamParams), type(params)
+        experts = params.routed_experts if self._replays else None
+        self._num_fill = params.num_fill
+        if self._group is not None:
+            tokens = params.num_tokens // self._group.size()
+            start = self._group.rank() * tokens
+            experts = None if experts is None else experts[start : start + tokens]
+            self._num_fill = min(max(0, self._num_fill - start), tokens)
+        self._given = None if experts is None else experts[:, self._layer].long()
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [tokens, experts] -> those of the chosen experts, and their numbers, both [tokens, topk]."""
+        assert default_compute_topk is not None
+        values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        given, self._given = self._given, None
+        if given is not None:
+            assert given.shape == chosen.shape, (given.shape, chosen.shape)
+            chosen = torch.where(given[:, :1] >= 0, given, chosen)
+            values = scores.gather(1, chosen)
+        if self.loads is not None:
+            self.loads.add(self._layer, chosen, scores.shape[1], self._num_fill)
+        return values, chosen
+
+
+def router_choices(parts: Iterable[HiddenGPT], tensor: ProcessGroup, *, replay: bool) -> list[RouterChoice]:
+    """Take over the choices of a model's routers. tensor: the ranks of a tensor group. replay: whether routers use the
+    experts of the streams that have some."""
+    choices: list[RouterChoice] = []
+    for part in parts:
+        group = tensor if part.config.sequence_parallel else None
+        for layer in cast(Iterable[Any], part.decoder.layers):
+            router = getattr(layer.mlp, "router", None)
+            if router is not None:
+                router.router_replay = choice = RouterChoice(layer.layer_number - 1, group, replays=replay)
+                layer.self_attention.register_forward_pre_hook(choice.take, with_kwargs=True)
+                choices.append(choice)
+    return choices

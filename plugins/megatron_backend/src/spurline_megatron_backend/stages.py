@@ -1,0 +1,197 @@
+"""A model whose parts lie on the stages of a pipeline: run micro-batches through it, forward or forward and backward.
+
+Place on the way: the token streams of this rank's rows -> Megatron-core's schedules, which bring hidden states from
+stage to stage -> `visit` on the last stage, where losses and logprobs come out. All ranks of a pipeline get the same
+rows, and make the same exchanges in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from spurline.data.dealing import Rows
+from spurline.model.expert_loads import ExpertLoads
+from spurline.model.sequence_sharing import SequenceSharing
+from spurline.model.token_stream import TokenStream
+from spurline.protocols.loss import TokenLossInputs
+from spurline_megatron_backend.core_attention import packed_params
+from spurline_megatron_backend.gpt import HiddenGPT
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.parts import HeldParameter, HeldParameters
+from spurline_megatron_backend.rotary import Rotary
+from spurline_megatron_backend.router_replay import RouterChoice
+
+Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
+"""What becomes of a micro-batch on the last stage: the scalar whose gradient is taken."""
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """part: this rank's tokens of the stream; mine: which of its positions with loss are predicted from them."""
+
+    rows: Rows
+    stream: TokenStream
+    part: TokenStream
+    mine: slice
+
+
+class StagedModel:
+    """The parts that this rank holds of one model.
+
+    parts: in order. held: of what each parameter of each part is made. sharing: the ranks that share its sequences.
+    choices: of its routers.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[HiddenGPT],
+        held: Sequence[HeldParameters],
+        grid: Grid,
+        sharing: SequenceSharing,
+        rotary: Rotary,
+        choices: Sequence[RouterChoice] = (),
+    ) -> None:
+        self.parts = list(parts)
+        self._choices = choices
+        self._grid = grid
+        self._sharing = sharing
+        self._rotary = rotary
+        self._held = held
+        self.runs: Sequence[torch.nn.Module] = self.parts
+        """What the schedules call: the parts, or what is wrapped around them to sum gradients."""
+
+    @property
+    def config(self) -> TransformerConfig:
+        return self.parts[0].config
+
+    def parameters(self) -> list[tuple[HeldParameter, Parameter]]:
+        """Every parameter of this rank."""
+        pairs: list[tuple[HeldParameter, Parameter]] = []
+        for part, held in zip(self.parts, self._held, strict=True):
+            named = dict(part.named_parameters())
+            assert named.keys() == held.keys(), (sorted(named.keys() ^ held.keys()), type(part))
+            for name, parameter in named.items():
+                assert tuple(parameter.shape) == held[name].shape, (name, parameter.shape, held[name].shape)
+                pairs.append((held[name], parameter))
+        return pairs
+
+    def tensors(self) -> list[Tensor]:
+        """All parameters and buffers."""
+        return [tensor for part in self.parts for tensor in (*part.parameters(), *part.buffers())]
+
+    def run(
+        self,
+        streams: Sequence[tuple[Rows, TokenStream]],
+        visit: Visit,
+        needs: Collection[str],
+        temperature: float,
+        *,
+        doing: Callable[[str], None],
+        backward: bool,
+        whole_gradients: bool = False,
+    ) -> None:
+        """Run all micro-batches, and add up gradients where `backward` asks for them.
+
+        whole_gradients: every rank gets the sum over all of them; else each gets the part that it optimizes.
+        """
+        divides = self.config.sequence_parallel
+        unit = self._grid.tensor if divides else 1
+        longest = 0
+        if self._grid.virtual_stages > 1:
+            longest = max(self._sharing.padded_length(stream.num_tokens, unit) for _, stream in streams)
+        microbatches = [self._microbatch(rows, stream, unit, longest) for rows, stream in streams]
+        count = len(microbatches) * len(self.parts)
+        done = iter(range(1, count + 1))
+
+        def step(iterator: Iterator[_MicroBatch], run: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            microbatch = next(iterator)
+            doing(f"micro-batch {-(-next(done) // len(self.parts))} of {len(microbatches)}")
+            packed = packed_params(microbatch.part, self._rotary)
+            hidden = run(microbatch.part.input_ids, None, None, packed_seq_params=packed)
+            return hidden, partial(self._visited, visit, microbatch, needs, temperature)
+
+        if backward:
+            for part in self.runs:
+                # Of sums that begin while the last micro-batch goes backward; the schedule knows of others alone.
+                cast(Any, part).force_all_reduce = whole_gradients
+        iterators = [iter(microbatches) for _ in self.parts]
+        with torch.enable_grad() if backward else torch.no_grad():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iterators if len(self.parts) > 1 else iterators[0],
+                model=list(self.runs),
+                num_microbatches=len(microbatches),
+                # Of what travels between interleaved stages, which is divided by the context ranks; others send along
+                # how long it is.
+                seq_length=microbatches[0].part.num_tokens * self._grid.context,
+                micro_batch_size=1,
+                forward_only=not backward,
+                force_all_reduce=whole_gradients,
+            )
+
+    def _visited(
+        self, visit: Visit, microbatch: _MicroBatch, needs: Collection[str], temperature: float, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """What the schedules want of a loss: the scalar, a number of tokens that nobody reads, and nothing else."""
+        last = self.parts[-1]
+        inputs = last.loss_inputs(
+            hidden, microbatch.part, microbatch.mine, microbatch.stream, self._sharing, needs, temperature
+        )
+        scalar = visit(microbatch.rows, microbatch.stream, inputs)
+        return scalar, torch.ones((), dtype=torch.int, device=scalar.device), {}
+
+    def _microbatch(self, rows: Rows, stream: TokenStream, unit: int, longest: int) -> _MicroBatch:
+        part, mine = self._sharing.part_of(stream, multiple=unit, at_least=longest)
+        return _MicroBatch(rows, stream, part, mine)
+
+    @contextmanager
+    def counting_experts(self, loads: ExpertLoads) -> Iterator[None]:
+        """A context in which the tokens that this rank sends to each expert are counted."""
+        for choice in self._choices:
+            choice.loads = loads
+        try:
+            yield
+        finally:
+            for choice in self._choices:
+                choice.loads = None
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights of a model that is not trained."""
+        for part in self.parts:
+            part.to(device)
+
+    @contextmanager
+    def computing_otherwise(self, *, sharing: SequenceSharing | None, chunk_tokens: int) -> Iterator[None]:
+        """Share sequences with other ranks meanwhile, None as always, and compute other chunks of logits."""
+        own_sharing, score = self._sharing, self.parts[-1].score
+        own_chunks = chunk_tokens if score is None else score.chunk_tokens
+        self._sharing = sharing or own_sharing
+        if score is not None:
+            score.chunk_tokens = chunk_tokens
+        try:
+            yield
+        finally:
+            self._sharing = own_sharing
+            if score is not None:
+                score.chunk_tokens = own_chunks
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In evaluation mode meanwhile."""
+        for part in self.parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.train()

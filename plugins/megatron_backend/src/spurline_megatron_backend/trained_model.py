@@ -1,0 +1,302 @@
+"""A model on its ranks with its optimizer: gradients summed over data-parallel ranks, the norm, clipping, the step.
+
+Megatron-core keeps the gradients of a model in flat buffers, and sums each buffer so that every data-parallel rank gets
+one range of it (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054). A rank optimizes that range: it keeps the
+fp32 values and the optimizer's state of it alone, and the new weights are gathered from all. The optimizer is the
+run's own, and steps on flat ranges of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+from torch.nn import Parameter
+
+from spurline.errors import ConfigError
+from spurline.model.offloading import DeviceMemory, DeviceTensors, tensors_in
+from spurline.model.pieces import Shape
+from spurline.optimizers.groups import check_groups, settings_of
+from spurline.optimizers.optimization import OptimizationRecipe, set_rates
+from spurline.optimizers.state import PEAK, group_values
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline_megatron_backend.checkpoint import Owned
+from spurline_megatron_backend.parts import HeldParameter
+from spurline_megatron_backend.stages import StagedModel
+
+_CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_, which the local backend uses."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank optimizes of one parameter: values `span` of it, flattened.
+
+    main: fp32, the memory that the optimizer steps on. weights: the same values of the model, in its dtype; with fp32
+    the very memory of `main`. gradient: their sum over all ranks, once a step's gradients are summed.
+    """
+
+    held: HeldParameter
+    span: tuple[int, int]
+    main: Parameter
+    weights: Tensor
+    gradient: Tensor
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Over all ranks: the gradient norm, and the sum of weight * loss."""
+
+    grad_norm: float
+    loss: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+
+
+class TrainedModel:
+    """`model`, all of whose parameters are trained. Making one is a collective.
+
+    shapes: of all tensors of the whole model, by name. tensor_rank: of this rank in its group. exact: fp32 values of
+    the parameters, in their order. initial_weights: digest of them all. memory: of the device that all of it is on.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        recipe: OptimizationRecipe,
+        shapes: Mapping[str, Shape],
+        tensor_rank: int,
+        exact: Sequence[Tensor],
+        initial_weights: str,
+        memory: DeviceMemory,
+    ) -> None:
+        self.model = model
+        self._memory = memory
+        self.recipe = recipe
+        self.shapes = shapes
+        self.initial_weights = initial_weights
+        """Recognises the weights that the whole run started from, also after a resume."""
+        self._tensor_rank = tensor_rank
+        check_groups(recipe.config, shapes, recipe.key)
+        for held, parameter in model.parameters():
+            # Megatron does so only where `expert` is more than 1. But the ranks of a tensor group may each have all
+            # experts too, and other tokens: gradients of experts are summed over the ranks that have the same ones.
+            cast(Any, parameter).allreduce = not held.is_expert
+        # Gradients are summed a bucket at a time, each as soon as the last micro-batch has gone backward through it.
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
+        )
+        self._wrapped = [DistributedDataParallel(model.config, settings, part) for part in model.parts]
+        model.runs = self._wrapped
+        # The schedules want one function, or as many as there are parts.
+        waits = [wrapped.no_sync for wrapped in self._wrapped]
+        model.config.no_sync_func = cast(Any, waits if len(waits) > 1 else waits[0])
+        model.config.finalize_model_grads_func = _sum_gradients
+        known = {
+            id(parameter): (entry, values) for (entry, parameter), values in zip(model.parameters(), exact, strict=True)
+        }
+        self.shards = [shard for wrapped in self._wrapped for shard in _shards(wrapped, known)]
+        self.optimizer = _optimizer(recipe, shapes, model.parameters(), self.shards)
+        self.made = group_values(self.optimizer)
+        """The settings of the optimizer's groups when it was new."""
+        self.updates = 0
+        self._shown_while_given: bool | None = None
+        """Whether others had the device when the memory of gradients got the fp32 values; None where it has none."""
+
+    @property
+    def optimizer_name(self) -> str:
+        return self.recipe.config.name
+
+    def owned(self) -> list[Owned]:
+        """What this rank's optimizer holds; its state is there from the first step on.
+
+        While others have the device these are the copies on the host, to read and not to fill.
+        """
+        read, states = self._memory.read, self.optimizer.state
+        if not self._memory.is_given:
+            return [Owned(shard.held, shard.span, shard.main.detach(), states[shard.main]) for shard in self.shards]
+        return [
+            Owned(
+                shard.held,
+                shard.span,
+                read(shard.main.detach()),
+                {key: read(it) if isinstance(it, Tensor) else it for key, it in states[shard.main].items()},
+            )
+            for shard in self.shards
+        ]
+
+    def tensors(self) -> DeviceTensors:
+        """What lies on the device between two updates, in the flat buffers that parameters and shards are views of."""
+        self._shown_while_given = None
+        buffers = [buffer for wrapped in self._wrapped for buffer in _buffers(wrapped)]
+        weights = [*self.model.tensors(), *(buffer.param_data for buffer in buffers)]
+        state = [*(shard.main for shard in self.shards), *tensors_in(self.optimizer.state)]
+        return DeviceTensors(weights, state, [buffer.grad_data for buffer in buffers])
+
+    def begin(self) -> None:
+        """Before the gradients of a step: they begin at 0."""
+        self._shown_while_given = None
+        for wrapped in self._wrapped:
+            wrapped.zero_grad_buffer()
+
+    def totals(self, loss: float) -> StepTotals:
+        """What all ranks come to. A collective. loss: sum of weight * loss of the tokens that this rank counts."""
+        squares = [shard.gradient.double().square().sum() for shard in self.shards if self._counts(shard)]
+        device = self.model.parameters()[0][1].device
+        own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.stack([own, own.new_tensor(loss)])
+        dist.all_reduce(sums)
+        total, loss = sums.tolist()
+        return StepTotals(math.sqrt(total), loss)
+
+    def _counts(self, shard: Shard) -> bool:
+        """Whether no other rank has the same values: of those that are not divided, the first of its group counts."""
+        if shard.held.is_copy:
+            return False
+        return shard.held.is_divided or self._tensor_rank == 0
+
+    def step(self, grad_norm: float) -> dict[str, float]:
+        """Clip, and update the weights; returns the learning rates that were used, as metrics. A collective."""
+        limit = self.recipe.config.max_grad_norm
+        factor = limit / (grad_norm + _CLIP_EPSILON) if limit is not None and grad_norm > limit else None
+        for shard in self.shards:
+            if factor is not None:
+                shard.gradient.mul_(factor)
+            shard.main.grad = shard.gradient
+        rates = set_rates(self.recipe.config, self.optimizer, self.recipe.factor(self.updates + 1))
+        self.optimizer.step()
+        for shard in self.shards:
+            shard.main.grad = None
+        self.fill_from_owned()
+        self.updates += 1
+        return rates
+
+    def fill_from_owned(self) -> None:
+        """Give all data-parallel ranks the weights that each of them has optimized. A collective."""
+        self._shown_while_given = None
+        with torch.no_grad():
+            for shard in self.shards:
+                if shard.weights.data_ptr() != shard.main.data_ptr():
+                    shard.weights.copy_(shard.main)
+            for wrapped in self._wrapped:
+                wrapped.start_param_sync(force_sync=True)
+
+    def exact(self) -> list[tuple[HeldParameter, Tensor]]:
+        """Every parameter in fp32, good once `show_exact` was called and until a step or a load begins."""
+        return [
+            (held, value.detach() if value.dtype == torch.float32 else cast(Any, value).main_grad)
+            for held, value in self.model.parameters()
+        ]
+
+    def show_exact(self) -> None:
+        """Bring the fp32 values of all parameters to where `exact` has them. A collective.
+
+        Models that compute in another dtype have them in the memory of the gradients, which hold nothing between steps.
+        """
+        # What was shown on the host is gone with `take`, as all that is scratch.
+        if self._shown_while_given == self._memory.is_given or self.model.config.params_dtype == torch.float32:
+            return
+        read = self._memory.read
+        with torch.no_grad():
+            for shard in self.shards:
+                read(shard.gradient).copy_(read(shard.main))
+            for wrapped in self._wrapped:
+                for buffer in _buffers(wrapped):
+                    group = buffer.data_parallel_group
+                    for bucket in buffer.buckets:
+                        shown = read(bucket.grad_data)
+                        # On the device, where alone the group exchanges: a bucket more there while others have it.
+                        gathered = shown.to(bucket.grad_data.device)
+                        own = gathered.chunk(group.size())[group.rank()]
+                        dist.all_gather_into_tensor(gathered, own, group=group)
+                        if gathered is not shown:
+                            shown.copy_(gathered)
+        self._shown_while_given = self._memory.is_given
+
+
+def _sum_gradients(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
+    """The sums over all ranks. They are not divided by a number of tokens: losses come divided."""
+    finalize_model_grads(model, None, **options)
+
+
+def _buffers(wrapped: DistributedDataParallel) -> list[Any]:
+    """Those of dense parameters, then those of experts, whose data-parallel groups are other ones."""
+    # They hide the method of torch's modules of the same name.
+    owner: Any = wrapped
+    return [*owner.buffers, *owner.expert_parallel_buffers]
+
+
+def _shards(wrapped: DistributedDataParallel, known: Mapping[int, tuple[HeldParameter, Tensor]]) -> list[Shard]:
+    """The ranges that this rank optimizes of the parameters of one part of the model.
+
+    known: what is held of each parameter, and its fp32 values, by its id.
+    """
+    shards: list[Shard] = []
+    for buffer in _buffers(wrapped):
+        rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        for bucket in buffer.buckets:
+            share: int = bucket.grad_data.numel() // size
+            low, high = rank * share, (rank + 1) * share
+            parameters: Sequence[Parameter] = bucket.params_list
+            for parameter in parameters:
+                start, end, _ = buffer.param_index_map[parameter]
+                first, last = max(start - bucket.offset, low), min(end - bucket.offset, high)
+                if first >= last:
+                    continue
+                assert bucket.param_data is not None
+                held, exact = known[id(parameter)]
+                begin = first + bucket.offset - start
+                span = (begin, begin + last - first)
+                weights = bucket.param_data[first:last]
+                # The very weights where they are fp32, so that a step is all that changes them.
+                main = weights if weights.dtype == torch.float32 else exact.view(-1)[slice(*span)].to(weights.device)
+                shards.append(Shard(held, span, Parameter(main), weights, bucket.grad_data[first:last]))
+    return shards
+
+
+def _optimizer(
+    recipe: OptimizationRecipe,
+    shapes: Mapping[str, Shape],
+    parameters: Sequence[tuple[HeldParameter, Parameter]],
+    shards: Sequence[Shard],
+) -> Any:
+    """The run's optimizer of these shards, in the groups that their parameters belong to.
+
+    Groups are those of all tensors of the model, the same on all ranks, though a stage has parameters of some alone.
+    """
+    device = parameters[0][1].device
+    # Settings look at names and dimensions. What is stepped on comes in their place.
+    named = {name: Parameter(torch.empty((0,) * len(shape), device=device)) for name, shape in shapes.items()}
+    for held, parameter in parameters:
+        _check_together(recipe.config, held, parameter, recipe.key)
+    optimizer = recipe.make_optimizer(named)
+    names = {id(parameter): name for name, parameter in named.items()}
+    group_of = {names[id(parameter)]: group for group in optimizer.param_groups for parameter in group["params"]}
+    for group in optimizer.param_groups:
+        group["params"] = []
+        group[PEAK] = group["lr"]
+    for shard in shards:
+        # A part of an embedding that is all padding is nobody's.
+        if shard.held.parts:
+            group_of[shard.held.parts[0].name]["params"].append(shard.main)
+    return optimizer
+
+
+def _check_together(config: OptimizerConfig, held: HeldParameter, parameter: Parameter, key: str) -> None:
+    """Raise ConfigError for groups that part what Megatron keeps in one parameter."""
+    names = list(dict.fromkeys(part.name for part in held.parts))
+    settings = {settings_of(config, name, parameter) for name in names}
+    if len(settings) > 1:
+        raise ConfigError.at(
+            f"{key}.groups",
+            f"give {' and '.join(names)} different settings, and Megatron keeps them as one parameter. Let one pattern "
+            "fit all of them, or choose backend fsdp.",
+        )

@@ -1,0 +1,129 @@
+"""Logprob and entropy of chosen tokens, where ranks of a tensor group each compute logits of a part of the vocabulary.
+
+Place on the way: hidden states where there is loss, the same on all ranks of the group -> each rank's logits, a chunk
+of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered: a softmax needs their
+greatest, the sum of their exponentials and the target's, so those are exchanged, one number for each position.
+Everything here is a collective of the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class VocabularyLogprobs:
+    """The output layer of a divided model, applied in chunks of at most `chunk_tokens` positions.
+
+    logits: hidden states [N, H] -> this rank's logits [N, V]. The gradient that it passes to the hidden states may be
+    this rank's share of a sum over the group or the whole of it: that is its matter. Rank r of the group has the logits
+    of the tokens from r * V on; from `vocabulary` on there are none, whatever the columns hold.
+    With several chunks their logits are recomputed in the backward pass.
+    """
+
+    def __init__(
+        self, logits: Callable[[Tensor], Tensor], group: ProcessGroup, vocabulary: int, chunk_tokens: int
+    ) -> None:
+        self._logits = logits
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._vocabulary = vocabulary
+        self.chunk_tokens = chunk_tokens
+
+    def __call__(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprob of each target [N] after each hidden state [N, H], and the entropy [N] there when asked for.
+
+        Both are of softmax(logits / temperature). All ranks of the group have equal arguments, and each is meant to go
+        backward from the same loss, which counts once.
+        """
+        num_chunks = math.ceil(len(targets) / self.chunk_tokens)
+        if num_chunks <= 1:
+            return self._score(hidden, targets, want_entropy, temperature)
+        size = math.ceil(len(targets) / num_chunks)
+        parts = [
+            self._score_chunk(hidden_chunk, target_chunk, want_entropy, temperature)
+            for hidden_chunk, target_chunk in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        entropies = [entropy for _, entropy in parts if entropy is not None]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
+
+    def _score_chunk(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        if not torch.is_grad_enabled():
+            return self._score(hidden, targets, want_entropy, temperature)
+        # Ranks recompute their chunks in the same order, so that what they exchange meanwhile fits together.
+        result = checkpoint(
+            self._score, hidden, targets, want_entropy, temperature, use_reentrant=False, preserve_rng_state=False
+        )
+        assert isinstance(result, tuple)
+        return result
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self._logits(hidden)
+        if logits.dtype in _HALF_PRECISION:
+            # Half-precision logits are exact enough, a softmax over 1e5 of them is not.
+            logits = logits.float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        first = self._rank * logits.shape[1]
+        if first + logits.shape[1] > self._vocabulary:
+            is_padding = torch.arange(logits.shape[1], device=logits.device) >= self._vocabulary - first
+            logits = logits.masked_fill(is_padding, -torch.inf)
+        scores = _Scores.apply(logits, targets - first, want_entropy, self._group)
+        assert isinstance(scores, Tensor)
+        return scores[0], scores[1] if want_entropy else None
+
+
+class _Scores(torch.autograd.Function):
+    """Logits [N, V] of each rank -> logprob, and entropy when asked for, [1 or 2, N] on every rank.
+
+    targets: int64 [N], as columns of this rank; those of other ranks are outside of them. The gradient of a rank's
+    logits comes from what comes to this rank: all ranks get the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, want_entropy: bool, group: ProcessGroup) -> Tensor:
+        greatest = logits.amax(1)
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - greatest.unsqueeze(1)
+        is_own = (targets >= 0) & (targets < logits.shape[1])
+        column = targets.clamp(0, logits.shape[1] - 1).unsqueeze(1)
+        of_target = shifted.gather(1, column).squeeze(1).masked_fill(~is_own, 0.0)
+        exponentials = shifted.exp_()
+        sums = [exponentials.sum(1), of_target]
+        if want_entropy:
+            # Not the product with the logits: those of padding are -inf, and 0 times that is NaN.
+            sums.append(torch.special.entr(exponentials).sum(1))
+        reduced = torch.stack(sums)
+        dist.all_reduce(reduced, group=group)
+        total, of_target, *rest = reduced
+        scores = [of_target - total.log()]
+        if want_entropy:
+            scores.append(total.log() + rest[0] / total)
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), column, is_own, *scores[1:])
+        return torch.stack(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, column, is_own, *entropies = ctx.saved_tensors
+        of_logprob, *of_entropy = grads[0]
+        gradient = probabilities * -of_logprob.unsqueeze(1)
+        for entropy, of_this in zip(entropies, of_entropy, strict=True):
+            # The derivative of the entropy by a logit is -p * (log p + entropy).
+            change = torch.special.entr(probabilities).addcmul_(probabilities, entropy.unsqueeze(1), value=-1)
+            gradient.addcmul_(change, of_this.unsqueeze(1))
+        return gradient.scatter_add_(1, column, (of_logprob * is_own).unsqueeze(1)), None, None, None

@@ -1,0 +1,237 @@
+"""Bring whole tensors together out of the boxes that ranks hold, each only where it is wanted.
+
+Place on the way: parameters of each rank -> boxes of Hugging Face tensors, from their owners straight to the rank that
+asks for them -> whole tensors there -> buckets for engines, files, or the controller. Who owns which box follows from
+the sizes of the model and the grid alone, so ranks agree on all messages without asking each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spurline.model.pieces import Box, Shape
+from spurline_megatron_backend.architecture import Architecture
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.parts import HeldParameter, Part, held_parameters
+
+if TYPE_CHECKING:
+    from spurline_megatron_backend.trained_model import TrainedModel
+
+IN_FLIGHT_BYTES = 64 << 20
+"""What arrives at a time."""
+
+Held = Sequence[tuple[HeldParameter, Tensor]]
+"""A rank's parameters, or tensors of their shapes, such as gradients."""
+
+
+@dataclass(frozen=True)
+class OwnedBox:
+    """A part of the tensor `name`, and the rank that sends it to others."""
+
+    name: str
+    box: Box
+    owner: int
+
+
+@dataclass(frozen=True)
+class BoxOwners:
+    """Who sends which part of each tensor: the first of the ranks that hold it.
+
+    shapes: of all tensors, by name. boxes: of each tensor, in the order of their owners; together they are the tensor.
+    """
+
+    shapes: Mapping[str, Shape]
+    boxes: Mapping[str, tuple[OwnedBox, ...]]
+
+    def most_of(self, names: Collection[str]) -> int:
+        """The rank that owns most of the values of these tensors, the first of several."""
+        values: dict[int, int] = {}
+        for name in names:
+            for part in self.boxes[name]:
+                values[part.owner] = values.get(part.owner, 0) + part.box.num_values
+        return min(values, key=lambda rank: (-values[rank], rank))
+
+    def rounds(self, names: Collection[str], dtype: torch.dtype, max_bytes: int) -> Iterator[list[OwnedBox]]:
+        """The parts of these tensors by owner, in rounds of at most so many bytes; a larger part has one of its own.
+
+        dtype: in which they are sent.
+        """
+        parts = sorted((part for name in names for part in self.boxes[name]), key=lambda part: part.owner)
+        taken: list[OwnedBox] = []
+        used = 0
+        for part in parts:
+            size = part.box.num_values * dtype.itemsize
+            if taken and used + size > max_bytes:
+                yield taken
+                taken, used = [], 0
+            taken.append(part)
+            used += size
+        if taken:
+            yield taken
+
+
+@cache
+def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) -> BoxOwners:
+    """Of a model on this grid. critic: with a value head."""
+    shapes: dict[str, Shape] = {}
+    boxes: dict[str, dict[Box, OwnedBox]] = {}
+    for rank, part in _parts_by_rank(architecture, grid, critic=critic):
+        shapes[part.name] = part.shape
+        boxes.setdefault(part.name, {}).setdefault(part.box, OwnedBox(part.name, part.box, rank))
+    for name, shape in shapes.items():
+        found = sum(box.num_values for box in boxes[name])
+        assert found == math.prod(shape), f"ranks hold {found} values of {name}, whose shape is {shape}"
+    return BoxOwners(shapes, {name: tuple(of_tensor.values()) for name, of_tensor in boxes.items()})
+
+
+def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> Iterator[tuple[int, Part]]:
+    """(rank, part) of all parts, of ranks in order; no copies, and nothing of ranks that hold what earlier ones do."""
+    seen: set[tuple[int, ...]] = set()
+    for rank in range(grid.ranks):
+        place = grid.place(rank)
+        holds = {
+            False: (0, place.pipeline, place.tensor),
+            True: (1, place.pipeline, place.expert, place.expert_tensor),
+        }
+        new = {is_expert for is_expert, what in holds.items() if what not in seen}
+        seen |= {*holds.values()}
+        if not new:
+            continue
+        for parameters in held_parameters(architecture, grid, place, critic=critic):
+            for parameter in parameters.values():
+                if parameter.is_expert in new and not parameter.is_copy:
+                    yield from ((rank, part) for part in parameter.parts)
+
+
+class WeightsOfRanks:
+    """Puts tensors together on the ranks that want them, out of this and the other ranks' parts; a `Gathers`.
+
+    held: what this rank holds, contiguous and of one dtype, which is the same on all ranks. critic: whether the model
+    has a value head. max_bytes: what arrives at a time, besides the tensors that are put together; a larger box comes
+    alone. read: gives the tensor that has the values of one that is held, where these may be elsewhere.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        grid: Grid,
+        held: Held,
+        *,
+        critic: bool = False,
+        max_bytes: int = IN_FLIGHT_BYTES,
+        read: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._read = read
+        self._rank, self._max_bytes = dist.get_rank(), max_bytes
+        self._owners = box_owners(architecture, grid, critic=critic)
+        self._held = {(part.name, part.box): (tensor, part) for parameter, tensor in held for part in parameter.parts}
+        kinds = {(tensor.dtype, tensor.device) for _, tensor in held}
+        assert len(kinds) == 1, f"rank {self._rank} holds tensors of several kinds: {kinds}"
+        [(self._dtype, self._device)] = kinds
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, whoever holds them."""
+        return [*self._owners.shapes]
+
+    def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """(name, whole tensor) of what this rank wants; see `Gathers`. A collective.
+
+        wanted: names by rank, the same on all ranks. dtype: in which they are sent and arrive; None: as they are held.
+        A rank needs memory for what it wants, and `max_bytes` for each rank that wants something else than the others.
+        """
+        kind = dtype or self._dtype
+        whole = {
+            name: torch.empty(self._owners.shapes[name], dtype=kind, device=self._device)
+            for name in wanted.get(self._rank, ())
+        }
+        to_each = [
+            [(destination, parts) for parts in self._owners.rounds(names, kind, self._max_bytes)]
+            for destination, names in sorted(wanted.items())
+        ]
+        for rounds in zip_longest(*to_each):
+            self._exchange([found for found in rounds if found is not None], kind, whole)
+        return whole
+
+    def owner_of(self, names: Collection[str]) -> int:
+        """The rank that sends most of the values of these tensors; the first of several, which are of one stage."""
+        return self._owners.most_of(names)
+
+    def _exchange(
+        self, wanted: Sequence[tuple[int, Sequence[OwnedBox]]], dtype: torch.dtype, whole: Mapping[str, Tensor]
+    ) -> None:
+        """Bring parts to the ranks that want them, in one message of each owner. whole: where this rank's belong."""
+        exchanges: list[dist.P2POp] = []
+        arriving: list[tuple[OwnedBox, Tensor]] = []
+        outgoing: dict[tuple[OwnedBox, ...], Tensor] = {}
+        for destination, parts in wanted:
+            for owner, group in groupby(parts, lambda part: part.owner):
+                if self._rank not in (owner, destination):
+                    continue
+                own = [*group]
+                if owner == destination:
+                    for part in own:
+                        _place(part, self._values(part), whole)
+                    continue
+                if self._rank == owner:
+                    # What several ranks want is put together once.
+                    message = outgoing.get(wanted_parts := tuple(own))
+                    if message is None:
+                        message = outgoing[wanted_parts] = self._empty(own, dtype)
+                        for part, space in zip(own, _spaces(message, own), strict=True):
+                            space.copy_(self._values(part))
+                    exchanges.append(dist.P2POp(dist.isend, message, destination))
+                else:
+                    message = self._empty(own, dtype)
+                    arriving += zip(own, _spaces(message, own), strict=True)
+                    exchanges.append(dist.P2POp(dist.irecv, message, owner))
+        # In one batch, whatever its order: outside of one, NCCL makes a communicator for every pair of ranks, and two
+        # ranks that send to each other wait for each other.
+        for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
+            work.wait()
+        for part, values in arriving:
+            _place(part, values, whole)
+
+    def _empty(self, parts: Sequence[OwnedBox], dtype: torch.dtype) -> Tensor:
+        """A message with room for these parts."""
+        return torch.empty(sum(part.box.num_values for part in parts), dtype=dtype, device=self._device)
+
+    def _values(self, part: OwnedBox) -> Tensor:
+        """As a vector: the very memory of the parameter, or of its copy on the host."""
+        tensor, here = self._held[part.name, part.box]
+        if self._read is not None:
+            tensor = self._read(tensor)
+        return tensor.detach().view(-1)[here.begin : here.end]
+
+
+def _spaces(message: Tensor, parts: Sequence[OwnedBox]) -> Sequence[Tensor]:
+    """Where each of these parts is in their message."""
+    return message.split([part.box.num_values for part in parts])
+
+
+def _place(part: OwnedBox, values: Tensor, whole: Mapping[str, Tensor]) -> None:
+    tensor = whole[part.name]
+    tensor[part.box.slices_in(Box.whole(tensor.shape))] = values.view(part.box.shape)
+
+
+class ExactWeights(WeightsOfRanks):
+    """The fp32 weights that a model is trained on, in whatever dtype it computes."""
+
+    def __init__(
+        self, architecture: Architecture, grid: Grid, trained: TrainedModel, read: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(architecture, grid, trained.exact(), read=read)
+        self._trained = trained
+
+    def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        self._trained.show_exact()
+        return super().gather(wanted, dtype)

@@ -1,0 +1,148 @@
+"""A layout and a step of training as far as memory and time depend on them. Numbers alone: no torch, no config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from spurline_megatron_backend.architecture import Architecture
+from spurline_megatron_backend.grid import Grid, Place, part_sizes
+from spurline_megatron_backend.parts import held_parameters
+
+Recompute = Literal["none", "selective", "full"]
+
+UNEVEN_EXPERTS = 1.2
+"""Tokens of the busiest rank of those that divide experts, over an even share: an assumption, as no router is even."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide a model, and how each computes its part.
+
+    microbatch: tokens that a micro-batch is filled up to; None takes the rows of a rank at once.
+    """
+
+    grid: Grid
+    microbatch: int | None = None
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+
+    @property
+    def sequence_share(self) -> int:
+        """Ranks that divide the tokens of what tensor parallelism itself does not divide."""
+        return self.grid.tensor if self.sequence_parallel else 1
+
+    @property
+    def expert_load(self) -> float:
+        """Copies of tokens that the busiest rank's experts get, over an even share."""
+        return UNEVEN_EXPERTS if self.grid.expert > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """tokens: in an optimizer step over all ranks. row_length: of the longest row."""
+
+    row_length: int
+    tokens: int
+
+    def tokens_of_microbatch(self, layout: Layout) -> int:
+        """Tokens that the ranks of one copy of the model compute at once, before context parallelism divides them."""
+        share = math.ceil(self.tokens / layout.grid.data)
+        bound = share if layout.microbatch is None else min(share, layout.microbatch)
+        # Rows are dealt whole.
+        return max(bound, min(self.row_length, self.tokens))
+
+    def num_microbatches(self, layout: Layout) -> int:
+        """Micro-batches that each rank computes."""
+        share = math.ceil(self.tokens / layout.grid.data)
+        number = max(1, math.ceil(share / max(1, self.tokens_of_microbatch(layout))))
+        return layout.grid.rounded_up(number)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Numbers of a rank's parameters: of its experts, and of all else."""
+
+    dense: int
+    expert: int
+
+    def __add__(self, other: Values) -> Values:
+        return Values(self.dense + other.dense, self.expert + other.expert)
+
+    def __sub__(self, other: Values) -> Values:
+        return Values(self.dense - other.dense, self.expert - other.expert)
+
+    def __mul__(self, times: int) -> Values:
+        return Values(self.dense * times, self.expert * times)
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a rank holds for one layer, and beside layers in the first, the last and an only stage."""
+
+    layer: Values
+    first: Values
+    last: Values
+    only: Values
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the pipeline stages of a model hold."""
+
+    architecture: Architecture
+    grid: Grid
+    critic: bool = False
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """By stage: layers of each of its parts."""
+        return _layers(self.architecture.num_layers, self.grid.pipeline, self.grid.virtual_stages)
+
+    @property
+    def unlike(self) -> list[int]:
+        """Stages of which one has most of everything: of inner stages with as many layers the first begins most."""
+        first_with = {sum(parts): stage for stage, parts in reversed(list(enumerate(self.layers))[1:-1])}
+        return sorted({0, self.grid.pipeline - 1, *first_with.values()})
+
+    def is_last(self, stage: int) -> bool:
+        return stage == self.grid.pipeline - 1
+
+    def values(self, stage: int) -> Values:
+        """Parameters of each rank of this stage; all have equally many, padding of the vocabulary included."""
+        grid = self.grid
+        held = _held(self.architecture, grid.tensor, grid.expert, grid.expert_tensor, self.critic)
+        found = held.layer * sum(self.layers[stage])
+        if grid.pipeline == 1:
+            return found + held.only
+        if stage == 0:
+            return found + held.first
+        return found + held.last if self.is_last(stage) else found
+
+
+@lru_cache(maxsize=1024)
+def _layers(num_layers: int, pipeline: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
+    sizes = part_sizes(num_layers, pipeline * virtual_stages)
+    return tuple(tuple(sizes[stage::pipeline]) for stage in range(pipeline))
+
+
+@lru_cache(maxsize=1024)
+def _held(architecture: Architecture, tensor: int, expert: int, expert_tensor: int, critic: bool) -> _Held:
+    # All layers are alike: a model of three tells what any number of them holds.
+    cut = replace(architecture, num_layers=3)
+
+    def values(pipeline: int, stage: int) -> Values:
+        grid = Grid(tensor * expert * expert_tensor * pipeline, tensor, pipeline, 1, 1, expert, expert_tensor)
+        place = Place(0, 0, 0, stage, 0, 0, 0)
+        held = [parameter for part in held_parameters(cut, grid, place, critic=critic) for parameter in part.values()]
+        experts = sum(math.prod(parameter.shape) for parameter in held if parameter.is_expert)
+        return Values(sum(math.prod(parameter.shape) for parameter in held) - experts, experts)
+
+    layer = values(3, 1)
+    return _Held(layer, values(3, 0) - layer, values(3, 2) - layer, values(1, 0) - layer * 3)

@@ -1,0 +1,79 @@
+"""How evenly tokens go to experts: counted by the local backend, and joined over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+from expert_models import EXPERTS, LAYERS, TOP_K, random_experts, with_experts, write_expert_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.expert_loads import ExpertLoads, load_metrics
+from spurline.protocols.loss import Objective
+
+OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 7.5)
+SAMPLES = make_samples([5, 9, 12, 3, 7])
+
+
+def expected_metrics(experts: Any) -> dict[str, float]:
+    """By counting [tokens, layers, top_k] one after the other."""
+    counts = np.zeros((LAYERS, EXPERTS))
+    for token in experts:
+        for layer, chosen in enumerate(token):
+            for expert in chosen:
+                counts[layer, expert] += 1
+    ratios = counts.max(1) / counts.mean(1)
+    return {
+        "moe/imbalance": float(ratios.mean()),
+        "moe/imbalance/max": float(ratios.max()),
+        "moe/idle_experts": float((counts == 0).mean()),
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"rows_per_microbatch": 2}, {"activation_checkpointing": True, "max_tokens_per_microbatch": 12}],
+    ids=str,
+)
+def test_an_update_says_how_evenly_its_tokens_went_to_the_experts(tmp_path: Path, settings: dict[str, Any]) -> None:
+    backend = local_backend(write_expert_model(tmp_path), **settings)
+    chosen = random_experts(SAMPLES, unknown=0.0)
+    metrics = backend.update(with_experts(lay_out(SAMPLES, gap=2), chosen), OBJECTIVE)
+    expected = expected_metrics(np.concatenate(chosen))
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_only_updates_count_and_dense_models_have_no_such_metric(tmp_path: Path) -> None:
+    backend = local_backend(write_expert_model(tmp_path / "experts"))
+    batch = lay_out(SAMPLES)
+    backend.logprobs(batch)
+    backend.evaluate(batch, OBJECTIVE)
+    first = backend.update(batch, Objective(OBJECTIVE.loss, 1e9))
+    assert 1 < first["moe/imbalance"] <= first["moe/imbalance/max"] <= EXPERTS / TOP_K
+    dense = local_backend(write_model_folder(tmp_path / "dense"))
+    assert not any(name.startswith("moe/") for name in dense.update(batch, OBJECTIVE))
+
+
+@given(st.lists(st.lists(st.lists(st.integers(0, 20), min_size=4, max_size=4), min_size=2, max_size=2), max_size=4))
+def test_ranks_may_count_any_part_of_the_tokens_and_layers(counts: list[list[list[int]]]) -> None:
+    """counts: per rank, layer and expert."""
+    parts = [{layer: np.array(tokens) for layer, tokens in enumerate(rank)} for rank in counts]
+    whole = np.array(counts).sum(0) if counts else np.zeros((2, 4), np.int64)
+    by_layer = [{layer: tokens} for layer, tokens in enumerate(whole)]
+    assert load_metrics(parts) == pytest.approx(load_metrics(by_layer))
+    if not whole.any():
+        assert load_metrics(parts) == {}
+
+
+def test_fill_in_front_is_not_counted() -> None:
+    loads = ExpertLoads()
+    loads.add(3, torch.tensor([[7, 7], [0, 1], [1, 2]]), 8, 1)
+    [(layer, tokens)] = loads.fetch().items()
+    assert (layer, tokens.tolist()) == (3, [1, 2, 1, 0, 0, 0, 0, 0])

@@ -1,0 +1,263 @@
+"""A sync sends the adapters alone where the engines take them, and whole merged weights everywhere else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+from fsdp_layouts import on
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spurline import load_config
+from spurline.backends.local.backend import LocalBackend
+from spurline.errors import BucketLostError, ConfigError, RunFailedError
+from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.configs import LoraConfig
+from spurline.protocols.loss import Objective
+from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.protocols.weight_sync import SyncReport
+from spurline.testing.backend_cases import assert_weights_equal, minibatch
+from spurline.testing.backend_runs import backend_run, opened
+from spurline_async_rl.weights.buckets import BucketSync, InProcessSync
+from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
+from spurline_async_rl.weights.configs import (
+    CollectiveSyncConfig,
+    DiskSyncConfig,
+    InProcessSyncConfig,
+    SharedMemorySyncConfig,
+)
+from spurline_async_rl.weights.disk import DiskSync, read_file
+from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+
+OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+class Taker(TakesWeights):
+    """An engine that keeps copies of what comes, and how it came. loses: how often it loses the second bucket."""
+
+    transports: Sequence[str] = ("shared_memory", "disk", "collective", "in_process")
+
+    def __init__(self, *, takes_adapters: bool = True, dtype: str | None = None, loses: int = 0) -> None:
+        self.takes_adapters = takes_adapters
+        self.began: list[tuple[str, int]] = []
+        self.adapter: Mapping[str, Any] = {}
+        self.taken: dict[str, Tensor] = {}
+        self.version = -1
+        self.num_buckets = 0
+        self._dtype, self._loses = dtype, loses
+        self._broadcasts = BroadcastReader(0)
+        self._readers: dict[str, Callable[[WeightBucket], Any]] = {
+            "shared_memory": MemoryReader().read,
+            "disk": read_file,
+            "collective": self._broadcasts.read,
+        }
+
+    @property
+    def weights_dtype(self) -> str | None:
+        return self._dtype
+
+    async def begin_update(self, version: int) -> None:
+        self._begin("model", version)
+
+    async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
+        self.adapter = adapter
+        self._begin("adapter", version)
+
+    def _begin(self, part: str, version: int) -> None:
+        self.began.append((part, version))
+        self.taken, self.num_buckets = {}, 0
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        if self.num_buckets == 1 and self._loses:
+            self._loses -= 1
+            raise BucketLostError("it was not there")
+        self.num_buckets += 1
+        sent = WeightBucket.from_plain({**bucket.to_plain(), "receiver": "the engine"})
+        names = [place.name for place in bucket.places]
+        weights = list(zip(names, bucket.tensors, strict=True)) if bucket.tensors else None
+        if weights is None:
+            weights = await asyncio.to_thread(lambda: list(self._readers[bucket.transport](sent)))
+        assert not self.taken.keys() & set(names), "a tensor came twice"
+        self.taken |= {name: tensor.clone() for name, tensor in weights}
+
+    async def finish_update(self, version: int) -> None:
+        self._broadcasts.end_update()
+        self.version = version
+
+
+def make_sync(transport: str, folder: Path, **settings: Any) -> BucketSync:
+    """With buckets so small that an adapter takes several."""
+    made: dict[str, Callable[[], BucketSync]] = {
+        "shared_memory": lambda: SharedMemorySync(SharedMemorySyncConfig(checksum=True, **settings)),
+        "disk": lambda: DiskSync(DiskSyncConfig(folder=str(folder / "weights"), checksum=True, **settings)),
+        "collective": lambda: CollectiveSync(CollectiveSyncConfig(checksum=True, **settings)),
+        "in_process": lambda: InProcessSync(InProcessSyncConfig(**settings)),
+    }
+    sync = made[transport]()
+    sync.max_bucket_bytes = 5_000
+    return sync
+
+
+def publish(sync: BucketSync, version: int, backend: Any, *takers: Taker) -> SyncReport:
+    return asyncio.run(sync.publish(version, backend, takers))
+
+
+def adapter_of(backend: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.named_adapter_weights()}
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> LocalBackend:
+    return local_backend(write_model_folder(tmp_path / "model"), lora=LORA)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk", "collective", "in_process"])
+def test_each_publish_brings_the_adapter_as_it_is_now_and_nothing_else(
+    adapted: LocalBackend, tmp_path: Path, transport: str
+) -> None:
+    # An engine that keeps its weights in bf16 gets the adapter as it was trained.
+    sync, taker = make_sync(transport, tmp_path), Taker(dtype="bfloat16")
+    seen: list[dict[str, Tensor]] = []
+    try:
+        for version in (1, 2, 3):
+            adapted.update(lay_out(make_samples([9, 12], seed=version)), OBJECTIVE)
+            expected = adapter_of(adapted)
+            report = publish(sync, version, adapted, taker)
+            assert_weights_equal(taker.taken, expected)
+            assert report.bytes_sent == sum(tensor.nbytes for tensor in expected.values())
+            assert {tensor.dtype for tensor in taker.taken.values()} == {torch.float32}
+            assert (taker.version, taker.num_buckets > 2) == (version, True)
+            seen.append(expected)
+        assert taker.began == [("adapter", version) for version in (1, 2, 3)]
+        assert taker.adapter == adapted.adapter_settings()
+        assert any(not torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+    finally:
+        sync.close()
+
+
+def test_peft_takes_what_came_as_its_own(adapted: LocalBackend, tmp_path: Path) -> None:
+    sync, taker = make_sync("in_process", tmp_path), Taker()
+    adapted.update(lay_out(make_samples([9, 12])), OBJECTIVE)
+    publish(sync, 1, adapted, taker)
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+    built = peft.get_peft_model(base, peft.PeftConfig.from_peft_type(**taker.adapter))
+    assert peft.set_peft_model_state_dict(built, dict(taker.taken)).unexpected_keys == []
+    assert_weights_equal(peft.get_peft_model_state_dict(built), adapter_of(adapted))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "able"), [(None, (False,)), (None, (True, False)), (False, (True,))], ids=["unable", "one", "refused"]
+)
+def test_whole_merged_weights_are_sent_where_an_engine_takes_no_adapters_or_the_run_asks_for_it(
+    adapted: LocalBackend, tmp_path: Path, adapters: bool | None, able: tuple[bool, ...]
+) -> None:
+    sync, takers = make_sync("in_process", tmp_path, adapters=adapters), [Taker(takes_adapters=each) for each in able]
+    adapted.update(lay_out(make_samples([9, 12])), OBJECTIVE)
+    report = publish(sync, 1, adapted, *takers)
+    expected = {name: tensor.clone() for name, tensor in adapted.named_weights()}
+    for taker in takers:
+        assert_weights_equal(taker.taken, expected)
+        assert taker.began == [("model", 1)]
+    assert report.bytes_sent == sum(tensor.nbytes for tensor in expected.values())
+    # Another kind of engine alone changes nothing: what others have would not fit it any more.
+    publish(sync, 2, adapted, Taker())
+    last = Taker()
+    publish(sync, 3, adapted, last)
+    assert last.began == [("model", 3)]
+
+
+def test_a_backend_without_adapters_sends_its_weights(tmp_path: Path) -> None:
+    backend, taker = local_backend(write_model_folder(tmp_path / "model")), Taker()
+    publish(make_sync("in_process", tmp_path), 1, backend, taker)
+    assert taker.began == [("model", 1)]
+    assert_weights_equal(taker.taken, dict(backend.named_weights()))
+
+
+def test_a_lost_bucket_of_an_adapter_is_sent_again(adapted: LocalBackend, tmp_path: Path) -> None:
+    sync, taker = make_sync("collective", tmp_path), Taker(loses=2)
+    try:
+        publish(sync, 1, adapted, taker)
+    finally:
+        sync.close()
+    assert_weights_equal(taker.taken, adapter_of(adapted))
+
+
+def test_adapters_that_are_asked_for_and_cannot_be_sent_are_an_error_before_an_update_begins(
+    adapted: LocalBackend, tmp_path: Path
+) -> None:
+    sync, unable = make_sync("in_process", tmp_path, adapters=True), Taker(takes_adapters=False)
+    with pytest.raises(ConfigError, match=r"source\.weight_sync\.adapters is true, but an engine takes whole weights"):
+        publish(sync, 1, adapted, Taker(), unable)
+    plain = local_backend(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"source\.weight_sync\.adapters is true, but the backend trains none.*lora"):
+        publish(make_sync("in_process", tmp_path, adapters=True), 1, plain, Taker())
+    assert unable.began == []
+    publish(sync, 2, adapted, Taker())
+    with pytest.raises(RunFailedError, match=r"takes no adapters.*weight_sync\.adapters: false"):
+        publish(sync, 3, adapted, unable)
+    assert unable.began == []
+
+
+@pytest.mark.processes
+def test_ranks_send_their_adapter_without_a_weight_below_it_coming_to_the_controller(
+    spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any) -> None:
+        raise AssertionError("weights came to the controller")
+
+    run = backend_run(spurline_tiny_model, on(2, lora={"rank": 3, "alpha": 8.0}, probe=False), ("fsdp_backend",))
+    with opened(run) as (backend, layout):
+        for transport in ("shared_memory", "collective"):
+            sync, taker = make_sync(transport, tmp_path), Taker()
+            for version in (1, 2):
+                backend.update(*minibatch("packed", layout, version))
+                expected = adapter_of(backend)
+                with monkeypatch.context() as patch:
+                    patch.setattr(type(backend), "named_weights", refuse)
+                    patch.setattr(type(backend), "named_adapter_weights", refuse)
+                    report = publish(sync, version, backend, taker)
+                assert_weights_equal(taker.taken, expected)
+                assert report.bytes_sent == sum(tensor.nbytes for tensor in expected.values())
+            assert taker.began == [("adapter", 1), ("adapter", 2)]
+            sync.close()
+
+
+def test_only_runs_with_adapters_of_a_model_that_engines_have_may_ask_for_them(
+    spurline_tiny_model: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config: dict[str, Any] = {
+        "plugins": ["async_rl"],
+        "model": {"path": str(spurline_tiny_model)},
+        "data": {"train": str(prompts)},
+        "steps": 1,
+        "run_dir": str(tmp_path / "run"),
+        "loss": "ppo",
+        "backend": {"name": "local", "device": "cpu"},
+        "source": {
+            "name": "async_rollouts",
+            "prompts_per_step": 2,
+            "samples_per_prompt": 2,
+            "max_staleness": 0,
+            "environment": {"name": "single_turn", "rewards": {"exact": "exact_match"}},
+            "weight_sync": {"name": "shared_memory", "adapters": True},
+        },
+    }
+    with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but backend .*Set backend\.lora"):
+        load_config(config)
+    config["backend"]["lora"] = {"rank": 4}
+    source: Any = load_config(config).config.source
+    assert source.weight_sync.sends_adapters is True
+    config["model"]["init"] = "random"
+    with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but the adapters belong to random weights"):
+        load_config(config)

@@ -1,0 +1,203 @@
+"""vLLM takes an adapter alone, from memory: its tokens are PEFT's, before, during and after every update."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from adapted_engines import (
+    OneAdaptedEngine,
+    adapted_logprobs,
+    adapter_settings,
+    adapter_tensors,
+    buckets,
+    send,
+    write_adapter,
+)
+from torch import Tensor
+from vllm_engines import collective, disk, engine_processes, shared_memory, vllm_models
+
+from spurline.errors import RunFailedError
+from spurline.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline.testing.rollout_engine_contract import PROMPTS, request
+from spurline_async_rl.engines.vllm.adapters import _RANKS, _add_to_linear, _add_to_logits
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
+
+TOLERANCE = 1e-4
+"""Between logprobs of vLLM, which adds the adapter's product to that of the weights, and of PEFT's model in fp32."""
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneAdaptedEngine]:
+    folder = tmp_path_factory.mktemp("vllm-adapters")
+    engine = OneAdaptedEngine(vllm_models(folder, "tied").old, folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def adapters(one: OneAdaptedEngine, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Of versions 1 to 3."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {version: write_adapter(folder / str(version), one.model, version) for version in (1, 2, 3)}
+
+
+def check(one: OneAdaptedEngine, asked: GenerationRequest, result: GenerationResult, adapters: dict[int, Path]) -> None:
+    """Each token has the logprob of the adapter of its own version, and of no other."""
+    tokens = result.token_ids.tolist()
+    for version, adapter in adapters.items():
+        own = result.versions == version
+        expected = adapted_logprobs(one.model, adapter, asked.prompt_ids, tokens, asked.sampling.temperature)
+        difference = np.abs(result.logprobs - expected)
+        assert difference[own].max(initial=0.0) <= TOLERANCE
+        assert not (~own).any() or difference[~own].max() > 100 * TOLERANCE
+
+
+def test_tokens_are_those_of_each_adapter_in_turn_and_change_between_two_tokens(
+    one: OneAdaptedEngine, adapters: dict[int, Path], tmp_path: Path
+) -> None:
+    syncs = {1: collective(checksum=True), 2: shared_memory(checksum=True), 3: disk(tmp_path, checksum=True)}
+    asked = [request(prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+    long = [request(prompt, seed=seed, max_new_tokens=300) for seed, prompt in enumerate(PROMPTS * 2, 10)]
+
+    async def use(engine: Any) -> tuple[list[list[GenerationResult]], list[GenerationResult]]:
+        assert engine.takes_adapters
+        rounds: list[list[GenerationResult]] = []
+        for version, adapter in adapters.items():
+            report = await send(engine, version, adapter, syncs[version])
+            assert report.bytes_sent == sum(tensor.nbytes for tensor in adapter_tensors(adapter).values())
+            rounds.append(await asyncio.gather(*map(engine.generate, asked)))
+        writing = asyncio.gather(*map(engine.generate, long))
+        await engine.generate(request(PROMPTS[0], max_new_tokens=4, temperature=0.0))
+        await send(engine, 1, adapters[1])
+        return rounds, await writing
+
+    rounds, crossing = one.use(use)
+    for version, results in zip(adapters, rounds, strict=True):
+        for wanted, result in zip(asked, results, strict=True):
+            assert set(result.versions.tolist()) == {version}
+            check(one, wanted, result, adapters)
+    for wanted, result in zip(long, crossing, strict=True):
+        check(one, wanted, result, {version: adapters[version] for version in (3, 1)})
+    assert any({1, 3} <= set(result.versions.tolist()) for result in crossing)
+
+
+def test_an_adapter_with_other_tensors_is_an_error_that_names_them_and_changes_nothing(
+    one: OneAdaptedEngine, adapters: dict[int, Path]
+) -> None:
+    query, down = (
+        f"base_model.model.model.layers.1.{module}.lora_{part}.weight"
+        for module, part in (("self_attn.q_proj", "A"), ("mlp.down_proj", "B"))
+    )
+    foreign = query.replace("q_proj", "k_proj")
+    mistakes: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+        "missing": (lambda tensors: tensors.pop(down), r"without model\.layers\.1\.mlp\.down_proj\.lora_B"),
+        "not a target": (lambda tensors: tensors.update({foreign: tensors[query]}), f"no layer .*takes: {foreign}"),
+        "no adapter": (lambda tensors: tensors.update(weight=tensors[query]), "no layer .*takes: weight"),
+        "of a smaller model": (lambda tensors: tensors.update({query: tensors[query][:, 1:]}), f"{query} has shape"),
+        "of another rank": (lambda tensors: tensors.update({down: tensors[down][:, 1:]}), f"{down} has shape"),
+    }
+    settings = adapter_settings(adapters[2])
+    asked = request(PROMPTS[0])
+
+    async def use(engine: Any) -> GenerationResult:
+        await send(engine, 1, adapters[1])
+        workers = engine._engines[0]._member._engine
+        # As the member tells its workers, but without the end of the engine that an error is to the pool.
+        for name, (change, message) in mistakes.items():
+            tensors = adapter_tensors(adapters[2])
+            change(tensors)
+            await workers._call("spurline_begin_adapter_update", settings)
+            for bucket in buckets(2, {name: tensor.contiguous() for name, tensor in tensors.items()}):
+                await workers._call("spurline_load_bucket", bucket.to_plain())
+            with pytest.raises(RunFailedError, match=message):
+                await workers._call("spurline_finish_update")
+            assert name
+        await workers._call("spurline_begin_adapter_update", settings | {"alpha_pattern": {"q_proj": 3, "x": 4}})
+        for bucket in buckets(2, adapter_tensors(adapters[2])):
+            await workers._call("spurline_load_bucket", bucket.to_plain())
+        with pytest.raises(
+            RunFailedError, match=r"one rank and scale .* others for model\.layers\.0\.self_attn\.q_proj"
+        ):
+            await workers._call("spurline_finish_update")
+        for change, message in (({"r": 99}, "rank 99"), ({"use_dora": True}, "DoRA")):
+            with pytest.raises(RunFailedError, match=message):
+                await workers._call("spurline_begin_adapter_update", settings | change)
+        with pytest.raises(RunFailedError, match="for adapters alone, and whole weights came"):
+            await workers._call("spurline_begin_update")
+        assert await workers._call("spurline_prepare_adapters", ["q_proj", "router", "lm_head"]) == [
+            ["router", "lm_head"]
+        ]
+        return await engine.generate(asked)
+
+    check(one, asked, one.use(use), {1: adapters[1]})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="starts another engine; SPURLINE_SOAK=1")
+def test_an_engine_that_is_started_anew_has_the_weights_below_and_gets_the_adapter(
+    one: OneAdaptedEngine, adapters: dict[int, Path]
+) -> None:
+    asked = [request(prompt, seed=seed, max_new_tokens=400) for seed, prompt in enumerate(PROMPTS)]
+
+    async def use(engine: Any) -> list[GenerationResult]:
+        await send(engine, 1, adapters[1])
+        awaiting = asyncio.Event()
+        engine.on_awaiting_weights = awaiting.set
+        writing = asyncio.gather(*map(engine.generate, asked))
+        await engine.generate(request(PROMPTS[0], max_new_tokens=4, temperature=0.0))
+        core = next(process for process in engine_processes() if "EngineCore" in process.cmdline()[0])
+        os.kill(core.pid, signal.SIGKILL)
+        await awaiting.wait()
+        (late,) = engine.awaiting_weights
+        assert late.takes_adapters
+        await send(late, 2, adapters[2])
+        return await writing
+
+    results = one.use(use)
+    for wanted, result in zip(asked, results, strict=True):
+        check(one, wanted, result, {version: adapters[version] for version in (1, 2)})
+    assert any({1, 2} <= set(result.versions.tolist()) for result in results)
+
+
+def test_the_ranks_that_are_asked_for_are_those_that_vllm_knows() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == _RANKS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_together_is_what_vllm_computes_token_by_token(dtype: torch.dtype) -> None:
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    generator = torch.Generator().manual_seed(0)
+    tokens, inputs, rank, sizes = 7, 24, 5, (12, 8, 20)
+    a, b = (
+        tuple(torch.randn(1, 1, *shape, generator=generator).to(dtype) for shape in shapes)
+        for shapes in ([(rank, inputs)] * 3, [(size, rank) for size in sizes])
+    )
+    rows = torch.randn(tokens, inputs, generator=generator).to(dtype)
+    output = torch.randn(tokens, sum(sizes), generator=generator).to(dtype)
+    logits = torch.randn(tokens, sizes[2] + 4, generator=generator).to(dtype)
+    wrapper = PunicaWrapperCPU(16, 4, "cpu")
+    wrapper.update_metadata(LoRAMapping((1,) * tokens, (1,) * tokens, is_prefill=True), [1], 2, sizes[2])
+    expected = output.clone(), logits.clone()
+    wrapper.add_lora_linear(expected[0], rows, a, b, 0.5, sizes)
+    wrapper.add_lora_logits(expected[1], rows, a[2], b[2], 0.5)
+    assert not torch.equal(expected[0], output)
+    assert not torch.equal(expected[1], logits)
+    _add_to_linear(output, rows, a, b, 0.5, sizes)
+    _add_to_logits(logits, rows, a[2], b[2], 0.5)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 6e-2}
+    for got, wanted in zip((output, logits), expected, strict=True):
+        torch.testing.assert_close(got, wanted, **tolerance)

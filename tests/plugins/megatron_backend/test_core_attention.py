@@ -1,0 +1,116 @@
+"""The attention inside of Megatron's layer is that of the Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_layer_workers import attention_inputs, core_attention
+from sharing_workers import stream_of
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+
+from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
+from spurline.ranks.launch import open_ranks
+from spurline_megatron_backend.core_attention import packed_params
+from spurline_megatron_backend.rotary import Rotary
+
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted)
+HEADS = st.sampled_from([(4, 4), (4, 2), (8, 2)])
+
+
+def config_of(heads: int, key_heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=32,
+        head_dim=8,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        attn_implementation="eager",
+    )
+
+
+def by_transformers(lengths: list[int], inputs: list[torch.Tensor], config: LlamaConfig) -> torch.Tensor:
+    """Each segment alone through the attention layer of transformers, whose projections are identities here."""
+    layer: Any = LlamaAttention(config, layer_idx=0)
+    layer.o_proj = torch.nn.Identity()
+    outputs = []
+    for query, key, value in zip(*(part.split(lengths) for part in inputs), strict=True):
+        flat = {name: part.flatten(1)[None] for name, part in (("q", query), ("k", key), ("v", value))}
+        for name, part in flat.items():
+            setattr(layer, f"{name}_proj", _Gives(part))
+        length = len(query)
+        states = torch.zeros(1, length, 1)
+        rotation = LlamaRotaryEmbedding(config)(query, torch.arange(length)[None])
+        mask = torch.full((length, length), -torch.inf, dtype=query.dtype).triu(1)[None, None]
+        outputs.append(layer(states, rotation, mask)[0][0])
+    return torch.cat(outputs)
+
+
+class _Gives(torch.nn.Module):
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.value
+
+
+@settings(max_examples=40)
+@given(lengths=LENGTHS, heads=HEADS, recompute=st.booleans())
+def test_it_equals_the_attention_of_transformers_on_each_segment_alone(
+    lengths: list[int], heads: tuple[int, int], recompute: bool
+) -> None:
+    stream = stream_of(lengths, [True] * sum(lengths))
+    inputs = attention_inputs(sum(lengths), *heads)
+    config = config_of(*heads)
+    params = packed_params(stream, Rotary(config, torch.device("cpu"), torch.float32))
+    output = core_attention(inputs, params, recompute=recompute)
+    expected = by_transformers(lengths, inputs, config)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=2e-6)
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    got = torch.autograd.grad(output, inputs, direction)
+    wanted = torch.autograd.grad(expected, inputs, direction)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankGroup]:
+    request = RankRequest(4, num_threads=1)
+    group = open_ranks(request, "megatron_layer_workers:AttentionRank", (2, 4), TimeLimits(120, 60, 60))
+    yield group
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@settings(max_examples=25)
+@given(
+    size=st.sampled_from([2, 4]),
+    lengths=LENGTHS,
+    heads=HEADS,
+    multiple=st.sampled_from([1, 2]),
+    recompute=st.booleans(),
+)
+def test_ranks_that_share_a_stream_rotate_their_own_tokens_by_their_places_in_it(
+    ranks: RankGroup, size: int, lengths: list[int], heads: tuple[int, int], multiple: int, recompute: bool
+) -> None:
+    config = config_of(*heads)
+    stream = stream_of(lengths, [True] * sum(lengths))
+    inputs = attention_inputs(stream.num_tokens, *heads)
+    output = core_attention(inputs, packed_params(stream, Rotary(config, torch.device("cpu"), torch.float32)))
+    gradients = torch.autograd.grad((output**2).sum(), inputs)
+    answers = ranks.call("attends", size, lengths, config.to_dict(), multiple, recompute)
+    for first in range(0, 4, size):
+        sharing = answers[first : first + size]
+        whole = np.concatenate([answer["output"] for answer in sharing])[-stream.num_tokens :]
+        np.testing.assert_allclose(whole, output.detach().numpy(), rtol=1e-5, atol=1e-6)
+        for index, gradient in enumerate(gradients):
+            total = sum(answer["gradients"][index] for answer in sharing)
+            np.testing.assert_allclose(total, gradient.numpy(), rtol=1e-5, atol=1e-5)

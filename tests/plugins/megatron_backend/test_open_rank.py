@@ -1,0 +1,59 @@
+"""On a machine with GPUs nothing of torch or Megatron is replaced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = """
+import sys, types
+from types import SimpleNamespace
+import torch
+from spurline.ranks import machine, messages
+
+machine.num_gpus = lambda: 1
+before = dict(vars(torch.cuda))
+tensor_before = dict(vars(torch.Tensor))
+
+# Stands for what needs a GPU.
+rank = types.ModuleType("spurline_megatron_backend.rank")
+rank.MegatronRank = lambda *arguments: arguments
+sys.modules[rank.__name__] = rank
+messages.read_run = lambda run: (SimpleNamespace(backend=SimpleNamespace(on=DEVICE)), None)
+
+from spurline_megatron_backend.open_rank import open_rank
+
+print("forked with", sorted(name for name in sys.modules if name.startswith("megatron")))
+open_rank("place", {}, 1)
+print("imported", [name for name in sys.modules if name.endswith("cpu_debug")])
+for what, now, then in (("replaced", torch.cuda, before), ("tensor", torch.Tensor, tensor_before)):
+    changed = {name for name, value in vars(now).items() if then.get(name) is not value}
+    # Modules that are imported meanwhile replace nothing.
+    print(what, sorted(name for name in changed if not isinstance(vars(now)[name], types.ModuleType)))
+"""
+
+
+def opened_on(device: str) -> dict[str, str]:
+    """What a process prints that opens a rank on this device, by what it is."""
+    program = PROGRAM.replace("DEVICE", repr(device))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    lines = (line.partition(" [") for line in result.stdout.splitlines())
+    return {what: f"[{names}" for what, _, names in lines}
+
+
+def test_a_rank_on_a_gpu_replaces_nothing_and_imports_nothing_that_would() -> None:
+    found = opened_on("cuda")
+    assert found == {"forked with": "[]", "imported": "[]", "replaced": "[]", "tensor": "[]"}
+
+
+@pytest.mark.slow
+def test_a_rank_on_the_cpu_replaces_what_needs_a_gpu() -> None:
+    found = opened_on("cpu")
+    assert "cpu_debug" in found["imported"]
+    assert "'current_device'" in found["replaced"]
+    assert "'record_stream'" in found["tensor"]

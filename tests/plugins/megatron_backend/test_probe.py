@@ -1,0 +1,112 @@
+"""At start-up ranks refuse a model that computes other logprobs packed, shared or in chunks than of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_layouts import on, write_qwen3, write_qwen3_moe
+
+from spurline.testing.backend_runs import backend_run, opened
+from spurline_megatron_backend.backend import MegatronBackend
+
+pytestmark = pytest.mark.processes
+
+PACKED = "other log-probabilities when sequences are packed than separately"
+SHARED = "other log-probabilities when ranks share a sequence than alone"
+CHUNKED = "other log-probabilities when its logits are computed in chunks than at once"
+
+soak = pytest.mark.slow
+
+
+class Ranks:
+    """Ranks that started, and so have a model that passed."""
+
+    def __init__(self, backend: Any) -> None:
+        self._ranks = backend._ranks
+
+    def found(self, mistake: str) -> str | None:
+        """What is wrong by this mistake, of which all ranks say the same; afterwards the model is as it was."""
+        [found, *others] = self._ranks.call("check", mistake)
+        assert others == [found] * len(others)
+        assert all(self._ranks.call("is_as_it_was"))
+        return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """By whether it has experts."""
+    return {
+        False: write_qwen3(tmp_path_factory.mktemp("dense"), num_hidden_layers=4),
+        True: write_qwen3_moe(tmp_path_factory.mktemp("experts")),
+    }
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((False, {"ranks": 2, "context": 2}), id="context"),
+        pytest.param((False, {"ranks": 1}), id="one-rank", marks=soak),
+        pytest.param((False, {"ranks": 1, "precision": "bf16"}), id="half-precision", marks=soak),
+        pytest.param((False, {"ranks": 2, "tensor": 2}), id="tensor", marks=soak),
+        pytest.param((False, {"ranks": 2, "pipeline": 2}), id="pipeline", marks=soak),
+        pytest.param(
+            (False, {"ranks": 4, "pipeline": 2, "virtual_stages": 2, "context": 2}), id="interleaved", marks=soak
+        ),
+        pytest.param((True, {"ranks": 2, "context": 2, "expert": 2}), id="experts", marks=soak),
+    ],
+)
+def ranks(request: pytest.FixtureRequest, models: dict[bool, Path]) -> Iterator[Ranks]:
+    has_experts, layout = request.param
+    patch = pytest.MonkeyPatch()
+    patch.setattr(MegatronBackend, "worker", "megatron_probing:probing")
+    try:
+        with opened(backend_run(models[has_experts], on(**layout), ("megatron_backend",))) as (backend, _):
+            yield Ranks(backend)
+    finally:
+        patch.undo()
+
+
+def test_a_model_without_a_mistake_passes_again(ranks: Ranks) -> None:
+    assert ranks.found("none") is None
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["attention ignores segments", "layers mix neighbours", "positions are those of the token before"],
+)
+def test_tokens_that_see_other_sequences_are_refused(ranks: Ranks, mistake: str) -> None:
+    found = ranks.found(mistake)
+    assert found is not None
+    assert PACKED in found
+    assert "choose backend fsdp" in found
+
+
+def test_chunks_that_are_not_the_whole_are_refused(ranks: Ranks) -> None:
+    found = ranks.found("chunks score other targets")
+    assert found is not None
+    assert CHUNKED in found
+
+
+def test_what_is_no_number_is_refused_and_what_follows_is_checked_anew(ranks: Ranks) -> None:
+    found = ranks.found("values are no numbers")
+    assert found is not None
+    assert "inf standard deviations" in found
+    assert ranks.found("none") is None
+
+
+def test_positions_that_run_through_are_wrong_only_where_ranks_count_their_own(
+    ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    found = ranks.found("positions run through")
+    layout = request.node.callspec.params["ranks"][1]
+    if layout.get("context", 1) > 1:
+        # A sequence that two ranks share goes on with the positions of another place.
+        assert found is not None
+        assert SHARED in found
+        assert "Set backend.context: 1" in found
+    else:
+        # Rotary embeddings see how far tokens are from each other, and nothing else.
+        assert found is None

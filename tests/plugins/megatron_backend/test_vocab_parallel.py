@@ -1,0 +1,131 @@
+"""Scores of a divided vocabulary are those of the whole, in values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_layer_workers import loss_of
+from torch import nn
+
+from spurline.model.stream_model import TokenLogprobs
+from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
+from spurline.ranks.launch import open_ranks
+
+pytestmark = pytest.mark.processes
+
+HIDDEN = 6
+ALL_AT_ONCE = 4096
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankGroup]:
+    request = RankRequest(4, num_threads=1)
+    group = open_ranks(request, "megatron_layer_workers:VocabularyRank", (1, 2, 4), TimeLimits(120, 60, 60))
+    yield group
+    group.close()
+
+
+def inputs(tokens: int, vocabulary: int, dtype: type, scale: float = 1.0) -> tuple[Any, Any, Any]:
+    """Hidden states, weight of the output layer, and targets, with those at the borders of ranks among them."""
+    generator = np.random.default_rng(tokens * 100 + vocabulary)
+    hidden = (generator.standard_normal((tokens, HIDDEN)) * scale).astype(dtype)
+    weight = generator.standard_normal((vocabulary, HIDDEN)).astype(dtype)
+    targets = generator.integers(vocabulary, size=tokens)
+    targets[: min(tokens, 2)] = [0, vocabulary - 1][: min(tokens, 2)]
+    return hidden, weight, targets
+
+
+def expected(hidden: Any, weight: Any, targets: Any, want_entropy: bool, temperature: float) -> dict[str, Any]:
+    """Softmax written out."""
+    states, layer = torch.from_numpy(hidden).requires_grad_(), torch.from_numpy(weight).requires_grad_()
+    everything = (states @ layer.T / temperature).log_softmax(-1)
+    logprobs = everything[torch.arange(len(targets)), torch.from_numpy(targets)]
+    entropy = -(everything.exp() * everything).sum(-1) if want_entropy else None
+    gradients = torch.autograd.grad(loss_of(logprobs, entropy), [states, layer])
+    return {
+        "logprobs": logprobs.detach().numpy(),
+        "entropy": None if entropy is None else entropy.detach().numpy(),
+        "hidden": gradients[0].numpy(),
+        "weight": gradients[1].numpy(),
+    }
+
+
+def assert_equal(answers: list[dict[str, Any]], wanted: dict[str, Any], size: int, tolerance: float) -> None:
+    vocabulary = len(wanted["weight"])
+    rows = -(-vocabulary // size)
+    for rank, answer in enumerate(answers):
+        for name in ("logprobs", "entropy", "hidden"):
+            if wanted[name] is not None:
+                largest = max(1.0, float(np.abs(wanted[name]).max(initial=0)))
+                np.testing.assert_allclose(answer[name], wanted[name], rtol=tolerance, atol=tolerance * largest)
+        first = rank % size * rows
+        own = wanted["weight"][first : first + rows]
+        largest = max(1.0, float(np.abs(wanted["weight"]).max(initial=0)))
+        np.testing.assert_allclose(answer["weight"][: len(own)], own, rtol=tolerance, atol=tolerance * largest)
+        assert not answer["weight"][len(own) :].any(), "rows of padding have a gradient"
+
+
+@settings(max_examples=60)
+@given(
+    size=st.sampled_from([1, 2, 4]),
+    tokens=st.integers(0, 9),
+    # 5 of 4 ranks: the last has padding alone.
+    vocabulary=st.sampled_from([4, 5, 7, 8, 19, 64]),
+    chunk_tokens=st.sampled_from([1, 2, 4, ALL_AT_ONCE]),
+    want_entropy=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+)
+def test_scores_and_gradients_are_those_of_the_whole_vocabulary(
+    ranks: RankGroup,
+    size: int,
+    tokens: int,
+    vocabulary: int,
+    chunk_tokens: int,
+    want_entropy: bool,
+    temperature: float,
+) -> None:
+    given_ = inputs(tokens, vocabulary, np.float64)
+    answers = ranks.call("scores", size, *given_, chunk_tokens, want_entropy, temperature, False)
+    assert_equal(answers, expected(*given_, want_entropy, temperature), size, 1e-12)
+    # Logits of more than a chunk never exist; those of several chunks are computed twice, as in the local backend.
+    times = 2 if tokens > chunk_tokens else 1
+    assert all(max(answer["computed"]) <= chunk_tokens for answer in answers)
+    assert all(sum(answer["computed"]) == tokens * times for answer in answers)
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_single_precision_is_exact_to_its_last_digits_for_large_logits_too(
+    ranks: RankGroup, size: int, scale: float
+) -> None:
+    given_ = inputs(50, 131, np.float32, scale)
+    wanted = expected(
+        *(value.astype(np.float64) if value.dtype == np.float32 else value for value in given_), True, 1.0
+    )
+    answers = ranks.call("scores", size, *given_, 16, True, 1.0, False)
+    assert all(answer["dtype"] == "torch.float32" for answer in answers)
+    assert_equal(answers, wanted, size, 1e-6 * max(1.0, scale / 10))
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+def test_half_precision_logits_are_scored_in_single_precision_as_by_the_local_backend(
+    ranks: RankGroup, want_entropy: bool
+) -> None:
+    hidden, weight, targets = inputs(30, 200, np.float32)
+    answers = ranks.call("scores", 2, hidden, weight, targets, 7, want_entropy, 0.8, True)
+    head = nn.Linear(HIDDEN, 200, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        head.weight.copy_(torch.from_numpy(weight))
+    states = torch.from_numpy(hidden).to(torch.bfloat16)
+    logprobs, entropy = TokenLogprobs(head, 7)(states, torch.from_numpy(targets), want_entropy, 0.8)
+    for answer in answers:
+        assert answer["dtype"] == "torch.float32"
+        np.testing.assert_allclose(answer["logprobs"], logprobs.detach().numpy(), rtol=2e-6, atol=2e-6)
+        if entropy is not None:
+            np.testing.assert_allclose(answer["entropy"], entropy.detach().numpy(), rtol=2e-6, atol=2e-6)

@@ -1,0 +1,99 @@
+"""Every loss of core with every reduction and correction, on one batch that has all columns any of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from backend_batches import lay_out, make_samples
+from every_run import SOAK
+from torch import Tensor
+
+from spurline.data.batch import TrainingBatch
+from spurline.plugins.host import PluginHost
+from spurline.protocols.backend import Backend
+from spurline.protocols.loss import Objective
+from spurline.testing.backend_cases import assert_gradients_close
+from spurline.update.reduction import REDUCTIONS, fixed_norm, reduce_corrected
+
+REGISTRY = PluginHost.load([]).registry
+EXTRAS: dict[str, Any] = {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.05}
+LOSSES: dict[str, dict[str, Any]] = {
+    "cross_entropy": {},
+    "dft": {},
+    "dpo": {"beta": 0.5, "label_smoothing": 0.1, "sft_weight": 0.3},
+    "policy_gradient": {"importance_ratio": True},
+    "ppo": {"dual_clip": 3.0, **EXTRAS},
+    "gspo": {"clip_low": 0.1, "clip_high": 0.1},
+    "cispo": {"clip_high": 0.3},
+    "sapo": EXTRAS,
+    "value": {},
+}
+REDUCE = {**REDUCTIONS, "fixed_norm": fixed_norm(16)}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "tis": {"level": "sequence", "cap": 1.2},
+    "mis": {"low": 0.7, "high": 1.5},
+    "geometric_rejection": {"low": 0.9, "high": 1.1},
+    "sequence_rejection": {"low": 0.5, "high": 2.0},
+}
+
+
+def batch_for_all(local: Backend) -> TrainingBatch:
+    """Ten answers to five prompts, both of a prompt in one unit. local: whose logprobs the columns are near to."""
+    samples = make_samples([9, 21, 4, 33, 12, 8, 17, 5, 26, 13], seed=2)
+    pairs = [row // 2 for row in range(len(samples))]
+    named = [replace(sample, uid=f"prompt-{pair}") for pair, sample in zip(pairs, samples, strict=True)]
+    batch = lay_out(named, unit_ids=pairs)
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(batch.num_rows, batch.length, generator=generator)
+
+    logprobs = local.logprobs(batch)
+    others = {name: (logprobs + noise(0.3)).clamp(max=0) for name in ("old_logprobs", "rollout_logprobs")}
+    reference = {"reference_logprobs": (logprobs + noise(0.3)).clamp(max=0), "values": logprobs + noise(0.3)}
+    advantages = torch.randn(batch.num_rows, 1, generator=generator).expand(-1, batch.length)
+    sign = torch.tensor([1, -1] * (batch.num_rows // 2))
+    pair_ids = ((torch.tensor(pairs) + 1) * sign)[:, None].expand(-1, batch.length)
+    return batch.with_tokens(**others, **reference, advantages=advantages, returns=noise(1.0), pair_ids=pair_ids)
+
+
+class LossGradients:
+    """What the local backend says the gradients are; each case is computed once."""
+
+    def __init__(self, local: Backend) -> None:
+        self._local = local
+        self.batch = batch_for_all(local)
+        self._wanted: dict[tuple[str, str, str], dict[str, Tensor]] = {}
+
+    def assert_equal_those_of(self, backend: Backend, name: str) -> None:
+        """This loss, with every reduction and correction it goes with."""
+        loss = REGISTRY.create("loss", REGISTRY.get("loss", name).config.model_validate({"name": name, **LOSSES[name]}))
+        for reduction, correction in _cases(loss.config.trains_on):
+            weighted, normalizer = self._reduced(reduction, correction)
+            objective = Objective(loss, normalizer, 0.8)
+            case = (name, reduction, correction)
+            if case not in self._wanted:
+                self._wanted[case] = dict(self._local.gradients(weighted, objective))
+            assert_gradients_close(backend.gradients(weighted, objective), self._wanted[case], 1e-5)
+
+    def _reduced(self, reduction: str, correction: str) -> tuple[TrainingBatch, float]:
+        if correction == "none":
+            return REDUCE[reduction](self.batch)
+        config = REGISTRY.get("correction", correction).config
+        made = REGISTRY.create("correction", config.model_validate({"name": correction, **CORRECTIONS[correction]}))
+        factors = made.correct(self.batch).factors
+        assert not bool((factors == 1).all()), f"{correction} corrects nothing here"
+        return reduce_corrected(self.batch, factors, REDUCE[reduction])
+
+
+def _cases(trains_on: str) -> Iterator[tuple[str, str]]:
+    # A correction may reject one answer of a pair, and no source has pairs and corrections.
+    corrections = ["none", *CORRECTIONS] if trains_on != "pairs" else ["none"]
+    for reduction, correction in product(REDUCE, corrections):
+        # In short runs corrections meet one reduction only: both are weights by the time that they reach a rank.
+        if SOAK or correction == "none" or reduction == "token_mean":
+            yield reduction, correction

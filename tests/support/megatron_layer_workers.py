@@ -1,0 +1,176 @@
+"""Ranks of small worlds that compute parts of what tests of the Megatron backend compute whole."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from sharing_workers import PROFILE, stream_of
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, LlamaConfig
+
+from spurline.model.sequence_sharing import SequenceSharing
+from spurline.ranks.group import Place
+from spurline_megatron_backend.architecture import read_architecture
+from spurline_megatron_backend.configs import MegatronBackendConfig
+from spurline_megatron_backend.core_attention import SegmentCoreAttention, StreamParams, packed_params
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.model_building import build_parts
+from spurline_megatron_backend.parallel_state import Groups
+from spurline_megatron_backend.rotary import Rotary
+from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
+
+
+class _Copied(torch.autograd.Function):
+    """Hidden states as the input of a column-parallel layer: their gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gradient = grads[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _GroupsOfNeighbours:
+    """sizes: of the groups that this rank is in, which each divide the world."""
+
+    def __init__(self, place: Place, *sizes: int) -> None:
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        for size in sizes:
+            for start in range(0, place.world, size):
+                group = dist.new_group(list(range(start, start + size)))
+                if start <= place.rank < start + size:
+                    self._groups[size] = group
+
+
+class VocabularyRank(_GroupsOfNeighbours):
+    """Ranks that divide a vocabulary."""
+
+    def scores(
+        self,
+        size: int,
+        hidden: np.ndarray,
+        weight: np.ndarray,
+        targets: np.ndarray,
+        chunk_tokens: int,
+        want_entropy: bool,
+        temperature: float,
+        half_precision: bool,
+    ) -> dict[str, Any]:
+        """Scores, and the gradients of a loss of them; how many positions the logits had that were computed at a time.
+
+        weight: [V, H] of the whole vocabulary, from which each rank takes its rows.
+        """
+        group = self._groups[size]
+        rows = -(-len(weight) // size)
+        first = dist.get_rank(group) * rows
+        # What is in the rows of padding must not matter.
+        own = torch.full((rows, weight.shape[1]), 7.0, dtype=torch.from_numpy(weight).dtype)
+        part = torch.from_numpy(weight[first : first + rows])
+        own[: len(part)] = part
+        dtype = torch.bfloat16 if half_precision else own.dtype
+        states = torch.from_numpy(hidden).to(dtype).requires_grad_()
+        layer = own.to(dtype).requires_grad_()
+        computed: list[int] = []
+
+        def logits(chunk: Tensor) -> Tensor:
+            computed.append(len(chunk))
+            copied = _Copied.apply(chunk, group)
+            assert isinstance(copied, Tensor)
+            return copied @ layer.T
+
+        score = VocabularyLogprobs(logits, group, len(weight), chunk_tokens)
+        logprobs, entropy = score(states, torch.from_numpy(targets), want_entropy, temperature)
+        loss = loss_of(logprobs, entropy)
+        gradients = torch.autograd.grad(loss, [states, layer])
+        return {
+            "dtype": str(logprobs.dtype),
+            "logprobs": logprobs.detach().numpy(),
+            "entropy": None if entropy is None else entropy.detach().numpy(),
+            "hidden": gradients[0].double().numpy(),
+            "weight": gradients[1].double().numpy(),
+            "computed": computed,
+        }
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    """One whose gradient is another for every position."""
+    factors = torch.arange(1, len(logprobs) + 1, dtype=logprobs.dtype)
+    loss = (logprobs * factors).sum() + (logprobs**2).sum()
+    return loss if entropy is None else loss + (entropy * factors.flip(0)).sum() + (entropy**3).sum()
+
+
+class AttentionRank(_GroupsOfNeighbours):
+    """Ranks that share a stream."""
+
+    def attends(
+        self, size: int, lengths: list[int], plain_config: dict[str, Any], multiple: int, recompute: bool
+    ) -> dict[str, Any]:
+        """Attention of this rank's part, and the gradients of the stream's queries, keys and values by it."""
+        config = LlamaConfig.from_dict(plain_config)
+        stream = stream_of(lengths, [True] * sum(lengths))
+        part, _ = SequenceSharing(self._groups[size], PROFILE).part_of(stream, multiple=multiple)
+        inputs = attention_inputs(stream.num_tokens, config.num_attention_heads, config.num_key_value_heads)
+        own = [table[part.input_ids[0]] for table in inputs]
+        params = packed_params(part, Rotary(config, torch.device("cpu"), torch.float32))
+        output = core_attention(own, params, recompute=recompute)
+        # Tokens of padding, which are in front, have no part in the loss.
+        total = size * part.num_tokens
+        rank = dist.get_rank(self._groups[size])
+        is_real = torch.arange(total).view(size, -1)[rank] >= total - stream.num_tokens
+        gradients = torch.autograd.grad((output[is_real] ** 2).sum(), inputs)
+        return {"output": output.detach().numpy(), "gradients": [gradient.numpy() for gradient in gradients]}
+
+
+def attention_inputs(num_tokens: int, heads: int, key_heads: int) -> list[Tensor]:
+    """Query, key and value of every token."""
+    generator = torch.Generator().manual_seed(heads * 8 + key_heads)
+    return [
+        torch.randn(num_tokens, number, 8, generator=generator).requires_grad_()
+        for number in (heads, key_heads, key_heads)
+    ]
+
+
+def core_attention(inputs: list[Tensor], params: StreamParams, *, recompute: bool = False) -> Tensor:
+    """What Megatron's attention layer gets from the one inside of it."""
+    heads, size = inputs[0].shape[1:]
+    config = TransformerConfig(num_layers=1, hidden_size=heads * size, num_attention_heads=heads, attention_dropout=0.0)
+    attention = SegmentCoreAttention(config, 1, AttnMaskType.causal, "self")
+
+    def attend(*parts: Tensor) -> Tensor:
+        return attention(*parts, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
+
+    output = checkpoint(attend, *inputs, use_reentrant=False) if recompute else attend(*inputs)
+    assert isinstance(output, Tensor)
+    return output
+
+
+class BuildingRank:
+    """A rank alone, which builds models as on a GPU, in whose place torch's device `meta` is."""
+
+    def __init__(self, place: Place) -> None:
+        parallel_state.initialize_model_parallel()
+        tensor: Any = parallel_state.get_tensor_model_parallel_group()
+        self._groups = Groups(Grid(1), Grid(1).place(0), tensor, None)
+
+    def devices(self, model: str, settings: dict[str, Any], critic: bool) -> dict[str, tuple[str, str]]:
+        """Device and dtype of every parameter and buffer of the model in this folder."""
+        # The other is where token counts of experts are copied to the host.
+        with patch.multiple(torch.cuda, current_device=lambda: torch.device("meta"), Stream=object):
+            architecture = read_architecture(AutoConfig.from_pretrained(model))
+            config = MegatronBackendConfig.model_validate(settings)
+            [part] = build_parts(architecture, config, self._groups, critic=critic)
+        tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+        return {name: (tensor.device.type, str(tensor.dtype)) for name, tensor in tensors.items()}

@@ -1,0 +1,48 @@
+"""Settings of the backend `megatron` for tests, and tiny models of the families that it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spurline.testing.inputs import write_model, write_tiny_model, write_tiny_moe_model
+
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def on(ranks: int, **settings: Any) -> dict[str, Any]:
+    """A section `backend`; ranks that wait for each other end the test within a minute."""
+    limits = {"start_timeout_s": 120, "call_timeout_s": 60, "collective_timeout_s": 60}
+    return {"name": "megatron", "device": "cpu", "ranks": ranks, "num_threads": 1, **limits, **settings}
+
+
+def write_qwen3(folder: Path, **overrides: Any) -> Path:
+    """Norms of queries and keys. overrides: fields of its config, as below."""
+    return write_tiny_model(folder, **overrides)
+
+
+def write_qwen25(folder: Path, **overrides: Any) -> Path:
+    """Biases of queries, keys and values; its padding token is one that rows of the contract have."""
+    from transformers import Qwen2Config
+
+    # It takes the width of a head from the hidden size, and does not write it down.
+    return write_model(folder, Qwen2Config, {"head_dim": None, "pad_token_id": 5, **overrides})
+
+
+def write_llama3(folder: Path, **overrides: Any) -> Path:
+    """Frequencies of rotary embeddings scaled for long sequences."""
+    from transformers import LlamaConfig
+
+    return write_model(folder, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, **overrides})
+
+
+def write_qwen3_moe(folder: Path, **overrides: Any) -> Path:
+    """Experts in every layer, whose weights two or four ranks divide."""
+    return write_tiny_moe_model(folder, **overrides)

@@ -1,0 +1,85 @@
+"""A rank that tells how many bytes it has really allocated for what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spurline.data.dealing import RankShare
+from spurline.ranks.group import Place
+from spurline_megatron_backend.open_rank import open_rank
+
+if TYPE_CHECKING:
+    from spurline_megatron_backend.rank import MegatronRank
+
+
+class MeasuringRank:
+    """A rank of the backend, and what is asked of it. A `Worker`."""
+
+    def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
+        self._rank: MegatronRank = open_rank(place, plain_run, total_updates)
+
+    def build(self) -> None:
+        self._rank.build()
+
+    def allocated(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, int]:
+        """Bytes by part, once an optimizer has stepped."""
+        trained = self._rank._policy
+        self._rank._accumulate(trained, RankShare.from_wire(wire), objective)
+        trained.step(grad_norm=1.0)
+        weights = _storages(parameter for _, parameter in trained.model.parameters())
+        wrapped: list[Any] = trained._wrapped
+        buffers = [buffer for part in wrapped for buffer in (*part.buffers, *part.expert_parallel_buffers)]
+        states = [
+            value for state in trained.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+        ]
+        # With fp32 weights these are the very weights. A view of a larger storage keeps all of it.
+        copies = _storages(shard.main for shard in trained.shards).items()
+        return {
+            "weights": sum(weights.values()),
+            "gradients": sum(_storages(buffer.grad_data for buffer in buffers).values()),
+            "optimizer": sum(_storages(states).values()) + sum(size for at, size in copies if at not in weights),
+        }
+
+    def kept(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> int:
+        """Bytes that the forward pass of one micro-batch keeps for its backward pass, weights not counted."""
+        trained = self._rank._policy
+        weights = _storages(parameter for _, parameter in trained.model.parameters())
+        kept: dict[int, int] = {}
+        goes_back = False
+
+        def keep(tensor: Tensor) -> Tensor:
+            # What is kept while layers are recomputed is there for one of them at a time.
+            if not goes_back:
+                kept.update(_storages([tensor]))
+            return tensor
+
+        def give(tensor: Tensor) -> Tensor:
+            nonlocal goes_back
+            goes_back = True
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, give):
+            self._rank._accumulate(trained, RankShare.from_wire(wire), objective)
+        return sum(size for at, size in kept.items() if at not in weights)
+
+    def operators(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> list[str]:
+        """Names of everything that torch ran in one update."""
+        with torch.profiler.profile() as profile:
+            self._rank.update(wire, objective, "policy")
+        return sorted({event.key for event in profile.key_averages()})
+
+    def peak(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> int:
+        """Bytes of GPU memory that one update holds at most."""
+        torch.cuda.reset_peak_memory_stats()
+        self._rank.update(wire, objective, "policy")
+        return torch.cuda.max_memory_allocated()
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the storages of these tensors, by address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

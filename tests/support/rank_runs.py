@@ -1,0 +1,68 @@
+"""Runs on several ranks beside the same runs in one process: what they train, and how their metrics compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import deterministic, read_metrics, write_pairs
+
+from spurline import Run, load_config
+
+Metrics = list[dict[str, Any]]
+Train = Callable[[dict[str, Any], str], Metrics]
+
+METHODS = ("sft", "dpo", "rl")
+
+AROUND_ZERO = ("loss", "policy/kl_old", "mismatch/")
+"""Metrics whose terms cancel in some of these runs, so that their roundings are left."""
+
+
+def train_in(folder: Path) -> Train:
+    """Trains a config in a new folder of this name; returns its metrics without times."""
+
+    def train(config: dict[str, Any], name: str) -> Metrics:
+        run_dir = folder / name
+        assert Run(load_config(config | {"run_dir": str(run_dir)})).train().status == "finished"
+        return deterministic(read_metrics(run_dir))
+
+    return train
+
+
+def ten_steps_of(method: str, request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    """A config of one of `METHODS`, with evaluations where it has some. folder: for the files of its data."""
+    changes: dict[str, Any] = {"steps": 10, "checkpoint": {}}
+    if method == "rl":
+        return request.getfixturevalue("rl_config") | changes
+    config = request.getfixturevalue("base_config")
+    if method == "sft":
+        config["data"]["eval"] = str(request.getfixturevalue("spurline_chat_file"))
+        return config | changes | {"evaluation": {"every_steps": 5}}
+    config["data"] = {
+        "train": str(write_pairs(folder / "pairs.jsonl", 30, seed=0)),
+        "eval": str(write_pairs(folder / "held_out.jsonl", 11, seed=1)),
+        "max_length": 64,
+    }
+    return config | changes | {"source": "preference", "evaluation": {"every_steps": 5, "batch_size": 4}}
+
+
+def assert_close(left: Metrics, right: Metrics) -> None:
+    """Within 1e-5, but for roundings of what is 0 but for these."""
+    assert len(left) == len(right)
+    for one, other in zip(map(_trained, left), map(_trained, right), strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            if isinstance(value, float) and not name.endswith("lr"):
+                roundings = 2e-6 if name.startswith(AROUND_ZERO) else 0.0
+                assert math.isclose(one[name], value, rel_tol=1e-5, abs_tol=roundings), (other["step"], name)
+            else:
+                assert one[name] == value, (other["step"], name)
+
+
+def _trained(line: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs by intent: rows are laid out for the number of ranks, and some of them are padding; an
+    engine gets the weights where it does not share the model."""
+    return {name: value for name, value in line.items() if not name.startswith(("packing/", "sync/"))}

@@ -1,0 +1,62 @@
+"""What stands for engines and their weight syncs where weights of ranks are published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.testing.backend_cases import assert_weights_equal, minibatch, weights_of
+from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
+from spurline_async_rl.weights.disk import DiskSync, read_file
+from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+
+
+class Taker(TakesWeights):
+    """An engine that keeps copies of what comes."""
+
+    transports: Sequence[str] = ("shared_memory", "disk")
+
+    def __init__(self) -> None:
+        self.taken: dict[str, Tensor] = {}
+        self.buckets: list[WeightBucket] = []
+        self._readers = {"shared_memory": MemoryReader().read, "disk": read_file}
+
+    async def begin_update(self, version: int) -> None:
+        self.taken = {}
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        self.buckets.append(bucket)
+        self.taken |= {name: tensor.clone() for name, tensor in self._readers[bucket.transport](bucket)}
+
+    async def finish_update(self, version: int) -> None:
+        pass
+
+
+def make_sync(transport: str, folder: Path) -> Any:
+    """With buckets so small that a tiny model takes several."""
+    if transport == "disk":
+        sync: Any = DiskSync(DiskSyncConfig(folder=str(folder / "weights"), checksum=True))
+    else:
+        sync = SharedMemorySync(SharedMemorySyncConfig(checksum=True))
+    sync.max_bucket_bytes = 50_000
+    return sync
+
+
+def update_and_publish(
+    backend: Any, layout: ParallelLayout, sync: Any, taker: Taker, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train a step and publish: all weights must come, as they are now, and none through the controller."""
+    backend.update(*minibatch("packed", layout, version))
+    expected = weights_of(backend)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), "named_weights", None)
+        report = asyncio.run(sync.publish(version, backend, [taker]))
+    assert_weights_equal(taker.taken, expected)
+    assert report.bytes_sent == sum(value.nbytes for value in expected.values())
