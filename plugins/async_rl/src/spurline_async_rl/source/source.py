@@ -29,6 +29,7 @@ from spurline.run.checkpoint import write_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
+from spurline_async_rl.source.load import LoopLoad
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher
@@ -58,6 +59,7 @@ class AsyncRolloutSource(PromptSource):
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
+        self._load = LoopLoad(tokens=lambda: self._observed.num_tokens)
         self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
         limits = SchedulerLimits(
             config.max_staleness,
@@ -115,6 +117,7 @@ class AsyncRolloutSource(PromptSource):
             self._publisher.start_engines()
             self._advance()
             self._loop.call(self._producer.start)
+        self._loop.call(self._load.start)
         self._taken_at = time.perf_counter()
 
     def build(self, step: int) -> TrainingBatch:
@@ -138,12 +141,15 @@ class AsyncRolloutSource(PromptSource):
             write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         scheduler = self._producer.scheduler
-        running, buffered = self._loop.call(lambda: (scheduler.num_running, scheduler.num_buffered))
+        running, buffered, load = self._loop.call(
+            lambda: (scheduler.num_running, scheduler.num_buffered, self._load.take())
+        )
         measured = {
             "async/running": float(running),
             "async/buffered": float(buffered),
             "time/wait_rollouts": waited,
             "time/generating": generating,
+            **load,
             **self._take_synced(),
         }
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
@@ -220,6 +226,7 @@ class AsyncRolloutSource(PromptSource):
 
     def _end_generation(self) -> None:
         async def end() -> None:
+            self._load.stop()
             try:
                 await self._producer.close()
             finally:
