@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from backend_batches import run_config, write_model_folder
 
+from spurline import load_config
 from spurline.config.run_config import RunConfig
 from spurline.model.memory import count_parameters
 from spurline.ranks import machine
@@ -97,3 +98,26 @@ def test_gpus_are_named_by_what_their_driver_tells(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(machine, "_GPUS_OF_DRIVER", folder)
     assert machine.gpu_names() == ("NVIDIA H200", "NVIDIA A100-SXM4-80GB")
     machine.gpu_names.cache_clear()
+
+
+def test_a_plan_asks_for_as_many_responses_as_are_under_way(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "gpu_names", lambda: ("NVIDIA H200",))
+    engine = {"name": "vllm", "engines": 8}
+    source = {"name": "async_rollouts", "prompts_per_step": 512, "max_concurrent": 10_000, "correction": "tis"}
+    settings = {
+        "plugins": ["async_rl"],
+        "model": {"path": str(run.model.path), "init": "random"},
+        "data": {"train": "unused.jsonl"},
+        "steps": 1,
+        "source": source | {"environment": {"rewards": "exact_match"}, "engine": engine},
+    }
+
+    def notes(**changes: Any) -> list[str]:
+        config = load_config(settings | {"source": settings["source"] | changes}).config
+        return [line for line in config.source.generation_notes(config, 100, None) if line.startswith("controller:")]
+
+    [note] = notes()
+    # A quarter of the prompts is under way at a time, by default.
+    assert f"up to {128 * 8 / 0.005:,.0f} tokens/s" in note
+    assert notes(max_concurrent_groups=16) == []
+    assert notes(engine=engine | {"placement": "ray"}) == []
