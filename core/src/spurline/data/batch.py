@@ -105,7 +105,7 @@ class TrainingBatch:
         )
 
     def between(self, start: int, stop: int) -> TrainingBatch:
-        """The rows from `start` to before `stop`, without a copy: the columns are views, valid as long as this batch's."""
+        """The rows from `start` to before `stop`, without a copy: views of the columns, valid as long as these are."""
         index = np.arange(start, stop)
         return replace(
             self,
