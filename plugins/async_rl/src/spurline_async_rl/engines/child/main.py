@@ -57,16 +57,24 @@ class Child:
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
         while line := await lines.readline():
-            message = json.loads(line)
-            number = message["id"]
-            if message["do"] == "abort":
-                if number in self._tasks:
-                    self._tasks[number].cancel()
-                continue
-            self._tasks[number] = asyncio.create_task(self._answer(message))
-            self._tasks[number].add_done_callback(lambda _, number=number: self._tasks.pop(number))
+            self.take(json.loads(line))
         if self._engine is not None:
             await self._engine.close()
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Begin to do what this message says, or stop it."""
+        number = message["id"]
+        if message["do"] == "abort":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+            return
+        self._tasks[number] = asyncio.create_task(self._answer(message))
+        self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number))
+
+    def use(self, engine: InProcessEngine, config: ChildProcessEngineConfig) -> None:
+        """Generate with this engine."""
+        self._engine = engine
+        self._chunks = Chunks(config.chunk_tokens, longest_wait_s(config.generate_timeout_s), self._tell)
 
     async def _answer(self, message: Mapping[str, Any]) -> None:
         number = message["id"]
@@ -86,16 +94,16 @@ class Child:
             self._send(number, error=text, kind=kind)
 
     @property
-    def _running(self) -> InProcessEngine:
+    def _running(self) -> tuple[InProcessEngine, Chunks]:
         assert self._engine is not None, "not started"
-        return self._engine
+        assert self._chunks is not None
+        return self._engine, self._chunks
 
     async def _generate(self, number: int, request: GenerationRequest) -> None:
         """Its answer comes with its last tokens, so that a death cannot come between the two."""
-        chunks = self._chunks
-        assert chunks is not None, "not started"
+        engine, chunks = self._running
         try:
-            await self._running.generate(request, partial(chunks.add, number))
+            await engine.generate(request, partial(chunks.add, number))
         except Exception:
             # What it has written is right, whatever became of the engine then.
             chunks.flush()
@@ -120,11 +128,11 @@ class Child:
             precision=config.precision,
             kv_cache=config.kv_cache,
         )
-        self._engine = loaded.host.registry.create(
+        made = loaded.host.registry.create(
             "rollout_engine", engine, run=loaded.config, tokenizer=load_tokenizer(loaded.config.model)
         )
-        self._chunks = Chunks(config.chunk_tokens, longest_wait_s(config.generate_timeout_s), self._tell)
-        await self._running.load()
+        self.use(made, config)
+        await made.load()
         if engine.device == "cuda":
             self._broadcasts = BroadcastReader(device=torch.device("cuda", torch.cuda.current_device()))
 
@@ -135,10 +143,10 @@ class Child:
             weights = await in_thread(lambda: list(self._readers[bucket.transport](bucket)))
             places = tuple(place for place in bucket.places if place.name in dict(weights))
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
-        await command.apply(self._running)
-        if self._chunks is not None:
-            # Whoever had it paused has every token that was written before.
-            self._chunks.flush()
+        engine, chunks = self._running
+        await command.apply(engine)
+        # Whoever had it stand still has every token that was written before.
+        chunks.flush()
         if isinstance(command, FinishUpdate):
             self._broadcasts.end_update()
 
