@@ -15,10 +15,10 @@ from spurline.config.run_config import ModelConfig
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
-from spurline_async_rl.engines.child.experts import of_plain, to_plain
+from spurline_async_rl.engines.child.packing import pack_experts, unpack_experts
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.member import Progress
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.async_engine import ChosenExperts
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
@@ -47,7 +47,8 @@ def test_each_token_has_the_experts_of_the_engine_that_told_them_first(parts: li
     expected: list[int] = []
     seen = len(PROMPT)
     for engine, (written, tells) in enumerate(parts):
-        part = Progress([40] * written, [-1.0] * written, [-1.0] * written, [0] * written)
+        part = Progress()
+        part.add([40] * written, [-1.0] * written, [-1.0] * written, 0)
         if tells and written:
             # All it read or wrote but the last token, from which nothing was computed.
             read = seen + written - 1
@@ -123,6 +124,6 @@ def test_engines_say_whether_they_note_experts() -> None:
 @given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 4))
 def test_choices_survive_a_message(tokens: int, layers: int, top_k: int) -> None:
     experts = np.random.default_rng(0).integers(-1, 300, (tokens, layers, top_k)).astype(np.int16)
-    found = of_plain(to_plain(experts))
+    found = unpack_experts(pack_experts(experts))
     assert found.dtype == np.int16
     assert np.array_equal(found, experts)
