@@ -18,7 +18,7 @@ from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.child.experts import of_plain, to_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.member import Progress
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.async_engine import ChosenExperts
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
@@ -47,7 +47,8 @@ def test_each_token_has_the_experts_of_the_engine_that_told_them_first(parts: li
     expected: list[int] = []
     seen = len(PROMPT)
     for engine, (written, tells) in enumerate(parts):
-        part = Progress([40] * written, [-1.0] * written, [-1.0] * written, [0] * written)
+        part = Progress()
+        part.add([40] * written, [-1.0] * written, [-1.0] * written, 0)
         if tells and written:
             # All it read or wrote but the last token, from which nothing was computed.
             read = seen + written - 1
@@ -109,8 +110,7 @@ def test_vllm_is_asked_for_experts_where_they_are_replayed() -> None:
         return engine_arguments(EngineSpec.from_plain(spec.to_plain()), on_cpu=True)
 
     specs = [
-        EngineSpec(VllmEngineConfig(), ModelConfig(path="some/model"), notes_experts=notes)
-        for notes in (True, False)
+        EngineSpec(VllmEngineConfig(), ModelConfig(path="some/model"), notes_experts=notes) for notes in (True, False)
     ]
     assert [arguments(spec).get("enable_return_routed_experts") for spec in specs] == [True, None]
 

@@ -10,38 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from spurline.errors import BucketLostError, RunFailedError, UserError
 from spurline.protocols.rollout_engine import GenerationRequest
-from spurline.rl.engines.in_process.response import ExpertRecord
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, LoadBucket, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
+from spurline_async_rl.engines.progress import Progress
 
 
 class EngineDiedError(RunFailedError):
     """An engine generates no further token; the text says which one and how it ended."""
-
-
-@dataclass
-class Progress:
-    """What has come of one response so far. The member adds to it while it generates, so that it survives the member.
-
-    The fields are those of GenerationResult, of one length; raw_logprobs is shorter where an engine cannot tell them.
-    experts: of the tokens computed so far, from the first of the prompt that this engine was given.
-    """
-
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    raw_logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    experts: ExpertRecord = field(default_factory=ExpertRecord, compare=False)
-
-    def columns(self) -> tuple[list[Any], ...]:
-        """The four with a value for each token of the response."""
-        return self.token_ids, self.logprobs, self.raw_logprobs, self.versions
 
 
 class EngineMember(Protocol):
@@ -65,7 +46,7 @@ class EngineMember(Protocol):
         ...
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """Generate, adding every token to `progress` as it comes. Cancelling it aborts the request in the engine.
+        """Generate, adding tokens to `progress` as they come. Cancelling it aborts the request in the engine.
 
         Raises DataError for a request the model cannot answer, EngineDiedError when the engine ended.
         """
@@ -217,7 +198,7 @@ class PooledEngine(ControlledEngine):
                     raise EngineDiedError(self.reason)
                 if work.done():
                     return work.result()
-                seen, since = self._check_progress(len(progress.token_ids), seen, since, request.name)
+                seen, since = self._check_progress(len(progress), seen, since, request.name)
         except EngineDiedError as error:
             self.kill(str(error))
             raise

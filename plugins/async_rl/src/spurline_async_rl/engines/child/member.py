@@ -23,8 +23,9 @@ from spurline_async_rl.engines.child.experts import of_plain
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
-from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.engines.progress import Progress
 
 _ERRORS = {"data": DataError, "user": UserError, "lost": BucketLostError, "failed": RunFailedError}
 """Kinds of errors a child tells."""
@@ -120,8 +121,8 @@ class ChildMember:
             number = message["id"]
             progress = self._progress.get(number)
             if "token_ids" in message and progress is not None:
-                for column in ("token_ids", "logprobs", "raw_logprobs", "versions"):
-                    getattr(progress, column).extend(message[column])
+                (version,) = set(message["versions"])
+                progress.add(message["token_ids"], message["logprobs"], message["raw_logprobs"], version)
                 if "experts" in message:
                     progress.experts.add(len(progress.experts), of_plain(message["experts"]))
             answer = self._answers.get(number)

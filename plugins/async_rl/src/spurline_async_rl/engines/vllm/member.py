@@ -22,7 +22,8 @@ from spurline.rl.engines.in_process.response import check_request
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import UPDATE, Command, FinishUpdate
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.progress import Progress
 
 _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 """vLLM takes seeds below 2**63."""
@@ -75,8 +76,8 @@ class VllmResponse(Response):
 
     def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
         """Take the tokens that belong to the response. Returns why it ended, if it has."""
-        tokens, logprobs = list(delta.token_ids), list(delta.logprobs)
-        part = Progress(tokens, logprobs, logprobs if self._is_raw else [], [version] * len(tokens))
+        part = Progress()
+        part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
         if delta.experts is not None:
             self.note_experts(delta.experts_start, delta.experts)
         return self.add(part, delta.finish_reason)
