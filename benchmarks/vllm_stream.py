@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import time
 from typing import Any
@@ -32,6 +33,8 @@ def main() -> None:
     asked = parser.parse_args()
     # What is imported with the first request is no cost of a token.
     asyncio.run(measure(8, 40))
+    gc.collect()
+    gc.freeze()
     measured = asyncio.run(measure(asked.requests, asked.tokens, chunk_tokens=asked.chunk_tokens))
     print(json.dumps(measured) if asked.json else "\n".join(f"{name}: {value:.2f}" for name, value in measured.items()))
 
@@ -48,7 +51,7 @@ async def measure(num_requests: int, num_tokens: int, **settings: Any) -> dict[s
         for n, part in enumerate(parts)
     ]
     core: Any = engine.core
-    while len(core.internal_ids) < num_requests:
+    while len(core.requests) < num_requests:
         await asyncio.sleep(0)
         _raise_failed(writing)
     set_up = time.thread_time() - began
@@ -75,16 +78,14 @@ def _raise_failed(tasks: list[asyncio.Future[Any]]) -> None:
 
 
 def _messages(core: Any, num_requests: int, num_tokens: int) -> list[Any]:
-    names = list(core.internal_ids.values())
+    names = [request.request_id for request in core.requests.values()]
     draw = np.random.default_rng(0)
     tokens = draw.integers(50, 250, (num_tokens, num_requests))
     logprobs = -draw.random((num_tokens, num_requests))
     return [
         core.encoded(
             [
-                step_output(
-                    name, [int(tokens[n, k])], [logprobs[n, k]], "length" if n + 1 == num_tokens else None
-                )
+                step_output(name, [int(tokens[n, k])], [logprobs[n, k]], "length" if n + 1 == num_tokens else None)
                 for k, name in enumerate(names)
             ]
         )

@@ -31,14 +31,14 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 class RecordedCore:
     """In the place of vLLM's client of the engine's process.
 
-    internal_ids: vLLM's own names of the requests made, by those that were given. aborted: of them.
+    requests: those made, by the names they were given; vLLM's own names are within. aborted: vLLM's own names.
     """
 
     def __init__(self) -> None:
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.resources = SimpleNamespace(output_queue_task=None, engine_dead=False)
-        self.internal_ids: dict[str, str] = {}
+        self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: list[str] = []
         self.is_paused = False
         self._encoder = MsgpackEncoder()
@@ -59,7 +59,7 @@ class RecordedCore:
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         assert request.external_req_id is not None
-        self.internal_ids[request.external_req_id] = request.request_id
+        self.requests[request.external_req_id] = request
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         self.aborted.extend(request_ids)
@@ -92,7 +92,9 @@ class RecordedEngine(AsyncEngine):
         llm.engine_core = self.core
         llm.input_processor = _Inputs()
         llm.output_processor = OutputProcessor(None, log_stats=log_stats)
-        llm.renderer = SimpleNamespace(mm_processor_cache=None, clear_mm_cache_async=_nothing, stat_mm_cache=lambda: None)
+        llm.renderer = SimpleNamespace(
+            mm_processor_cache=None, clear_mm_cache_async=_nothing, stat_mm_cache=lambda: None
+        )
         llm.model_config = SimpleNamespace(is_encoder_decoder=False)
         llm.logger_manager = llm.output_handler = None
         llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=False))
@@ -105,6 +107,13 @@ class RecordedEngine(AsyncEngine):
 class _Llm(AsyncLLM):
     def __del__(self) -> None:
         """There is nothing to shut down."""
+
+    async def pause_generation(self, **asked: Any) -> None:
+        """As vLLM's, which also sleeps for a while."""
+        await self.engine_core.pause_scheduler_async(**asked)
+
+    async def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+        return []
 
 
 async def _nothing() -> None:

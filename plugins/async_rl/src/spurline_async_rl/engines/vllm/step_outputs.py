@@ -104,7 +104,9 @@ class TokenStream:
             experts = np.concatenate(self._experts).astype(np.int16)
             self._experts = []
             self._num_experts += len(experts)
-        return Delta(np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), finish_reason, experts, start)
+        return Delta(
+            np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), finish_reason, experts, start
+        )
 
 
 class TokenStreams:
