@@ -7,9 +7,10 @@ a matter of copying. Plain numpy; no torch, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,9 @@ class FlatTurns:
             if _are_given(parts) or name == "loss_mask":
                 columns[name] = _joined(parts, num_response, dtype)
         experts = [turn.routed_experts for turn in turns]
-        lengths = [prompt + response for prompt, response in zip(num_prompt, num_response, strict=True)]
+        if _are_given(experts):
+            lengths = [prompt + response for prompt, response in zip(num_prompt, num_response, strict=True)]
+            assert [*map(len, experts)] == lengths, "a turn has not the experts of each of its tokens"
         return cls(
             uids=[trajectory.uid for trajectory, count in zip(trajectories, counts, strict=True) for _ in range(count)],
             samples=np.repeat(np.array([trajectory.sample for trajectory in trajectories], np.int32), counts),
@@ -78,7 +81,7 @@ class FlatTurns:
             num_response=np.array(num_response, np.int64),
             tokens=_join(both, np.dtype(np.int32)),
             columns=columns,
-            routed_experts=_joined_experts(experts, lengths) if _are_given(experts) else None,
+            routed_experts=_join_experts(experts) if _are_given(experts) else None,
         )
 
     @classmethod
@@ -91,16 +94,19 @@ class FlatTurns:
             return blocks[0]
         experts = [block.routed_experts for block in blocks]
         return cls(
-            uids=[uid for block in blocks for uid in block.uids],
-            samples=_together(block.samples for block in blocks),
-            numbers=_together(block.numbers for block in blocks),
-            finish_reasons=[reason for block in blocks for reason in block.finish_reasons],
-            attempt_turns=_together(block.attempt_turns for block in blocks),
-            num_prompt=_together(block.num_prompt for block in blocks),
-            num_response=_together(block.num_response for block in blocks),
-            tokens=_together(block.tokens for block in blocks),
-            columns={name: _together(block.columns[name] for block in blocks) for name in shared_columns(blocks)},
-            routed_experts=None if any(part is None for part in experts) else _together(experts),
+            uids=[*chain.from_iterable(block.uids for block in blocks)],
+            samples=_join([block.samples for block in blocks], np.dtype(np.int32)),
+            numbers=_join([block.numbers for block in blocks], np.dtype(np.int32)),
+            finish_reasons=[*chain.from_iterable(block.finish_reasons for block in blocks)],
+            attempt_turns=_join([block.attempt_turns for block in blocks], np.dtype(np.int64)),
+            num_prompt=_join([block.num_prompt for block in blocks], np.dtype(np.int64)),
+            num_response=_join([block.num_response for block in blocks], np.dtype(np.int64)),
+            tokens=_join([block.tokens for block in blocks], np.dtype(np.int32)),
+            columns={
+                name: _join([block.columns[name] for block in blocks], RESPONSE_FIELDS[name])
+                for name in shared_columns(blocks)
+            },
+            routed_experts=_join_experts(experts) if _are_given(experts) else None,
         )
 
     def __len__(self) -> int:
@@ -127,7 +133,9 @@ class FlatTurns:
 
 def shared_columns(blocks: Sequence[FlatTurns]) -> list[str]:
     """Names of the columns that every block has."""
-    return [name for name in RESPONSE_FIELDS if all(name in block.columns for block in blocks)]
+    # Nearly always all have the same.
+    different = {tuple(block.columns) for block in blocks}
+    return [name for name in RESPONSE_FIELDS if all(name in names for names in different)]
 
 
 def _are_given(parts: Sequence[Any]) -> bool:
@@ -139,8 +147,8 @@ def _joined(parts: Sequence[Any], counts: list[int], dtype: np.dtype[Any]) -> ND
     return _join(parts, dtype)
 
 
-def _joined_experts(parts: Sequence[Any], lengths: list[int]) -> NDArray[np.int16]:
-    return _joined(parts, lengths, np.dtype(np.int16)).reshape(-1, *parts[0].shape[1:])
+def _join_experts(parts: Sequence[Any]) -> NDArray[np.int16]:
+    return _join(parts, np.dtype(np.int16)).reshape(-1, *parts[0].shape[1:])
 
 
 def _join(parts: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -149,13 +157,6 @@ def _join(parts: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.frombuffer(b"".join(parts), dtype)
     except TypeError:
         # An array with gaps, such as every second value of another one.
-        return _read_only(np.concatenate([part.ravel() for part in parts]).astype(dtype, copy=False))
-
-
-def _together(parts: Iterable[Any]) -> NDArray[Any]:
-    return _read_only(np.concatenate([*parts]))
-
-
-def _read_only(values: NDArray[Any]) -> NDArray[Any]:
-    values.flags.writeable = False
-    return values
+        values = np.concatenate([part.ravel() for part in parts]).astype(dtype, copy=False)
+        values.flags.writeable = False
+        return values

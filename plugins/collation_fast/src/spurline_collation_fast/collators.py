@@ -128,13 +128,14 @@ class FastRolloutsCollator(FastPaddedCollator):
 
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """The same for turns that are flat already."""
-        filled = [block for block in blocks if len(block)]
-        if not filled:
+        pieces = [*_pieces([block for block in blocks if len(block)])]
+        if len(pieces) < 2:
             turns = FlatTurns.join(blocks)
             return self._writer.write(segments_of(turns), names_of([turns]), self._place(turns.lengths, _in_order))
+        filled = [block for piece in pieces for block in piece]
         lengths = np.concatenate([block.lengths for block in filled])
         return self._writer.write_pieces(
-            (segments_of(FlatTurns.join(piece)) for piece in _pieces(filled)),
+            (segments_of(FlatTurns.join(piece)) for piece in pieces),
             shared_values(filled),
             lengths,
             names_of(filled),
@@ -167,4 +168,5 @@ def _pieces(blocks: Sequence[FlatTurns]) -> Iterator[list[FlatTurns]]:
         piece.append(block)
         if size >= _OWN_PIECE_TOKENS:
             room = 0
-    yield piece
+    if piece:
+        yield piece
