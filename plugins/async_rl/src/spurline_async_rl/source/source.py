@@ -78,6 +78,7 @@ class AsyncRolloutSource(PromptSource):
             self._timeline,
             filters=config.zero_variance == "refill",
             notify=self._changed.set,
+            ready=self._preparation.ready,
         )
         self._publisher: Publisher | None = None
         self._colocation: Colocation | None = None
