@@ -19,7 +19,7 @@ from spurline.rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline.rl.held_out import deciding_term
-from spurline.rl.policy import EnginePolicy
+from spurline.rl.policy import EnginePolicy, SharedPrompts
 from spurline.rl.scoring import overlong_penalty, score
 from spurline.rl.trajectory import Trajectory
 
@@ -89,10 +89,18 @@ class Attempts:
             sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0)
         is_free = not trains or self._config.sampling.allow_truncated
 
+        prompts = SharedPrompts()
+
         def make_policy(task: Task, attempt: int) -> PolicyHandle:
             # The engine of this moment: a source may put one that observes it in its place.
             return EnginePolicy(
-                self.engine, sampling, run_seed=self._run_seed, task=task, attempt=attempt, any_distribution=is_free
+                self._engine,
+                sampling,
+                task,
+                attempt,
+                run_seed=self._run_seed,
+                any_distribution=is_free,
+                prompts=prompts,
             )
 
         return GroupRunner(
