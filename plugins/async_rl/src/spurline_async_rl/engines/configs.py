@@ -37,6 +37,10 @@ class PoolConfig(RolloutEngineConfig):
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds without a new token of a response, pauses not counted, after which its engine counts as dead."""
+    chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
+    """Tokens of a response that an engine in another process hands over together; fewer when a pause or a second has
+    passed. They cost this process less the more they are; those an engine has not handed over when it dies are
+    generated again."""
     pause_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
     """Seconds until every engine has to stand still."""
     update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
@@ -241,6 +245,7 @@ _ENGINE_ONLY = (
     "kv_cache_gb",
     "enable_prefix_caching",
     "cpu_threads",
+    "chunk_tokens",
     "placement",
     "offload_trainer",
     "engine_args",
