@@ -58,7 +58,7 @@ class WarmEngines:
         self._lock = threading.Lock()
 
     @property
-    def Popen(self) -> dict[type, Any]:  # noqa: N802 - as in `subprocess`
+    def Popen(self) -> dict[type, Any]:
         return {bytes: self._start}
 
     def close(self) -> None:
