@@ -109,8 +109,7 @@ def test_vllm_is_asked_for_experts_where_they_are_replayed() -> None:
         return engine_arguments(EngineSpec.from_plain(spec.to_plain()), on_cpu=True)
 
     specs = [
-        EngineSpec(VllmEngineConfig(), ModelConfig(path="some/model"), notes_experts=notes)
-        for notes in (True, False)
+        EngineSpec(VllmEngineConfig(), ModelConfig(path="some/model"), notes_experts=notes) for notes in (True, False)
     ]
     assert [arguments(spec).get("enable_return_routed_experts") for spec in specs] == [True, None]
 

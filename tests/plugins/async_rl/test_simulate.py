@@ -276,7 +276,7 @@ def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
 @pytest.mark.parametrize(("max_running", "tokens"), [(8, 0), (8, 50), (16, 50)])
 def test_a_run_predicted_from_its_own_record_comes_out_the_same(tmp_path: Path, max_running: int, tokens: int) -> None:
     # With as many groups at once as a batch has, those that end beside few others are the slow ones.
-    knobs = Knobs(2, 16, max_running)
+    knobs = Knobs(2, 16, max_running, depth="full")
     workload = Workload(Times([max_running / 20], 0.8), Times([0.7]), 16, transfer_s=0.05, pause_s=0.05)
     run = steady_run(workload, knobs, 120)
     records = [
