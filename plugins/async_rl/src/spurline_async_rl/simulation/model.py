@@ -36,11 +36,13 @@ _Phase = Literal["wait", "train", "transfer", "pause"]
 @dataclass(frozen=True)
 class SimulatedRun:
     """records: of each step, as a real run leaves them. work: by draw, in the order of admission, what each group got
-    done with each version of the weights, in the attempt that counts."""
+    done with each version of the weights, in the attempt that counts. depths: by step, the depth of admission after
+    its batch was taken."""
 
     records: Sequence[StepRecord]
     work: Mapping[int, Mapping[int, float]]
     limits: SchedulerLimits
+    depths: Mapping[int, float]
 
     @property
     def seconds(self) -> float:
@@ -137,6 +139,7 @@ class Model:
         self._spans: list[Span] = []
         self._levels: list[Level] = []
         self._taken: dict[int, Taken] = {}
+        self._depths: dict[int, float] = {}
         self._records: list[StepRecord] = []
         self._proceed()
 
@@ -182,7 +185,8 @@ class Model:
             level = replace(before[-1].levels[-1], at=zero)
             first = replace(records[0], groups=(*earlier, *records[0].groups), levels=(level, *records[0].levels))
             records = [_moved(record, -zero) for record in (first, *records[1:])]
-        return SimulatedRun(records, self.work, self.limits)
+        depths = {record.step: self._depths[record.step] for record in records}
+        return SimulatedRun(records, self.work, self.limits, depths)
 
     def _record_step(self) -> None:
         """Close the record of the step that has ended, if one has."""
@@ -199,7 +203,7 @@ class Model:
             if self.scheduler.next_batch() is not None:
                 waited, since = self.now - self._began["wait"], self.now - self._taken_at
                 self._taken[self.step + 1] = Taken(self.step + 1, self.now, tuple(self.scheduler.take(waited, since)))
-                self._taken_at = self.now
+                self._taken_at, self._depths[self.step + 1] = self.now, self.scheduler.depth.value
                 self._begin("train", self._workload.step_s(self.step + 1, self.limits.batch_size))
                 self._admit()
             elif self.scheduler.is_exhausted():
