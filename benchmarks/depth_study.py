@@ -3,9 +3,9 @@
     python benchmarks/depth_study.py [--json] [--steps 400] [--draws 3]
 
 The real scheduler with engines and a trainer made of times (`spurline simulate`'s model): B = 32 groups a step, steps
-of a second, lognormal group times. capacity: what engines can do, relative to the trainer. late: share of the groups that
-take ten times as long. slow: groups take four times as long from the 80th batch's draws to the 160th's. Each figure is
-the mean over several draws of the times; both depths get the same ones.
+of a second, lognormal group times. capacity: what engines can do, relative to the trainer. late: share of the groups
+that take ten times as long. slow: groups take four times as long from the 80th batch's draws to the 160th's. Each
+figure is the mean over several draws of the times; both depths get the same ones.
 
 Gates: where training is the slower side (capacity 1.25 and 2, sigma 1, S = 4, K = B / 4) tokens are at most 1.7 updates
 old at 99% of the throughput of `full` or more; where generation is, 99% of it.

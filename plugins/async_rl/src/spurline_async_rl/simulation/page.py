@@ -159,7 +159,7 @@ def print_comparison(comparison: Comparison) -> None:
         before = name
     console.print(table, soft_wrap=False)
     console.print(
-        "S max_staleness, B prompts_per_step, K max_concurrent_groups, E engines, D depth (~ : auto, its mean)\n"
+        "S max_staleness, B prompts_per_step, K max_concurrent_groups, E engines, D depth (~: auto, its mean)\n"
     )
     for line in comparison.lines:
         console.print(line)
