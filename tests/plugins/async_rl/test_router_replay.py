@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from spurline_async_rl.engines.child.packing import pack_experts, unpack_experts
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.continuation import Response
 from spurline_async_rl.engines.progress import Progress
-from spurline_async_rl.engines.vllm.async_engine import ChosenExperts
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
 
@@ -72,37 +70,6 @@ def test_experts_of_a_response_that_is_cut_at_a_stop_text_end_with_it() -> None:
     # The engine is ahead of what was read of it.
     assert ongoing.add_delta(Delta([61, 62], [-1.0] * 2, experts=choices(1, 5)[3:], experts_start=3), 0) == "stop"
     assert first_of(ongoing.result("stop").routed_experts) == [100, 101, 102, 103, 104]
-
-
-class OutputProcessor:
-    """As vLLM's, with the requests under way by ids of its own."""
-
-    def __init__(self, chunks: list[NDArray[Any]] | None) -> None:
-        self.external_req_ids = {} if chunks is None else {"7": ["7-inner"]}
-        self.request_states = {} if chunks is None else {"7-inner": SimpleNamespace(routed_experts_chunks=chunks)}
-
-
-def test_choices_are_taken_from_vllm_as_they_come_and_once() -> None:
-    chunks: list[NDArray[Any]] = [choices(0, 3).astype(np.uint8)]
-    processor = OutputProcessor(chunks)
-    chosen = ChosenExperts(processor, "7")
-    experts, start = chosen.more(None)
-    assert (first_of(experts), start) == ([0, 1, 2], 0)
-    assert experts is not None
-    assert experts.dtype == np.int16
-    assert chosen.more(None) == (None, 3)
-    chunks += [choices(0, 4)[3:], choices(0, 5)[4:]]
-    # With the last token it forgets the request, and its list is all there is.
-    processor.request_states.clear()
-    experts, start = chosen.more(choices(0, 5))
-    assert (first_of(experts), start) == ([3, 4], 3)
-
-
-def test_a_response_of_one_delta_has_what_came_with_it() -> None:
-    chosen = ChosenExperts(OutputProcessor(None), "7")
-    experts, start = chosen.more(choices(0, 3))
-    assert (first_of(experts), start) == ([0, 1, 2], 0)
-    assert ChosenExperts(OutputProcessor(None), "7").more(None) == (None, 0)
 
 
 def test_vllm_is_asked_for_experts_where_they_are_replayed() -> None:
