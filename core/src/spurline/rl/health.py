@@ -1,6 +1,6 @@
-"""Numbers that tell whether reinforcement learning is healthy: mismatch, rewards, advantages, lengths.
+"""Numbers that tell whether reinforcement learning is healthy: rewards and lengths.
 
-Groups and a laid-out batch go in, metrics come out, all plain means over the step unless the name says otherwise.
+Groups go in, metrics come out, all plain means over the step unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -10,32 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.batch import TrainingBatch
 from spurline.rl.trajectory import Group, group_returns, has_equal_returns, trajectories_of, turns_of
-
-_PERCENTILES = (1, 50, 99)
-
-
-def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """How far the trainer's logprobs are from those the tokens were sampled with; nothing without both columns.
-
-    `mismatch/logprob_diff` (mean of |trainer - rollout|, nats) and its `/max`, `mismatch/kl` (k3 estimate of
-    KL(rollout || trainer), Schulman 2020), `mismatch/ratio_pN`: percentiles of the importance ratio.
-    """
-    if not {"old_logprobs", "rollout_logprobs"} <= batch.tokens.keys():
-        return {}
-    trained = (batch.tokens["loss_weights"] != 0).numpy()
-    if not trained.any():
-        return {}
-    difference = (batch.tokens["old_logprobs"] - batch.tokens["rollout_logprobs"]).numpy()[trained].astype(np.float64)
-    ratio = np.exp(np.clip(difference, -20.0, 20.0))
-    percentiles = np.percentile(ratio, _PERCENTILES)
-    return {
-        "mismatch/logprob_diff": float(np.abs(difference).mean()),
-        "mismatch/logprob_diff/max": float(np.abs(difference).max()),
-        "mismatch/kl": float((ratio - 1 - difference).mean()),
-        **{f"mismatch/ratio_p{name}": float(value) for name, value in zip(_PERCENTILES, percentiles, strict=True)},
-    }
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -73,20 +48,6 @@ def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]
     values = np.concatenate([np.empty(0), *trained])
     found = {"reward/after_kl": float(all_returns(groups).mean())}
     return {"kl_reward/mean": float(values.mean()), **found} if len(values) else found
-
-
-def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """`advantage/mean`, `advantage/std` and the extremes over trained tokens."""
-    trained = (batch.tokens["loss_weights"] != 0).numpy()
-    values = batch.tokens["advantages"].numpy()[trained].astype(np.float64)
-    if not len(values):
-        return {}
-    return {
-        "advantage/mean": float(values.mean()),
-        "advantage/std": float(values.std()),
-        "advantage/max": float(values.max()),
-        "advantage/min": float(values.min()),
-    }
 
 
 def length_metrics(groups: Sequence[Group]) -> dict[str, float]:

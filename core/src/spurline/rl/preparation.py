@@ -19,6 +19,7 @@ from torch import Tensor
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import ConfigError, DataError
+from spurline.losses.log_ratios import BatchLogRatios
 from spurline.losses.policy_loss import kl_estimate
 from spurline.protocols.advantage import Advantage, ComparesSamples
 from spurline.protocols.backend import Backend, Role
@@ -27,7 +28,8 @@ from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import PromptSourceConfig
-from spurline.rl.health import advantage_metrics, kl_reward_metrics, mismatch_metrics
+from spurline.rl.health import kl_reward_metrics
+from spurline.rl.token_metrics import advantage_metrics, mismatch_metrics
 from spurline.rl.trajectory import Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
 
 
@@ -152,8 +154,8 @@ class Preparation:
         computed |= self._advantages(groups, columns)
         carried = _join_carried(groups, self._config.carry, columns)
         batch = batch.with_tokens(**scored, **computed, **carried)
-        batch, corrected = self._correct(batch)
-        metrics = {**mismatch_metrics(batch), **charged, **advantage_metrics(batch), **corrected}
+        batch, compared = self._compare(batch)
+        metrics = {**compared, **charged, **advantage_metrics(batch)}
         info = {**batch.info, **metrics, "time/look_back": seconds}
         return replace(batch, info=info, on_release=laid_out.on_release)
 
@@ -245,11 +247,16 @@ class Preparation:
             found += samples
         return np.concatenate(found)
 
-    def _correct(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
-        if self._correction is None:
+    def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
+        """The batch with the factors that correct for its mismatch with the engine, and metrics of both."""
+        if self._correction is None and not BatchLogRatios.can_be_made_of(batch):
             return batch, {}
-        corrected = self._correction.correct(batch)
-        return batch.with_tokens(correction_factors=corrected.factors), corrected.metrics
+        ratios = BatchLogRatios(batch)
+        metrics = mismatch_metrics(ratios.values)
+        if self._correction is None:
+            return batch, metrics
+        factors, corrected = ratios.correct(self._correction)
+        return batch.with_tokens(correction_factors=factors), {**metrics, **corrected}
 
 
 def _join_field(name: str, groups: Sequence[Group], columns: TurnColumns) -> Tensor:
