@@ -38,6 +38,18 @@ def test_taking_rows_takes_tokens_metadata_and_units_together(lengths: list[int]
     assert [row_contents(taken, i) for i in range(len(rows))] == [row_contents(batch, row) for row in rows]
 
 
+@given(lengths=lengths_strategy, data=st.data())
+@settings(deadline=None, max_examples=50)
+def test_rows_between_two_are_those_rows_in_the_same_memory(lengths: list[int], data: st.DataObject) -> None:
+    batch = packed(lengths)
+    start = data.draw(st.integers(0, batch.num_rows))
+    stop = data.draw(st.integers(start, batch.num_rows))
+    between = batch.between(start, stop)
+    assert_batches_equal(between, batch.take(range(start, stop)))
+    for name, column in between.tokens.items():
+        assert column.untyped_storage().data_ptr() == batch.tokens[name].untyped_storage().data_ptr(), name
+
+
 @given(lengths=lengths_strategy, multiple=st.integers(1, 7))
 @settings(deadline=None, max_examples=50)
 def test_padding_rows_come_and_go_without_a_trace(lengths: list[int], multiple: int) -> None:

@@ -104,6 +104,18 @@ class TrainingBatch:
             on_release=None,
         )
 
+    def between(self, start: int, stop: int) -> TrainingBatch:
+        """The rows from `start` to before `stop`, without a copy: views of the columns, valid as long as these are."""
+        index = np.arange(start, stop)
+        return replace(
+            self,
+            tokens={name: column[start:stop] for name, column in self.tokens.items()},
+            segments={name: column.take(index) for name, column in self.segments.items()},
+            unit_ids=self.unit_ids[start:stop],
+            is_padding_row=self.is_padding_row[start:stop],
+            on_release=None,
+        )
+
     def pad_rows(self, multiple: int) -> TrainingBatch:
         """The same rows plus marked, weightless rows up to a multiple of `multiple` (also from 0 rows)."""
         target = max(multiple, -(-self.num_rows // multiple) * multiple)
@@ -130,7 +142,8 @@ class TrainingBatch:
     def drop_padding_rows(self, values: Tensor) -> Tensor:
         """`values` [R, ...] computed for this batch, without those of padding rows."""
         assert values.shape[0] == self.num_rows, (values.shape, self.num_rows)
-        return values[~self.is_padding_row.to(values.device)]
+        padding = self.is_padding_row.to(values.device)
+        return values[~padding] if bool(padding.any()) else values
 
     def with_tokens(self, **columns: Tensor) -> TrainingBatch:
         """A copy with token columns added or replaced, each `[R, L, ...]`."""

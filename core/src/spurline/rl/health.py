@@ -52,17 +52,20 @@ def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]
 
 def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Response tokens and turns per attempt, and how turns ended: share and mean length by finish reason."""
-    attempts = trajectories_of(groups)
-    lengths = np.array([sum(len(turn.response_ids) for turn in attempt.turns) for attempt in attempts])
-    turns = turns_of(groups)
+    flat = [group.flat for group in groups]
+    num_response = np.concatenate([turns.num_response for turns in flat])
+    attempt_turns = np.concatenate([turns.attempt_turns for turns in flat])
+    lengths = np.add.reduceat(num_response, np.cumsum(attempt_turns) - attempt_turns)
     by_reason: dict[str, list[int]] = {}
-    for turn in turns:
-        by_reason.setdefault(turn.finish_reason, []).append(len(turn.response_ids))
+    for length, reason in zip(
+        num_response.tolist(), (reason for turns in flat for reason in turns.finish_reasons), strict=True
+    ):
+        by_reason.setdefault(reason, []).append(length)
     found = sorted(by_reason.items())
     return {
         "response/length": float(lengths.mean()),
         "response/length/max": float(lengths.max()),
-        "response/turns": len(turns) / len(attempts),
+        "response/turns": len(num_response) / len(lengths),
         **{f"response/length_{reason}": float(np.mean(of_reason)) for reason, of_reason in found},
-        **{f"response/share_{reason}": len(of_reason) / len(turns) for reason, of_reason in found},
+        **{f"response/share_{reason}": len(of_reason) / len(num_response) for reason, of_reason in found},
     }

@@ -44,7 +44,7 @@ class ByPrompt:
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
         real = batch.without_padding_rows()
-        parts = [real.take(range(start, stop)).pad_rows(self._layout.data) for start, stop in self.pairs(real)]
+        parts = [real.between(start, stop).pad_rows(self._layout.data) for start, stop in self.pairs(real)]
         return parts * self._update_epochs
 
     def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:

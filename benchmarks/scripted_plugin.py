@@ -1,0 +1,201 @@
+"""A plugin for `controller.py`: engine, environment and trainer without a model, which cost next to nothing.
+
+What a run spends on them is what the source, the scheduler and the preparation of batches cost, at any size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from spurline.data.batch import TrainingBatch
+from spurline.plugins.hookspecs import hookimpl
+from spurline.plugins.host import API_VERSION, InstalledPlugin, Plugin
+from spurline.plugins.registry import ComponentRegistrar
+from spurline.protocols.backend import BackendConfig
+from spurline.protocols.environment import EnvironmentConfig, PolicyHandle, Task
+from spurline.protocols.loss import Objective
+from spurline.protocols.rollout_engine import (
+    GenerationRequest,
+    GenerationResult,
+    RolloutEngineConfig,
+    TakesWeights,
+    WeightBucket,
+)
+from spurline.rl.trajectory import Trajectory
+
+PLUGIN = Plugin("scripted", api=API_VERSION)
+INSTALLED = InstalledPlugin("scripted", __name__, "benchmarks", "0")
+
+_TICK_S = 0.005
+"""Between two looks at what has ended; the lateness of a look is the lag of the loop."""
+
+
+class Observed:
+    """What the parts below saw, for the benchmark; times of threads are CPU seconds.
+
+    lags: how late each tick of the event loop came, in seconds. ended: attempts that ended. updates: for each update,
+    the CPU time of the training thread and the wall clock when it reached the backend.
+    """
+
+    def __init__(self) -> None:
+        self.loop_clock: int | None = None
+        self.lags: list[float] = []
+        self.ended = 0
+        self.updates: list[tuple[float, float]] = []
+        self.rss_before_save = 0
+
+    def loop_seconds(self) -> float:
+        return 0.0 if self.loop_clock is None else time.clock_gettime(self.loop_clock)
+
+
+OBSERVED = Observed()
+
+
+class ScriptedEngineConfig(RolloutEngineConfig):
+    """Responses of one length, each after a lognormal time."""
+
+    name: str = "scripted"
+    tokens: int = Field(default=2048, gt=1)
+    mean_s: float = Field(gt=0)
+    sigma: float = Field(default=1.0, ge=0)
+
+
+class ScriptedEngine(TakesWeights):
+    """Ends what is due at every tick of one task: a timer for each response would cost more than what is measured."""
+
+    transports: Sequence[str] = ("in_process",)
+
+    def __init__(self, config: ScriptedEngineConfig, run: Any, tokenizer: Any) -> None:
+        generator = np.random.default_rng(0)
+        self._tokens = generator.integers(5, 60, config.tokens).astype(np.int32)
+        self._logprobs = generator.normal(-1, 0.3, config.tokens).astype(np.float32)
+        times = config.mean_s * np.exp(generator.normal(-(config.sigma**2) / 2, config.sigma, 1 << 16))
+        self._times: list[float] = times.tolist()
+        self._asked = 0
+        self._version = 0
+        self._due: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        loop = asyncio.get_running_loop()
+        if self._ticking is None:
+            OBSERVED.loop_clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._ticking = loop.create_task(self._tick())
+        began = self._version
+        ended: asyncio.Future[None] = loop.create_future()
+        seconds = self._times[self._asked % len(self._times)]
+        self._asked += 1
+        heapq.heappush(self._due, (loop.time() + seconds, self._asked, ended))
+        await ended
+        versions = np.full(len(self._tokens), self._version, np.int32)
+        versions[: len(versions) // 2] = began
+        # Own arrays, as every engine gives.
+        return GenerationResult(self._tokens.copy(), self._logprobs.copy(), None, versions, "stop")
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            expected = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            now = loop.time()
+            OBSERVED.lags.append(now - expected)
+            while self._due and self._due[0][0] <= now:
+                ended = heapq.heappop(self._due)[2]
+                OBSERVED.ended += 1
+                if not ended.done():
+                    ended.set_result(None)
+
+    async def begin_update(self, version: int) -> None: ...
+
+    async def load_bucket(self, bucket: WeightBucket) -> None: ...
+
+    async def finish_update(self, version: int) -> None:
+        self._version = version
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+
+class ScriptedEnvironmentConfig(EnvironmentConfig):
+    """One turn, rewarded by its number."""
+
+    name: str = "scripted"
+
+
+class ScriptedEnvironment:
+    """Decodes and judges nothing."""
+
+    def __init__(self, config: ScriptedEnvironmentConfig, registry: Any, tokenizer: Any, data: Any) -> None:
+        self._prompt = list(range(5, 53))
+
+    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
+        await policy.generate(self._prompt)
+        return policy.finish({"right": float(task.sample % 3 == 0)})
+
+
+class ScriptedBackendConfig(BackendConfig):
+    """A trainer that sleeps."""
+
+    name: str = "scripted"
+    step_s: float = Field(ge=0)
+
+
+class ScriptedBackend:
+    """What a run asks of a backend, without a model."""
+
+    def __init__(self, config: ScriptedBackendConfig, run: Any, registry: Any, total_updates: int) -> None:
+        self._step_s = config.step_s
+
+    def update(self, batch: TrainingBatch, objective: Objective, *, role: str = "policy") -> Mapping[str, float]:
+        OBSERVED.updates.append((time.thread_time(), time.perf_counter()))
+        time.sleep(self._step_s)
+        times = {"time/forward_backward": self._step_s, "time/optimizer": 0.0}
+        return {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "tokens": 0.0, "loss_tokens": 0.0, **times}
+
+    def logprobs(self, batch: TrainingBatch, role: str = "policy", *, temperature: float = 1.0) -> torch.Tensor:
+        # Near to what the engine says, and as cheap as one pass can be.
+        return batch.drop_padding_rows(batch.tokens["rollout_logprobs"] * 1.001)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.zeros(8)
+
+    def facts(self) -> Mapping[str, int | str]:
+        return {"device": "no device"}
+
+    def save(self, path: Path) -> Mapping[str, Any]:
+        (path / "weights").write_text("none")
+        OBSERVED.rss_before_save = resident_bytes()
+        # Linux: from here on the peak is counted anew.
+        Path("/proc/self/clear_refs").write_text("5")
+        return {}
+
+    def close(self) -> None: ...
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Memory of this process, by /proc/self/status; VmHWM is its peak."""
+    status = Path("/proc/self/status").read_text()
+    [kilobytes] = [line.split()[1] for line in status.splitlines() if line.startswith(f"{field}:")]
+    return int(kilobytes) * 1024
+
+
+@hookimpl
+def register_components(registry: ComponentRegistrar) -> None:
+    registry.add(ScriptedEngineConfig, f"{__name__}:ScriptedEngine")
+    registry.add(ScriptedEnvironmentConfig, f"{__name__}:ScriptedEnvironment")
+    registry.add(ScriptedBackendConfig, f"{__name__}:ScriptedBackend")
