@@ -7,7 +7,6 @@ waits for a place has no task yet, and one timer watches over all time limits.
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -162,7 +161,7 @@ class LimitedTasks(Generic[T]):
 
     def _clock(self) -> float:
         """Seconds that count against time limits: those in which an engine could generate."""
-        return time.monotonic() - self._seconds_down()
+        return asyncio.get_running_loop().time() - self._seconds_down()
 
 
 def _throw(error: Exception) -> NoReturn:
