@@ -30,6 +30,7 @@ from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.garbage import WORTHWHILE_ATTEMPTS, QuietCollector
+from spurline_async_rl.source.load import LoopLoad
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher
@@ -61,6 +62,7 @@ class AsyncRolloutSource(PromptSource):
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
+        self._load = LoopLoad(tokens=lambda: self._observed.num_tokens)
         self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
         limits = SchedulerLimits(
             config.max_staleness,
@@ -70,6 +72,7 @@ class AsyncRolloutSource(PromptSource):
             config.at_bound,
             config.draw_limit,
             num_batches=self.total_steps,
+            depth=config.depth,
         )
         self._producer = Producer(
             self._prompts,
@@ -78,13 +81,16 @@ class AsyncRolloutSource(PromptSource):
             self._timeline,
             filters=config.zero_variance == "refill",
             notify=self._changed.set,
+            ready=self._preparation.ready,
         )
         self._publisher: Publisher | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
         self._synced: dict[str, float] = {}
         """Metrics of publishes that no step has got yet."""
-        self._taken_at = time.perf_counter()
+        self._taken_at = self._published_at = time.perf_counter()
+        self._missed_s = 0.0
+        """Since the publish at `_published_at`, how long batches that were asked for were not there."""
 
     def summary(self) -> Mapping[str, object]:
         facts = super().summary()
@@ -121,6 +127,7 @@ class AsyncRolloutSource(PromptSource):
             self._collector.quiet()
         if self._colocation is None:
             self._loop.call(self._producer.start)
+        self._loop.call(self._load.start)
         self._taken_at = time.perf_counter()
 
     def build(self, step: int) -> TrainingBatch:
@@ -144,17 +151,24 @@ class AsyncRolloutSource(PromptSource):
             # Those of a step that is trained again after a crash replace the earlier ones.
             write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
-        scheduler = self._producer.scheduler
-        running, buffered = self._loop.call(lambda: (scheduler.num_running, scheduler.num_buffered))
         measured = {
-            "async/running": float(running),
-            "async/buffered": float(buffered),
+            **self._loop.call(self._levels),
             "time/wait_rollouts": waited,
             "time/generating": generating,
             **self._take_synced(),
         }
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
         return replace(batch, info={**batch.info, **ages, **measured})
+
+    def _levels(self) -> dict[str, float]:
+        """Where generation stands and what it has cost since the last call; called on the loop."""
+        scheduler = self._producer.scheduler
+        return {
+            "async/running": float(scheduler.num_running),
+            "async/buffered": float(scheduler.num_buffered),
+            "async/depth": scheduler.depth.value,
+            **self._load.take(),
+        }
 
     def epoch(self, step: int) -> float:
         # Before the run, which is when a plan asks, no prompt has been drawn yet.
@@ -228,6 +242,7 @@ class AsyncRolloutSource(PromptSource):
 
     def _end_generation(self) -> None:
         async def end() -> None:
+            self._load.stop()
             try:
                 await self._producer.close()
             finally:
@@ -242,11 +257,15 @@ class AsyncRolloutSource(PromptSource):
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
         """The groups of this step, and the attempts that were made again for them."""
         watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
+        missed_at: float | None = None
         while True:
             self._changed.clear()
             taken = watchdog.result(self._loop.submit(self._producer.take, step))
             if taken is not None:
+                # The time that asking takes is no fault of the groups, however busy the loop is.
+                self._missed_s += 0.0 if missed_at is None else time.perf_counter() - missed_at
                 return taken
+            missed_at = missed_at or time.perf_counter()
             self._serve_restarted_engines()
             watchdog.wait(self._changed)
 
@@ -281,7 +300,7 @@ class AsyncRolloutSource(PromptSource):
     def _generate(self) -> None:
         """Let groups start with the weights that colocated engines have now; others have got theirs already."""
         if self._colocation is not None:
-            self._loop.call(self._producer.publish, self._updates)
+            self._tell_published()
             self._loop.call(self._producer.start)
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
@@ -301,5 +320,11 @@ class AsyncRolloutSource(PromptSource):
         """Every engine generates with the weights as they are now; more groups may start."""
         assert self._publisher is not None, "not started"
         report = self._publisher.publish(self._updates, self._backend)
-        self._loop.call(self._producer.publish, self._updates)
+        self._tell_published()
         return report
+
+    def _tell_published(self) -> None:
+        """More groups may start; how many depends on how long batches were waited for since the last publish."""
+        before, self._published_at = self._published_at, time.perf_counter()
+        missed_s, self._missed_s = self._missed_s, 0.0
+        self._loop.call(self._producer.publish, self._updates, missed_s, self._published_at - before)

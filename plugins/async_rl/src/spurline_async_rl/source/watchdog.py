@@ -40,6 +40,8 @@ class ObservedEngine:
         self._asked: dict[int, tuple[str, float]] = {}
         self.answered_at = 0.0
         """When a request was last answered, on the monotonic clock."""
+        self.num_tokens = 0
+        """Tokens of all answers so far."""
         # The rest goes straight to the engine.
         self.pause, self.resume, self.close = engine.pause, engine.resume, engine.close
         self.seconds_down: Callable[[], float] = engine.seconds_down if isinstance(engine, MayBeDown) else lambda: 0.0
@@ -48,7 +50,9 @@ class ObservedEngine:
         number = next(self._numbers)
         self._asked[number] = (request.name, time.monotonic())
         try:
-            return await self._engine.generate(request)
+            result = await self._engine.generate(request)
+            self.num_tokens += len(result.token_ids)
+            return result
         finally:
             del self._asked[number]
             self.answered_at = time.monotonic()
