@@ -27,7 +27,7 @@ import pytest  # noqa: E402 - transformers reads the environment when a test imp
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
-from warm_engines import WarmEngines  # noqa: E402
+from warm_children import WarmChildren  # noqa: E402
 
 from spurline.config import loading  # noqa: E402
 from spurline.config.assembly import assemble  # noqa: E402
@@ -82,18 +82,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def forked_engines() -> Generator[WarmEngines, None, None]:
-    engines = WarmEngines()
-    yield engines
-    engines.close()
+def forked_children() -> Generator[WarmChildren, None, None]:
+    children = WarmChildren()
+    yield children
+    children.close()
 
 
 @pytest.fixture(scope="module")
-def warm_engines(forked_engines: WarmEngines) -> Generator[None, None, None]:
-    """Child engines of this module need no imports, except in long runs, which start them as the product does."""
+def warm_children(forked_children: WarmChildren) -> Generator[None, None, None]:
+    """Engines and workers of this module need no imports, except in long runs, which start them as the product does."""
     with pytest.MonkeyPatch.context() as patch:
         if not SOAK:
-            patch.setattr(child, "subprocess", forked_engines)
+            patch.setattr(child, "subprocess", forked_children)
         yield
 
 

@@ -23,7 +23,7 @@ from spurline import Run, load_config
 from spurline.errors import RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_engines")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 

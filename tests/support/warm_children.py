@@ -1,7 +1,7 @@
-"""Child engines that begin where the imports end: one process has imported everything, and is forked.
+"""Child processes that begin where the imports end: one process has imported everything, and is forked.
 
-Half a dozen seconds of CPU that each engine spends on importing torch and transformers are no part of what most tests
-are about. All else is as `ChildProcess` has it: the engine is a child of this process, in a session of its own.
+Half a dozen seconds of CPU that an engine or a worker spends on importing torch and transformers are no part of what
+most tests are about. All else is as `ChildProcess` has it: a child of this process, in a session of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-ENGINE = "spurline_async_rl.engines.child.main"
-IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", ENGINE)
+MODULES = ("spurline_async_rl.engines.child.main", "spurline_collation_fast.tokenization.slice_worker")
+"""Those that are forked; others start as ever."""
+IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", *MODULES)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class WarmEngine:
-    """A `subprocess.Popen` of an engine, as far as `ChildProcess` uses that."""
+class WarmChild:
+    """A `subprocess.Popen` of such a module, as far as `ChildProcess` uses that."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -36,7 +37,7 @@ class WarmEngine:
     def wait(self, timeout_s: float | None = None) -> int:
         if self._code is None:
             if not select.select([self._ended], [], [], timeout_s)[0]:
-                raise subprocess.TimeoutExpired("engine", timeout_s or 0.0)
+                raise subprocess.TimeoutExpired("a fork", timeout_s or 0.0)
             os.close(self._ended)
             try:
                 self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -46,9 +47,9 @@ class WarmEngine:
         return self._code
 
 
-class WarmEngines:
+class WarmChildren:
     """Stands in for the module `subprocess` in `spurline.ranks.child`. The process that is forked starts with the
-    first engine."""
+    first child."""
 
     PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
 
@@ -66,14 +67,14 @@ class WarmEngines:
             self._control.close()
             self._process.wait(60)
 
-    def _start(self, command: list[str], **options: Any) -> WarmEngine | subprocess.Popen[bytes]:
+    def _start(self, command: list[str], **options: Any) -> WarmChild | subprocess.Popen[bytes]:
         # COMMAND -P -m spurline.ranks.child MODULE ...
-        module, *arguments = command[4:]
-        if module != ENGINE or options["pass_fds"]:
+        module = command[4]
+        if module not in MODULES or options["pass_fds"]:
             return subprocess.Popen(command, **options)
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
-        order = {"arguments": arguments, "environment": options["env"], "folder": os.getcwd()}
+        order = {"arguments": command[4:], "environment": options["env"], "folder": os.getcwd()}
         with self._lock:
             control = self._opened()
             _adopt(True)
@@ -82,7 +83,7 @@ class WarmEngines:
             _adopt(False)
         os.close(theirs_in)
         os.close(theirs_out)
-        return WarmEngine(pid, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"))
+        return WarmChild(pid, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"))
 
     def _opened(self) -> socket.socket:
         if self._control is None:
@@ -140,12 +141,12 @@ def become(order: dict[str, Any]) -> None:
 
     from spurline.ranks import child
 
-    setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, ENGINE, *order["arguments"]]))
+    setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, *order["arguments"]]))
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
     sys.path[:0] = order["environment"]["PYTHONPATH"].split(os.pathsep)
-    child._main(ENGINE, *order["arguments"])
+    child._main(*order["arguments"])
 
 
 if __name__ == "__main__":
