@@ -157,7 +157,7 @@ def test_after_a_restart_groups_that_were_under_way_are_pending_and_the_rest_is_
     start(scheduler)
     scheduler.end(3, State.BUFFERED)
     saved = scheduler.state_dict()
-    assert saved.keys() == {"ledger", "buffered", "fillers", "left_out"}
+    assert saved.keys() == {"ledger", "buffered", "fillers", "left_out", "depth"}
     scheduler.end(2, State.GIVEN_UP)
     again = make(draw_limit=64)
     again.load_state_dict(saved)

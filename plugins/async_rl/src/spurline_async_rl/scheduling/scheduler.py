@@ -27,6 +27,11 @@ admission: a group had p < (v + S - t + 1) * B others before it when it was admi
 restart, and is trained in batch t + p // B <= v + S or before. Where draws run out, a batch takes all groups there are,
 and fills up with ones that were filtered since the last batch, so that their deadlines are not before t either.
 The admission rule is that of AReaL (Fu et al. 2025, arXiv:2505.24298), which bounds the average; (1) bounds each group.
+
+Admission also keeps to a depth D, from B to (S + 1) B: a new group starts only while fewer than D are untrained. The
+depth only refuses, so (1) stands. And waiting still ends: where the depth refuses and no group is under way any more,
+at least D >= B finished ones are there, of which the next batch is made as above. It does not refuse groups that a
+restart interrupted, as `fifo` waits for those; and that it refuses does not mean that draws have run out.
 """
 
 from __future__ import annotations
@@ -39,6 +44,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from spurline_async_rl.scheduling.depth import AdmissionDepth, Depth
 
 Order = Literal["fifo", "window"]
 AtBound = Literal["wait", "mask"]
@@ -72,7 +79,8 @@ class SchedulerLimits:
     order: `fifo` takes groups as they were drawn; `window` lets a finished group overtake where that cannot make
     another one too old. at_bound: `wait` for groups that would become too old, or take what is finished and `mask` what
     became too old. draw_limit: prompts that may be drawn for one batch before filtered groups are used.
-    num_batches: of the whole run.
+    num_batches: of the whole run. depth: untrained groups that admission keeps to, at least B; `auto` follows what the
+    trainer waits.
     """
 
     max_staleness: int
@@ -82,6 +90,7 @@ class SchedulerLimits:
     at_bound: AtBound
     draw_limit: int
     num_batches: int
+    depth: Depth = "full"
 
     def most_untrained(self, version: int, taken: int) -> int:
         """Groups that may be admitted and not yet taken, with weights of `version`, `taken` batches having been taken.
@@ -95,11 +104,13 @@ class SchedulerLimits:
 class Scheduler:
     """The state of every prompt of one run, from the first draw to the last; four bytes each.
 
-    version: of the newest published weights. taken: batches taken so far, which is the number of the next one.
+    version: of the newest published weights. taken: batches taken so far, which is the number of the next one. depth:
+    untrained groups that admission keeps to.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
+        self.depth = AdmissionDepth(limits.depth, limits.max_staleness, limits.batch_size, limits.max_running)
         self.version = 0
         self.taken = 0
         self.num_drawn = 0
@@ -111,6 +122,8 @@ class Scheduler:
         # Since the last batch.
         self._filtered: list[int] = []
         self._num_given_up = 0
+        # Draws before this one were made before a restart.
+        self._first_new_draw = 0
 
     @property
     def num_running(self) -> int:
@@ -151,14 +164,7 @@ class Scheduler:
 
     def may_admit(self) -> bool:
         """Whether one more group may start now."""
-        limits = self.limits
-        room = limits.most_untrained(self.version, self.taken)
-        beyond_this_batch = room - limits.batch_size
-        return (
-            self.num_running < limits.max_running
-            and self.num_untrained < room
-            and self._num_used_up() + self.num_untrained < limits.draw_limit + beyond_this_batch
-        )
+        return self._has_room() and not self._exceeds_depth()
 
     def admit(self, draw: int) -> None:
         """The group of the pending prompt starts, with the published weights."""
@@ -166,6 +172,7 @@ class Scheduler:
         self._leave_pending(draw)
         self._move(draw, State.RUNNING)
         self._running[draw] = self.version
+        self._note_depth()
 
     def skip(self, draw: int) -> None:
         """The pending prompt will not start: its row cannot be used."""
@@ -183,11 +190,18 @@ class Scheduler:
             self._filtered.append(draw)
         elif state is State.GIVEN_UP:
             self._num_given_up += 1
+        self._note_depth()
 
-    def publish(self, version: int) -> None:
-        """Weights of this version are what engines generate with from now on."""
+    def publish(self, version: int, wait_s: float = 0.0, seconds: float = 0.0) -> None:
+        """Weights of this version are what engines generate with from now on.
+
+        seconds: since the publish before, for wait_s of which training waited for a batch.
+        """
         assert version >= self.version, f"version {version} after {self.version}"
+        if version > self.version:
+            self.depth.adapt(wait_s, seconds)
         self.version = version
+        self._note_depth()
 
     def next_batch(self) -> list[int] | None:
         """The draws of the next batch in draw order, or None while it has to wait."""
@@ -237,6 +251,7 @@ class Scheduler:
             "buffered": [[draw, self._buffered[draw]] for draw in sorted(self._buffered)],
             "fillers": self.filtered,
             "left_out": self._num_used_up(),
+            "depth": self.depth.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
@@ -259,6 +274,10 @@ class Scheduler:
         self._buffered = {int(draw): int(version) for draw, version in buffered}
         self._filtered = [int(draw) for draw in fillers]
         self._num_given_up = num_given_up
+        self._first_new_draw = self.num_drawn
+        # Checkpoints from before there was a depth have none.
+        if "depth" in state:
+            self.depth.load_state_dict(state["depth"])
         self.check()
 
     def check(self) -> None:
@@ -284,13 +303,33 @@ class Scheduler:
         assert in_order, f"draw {draw} cannot start before {[*self._pending]}"
         self._pending.popleft()
 
+    def _has_room(self) -> bool:
+        """Whether places, bound and draws allow one more group."""
+        limits = self.limits
+        room = limits.most_untrained(self.version, self.taken)
+        beyond_this_batch = room - limits.batch_size
+        return (
+            self.num_running < limits.max_running
+            and self.num_untrained < room
+            and self._num_used_up() + self.num_untrained < limits.draw_limit + beyond_this_batch
+        )
+
+    def _exceeds_depth(self) -> bool:
+        """Whether there are untrained groups enough without the next one, which is new."""
+        was_interrupted = bool(self._pending) and self._pending[0] < self._first_new_draw
+        return self.num_untrained >= self.depth.groups and not was_interrupted
+
+    def _note_depth(self) -> None:
+        if self._has_room() and self._exceeds_depth():
+            self.depth.note_held_back()
+
     def _num_used_up(self) -> int:
         """Draws since the last batch that were used up without a group to train on."""
         return len(self._filtered) + self._num_given_up
 
     def _draws_used_up(self) -> bool:
         """Whether nothing runs and nothing more may be drawn for the next batch."""
-        return self.num_running == 0 and not self.may_admit() and self._num_used_up() > 0
+        return self.num_running == 0 and not self._has_room() and self._num_used_up() > 0
 
     def _candidates(self) -> list[int]:
         """Finished groups in the order in which they may be taken."""
@@ -312,5 +351,6 @@ class Scheduler:
     def __repr__(self) -> str:
         return (
             f"Scheduler(version={self.version}, taken={self.taken}, running={self.num_running}, "
-            f"buffered={self.num_buffered}, used_up={self._num_used_up()}, limits={self.limits})"
+            f"buffered={self.num_buffered}, used_up={self._num_used_up()}, depth={self.depth.groups}, "
+            f"limits={self.limits})"
         )

@@ -14,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
     from spurline.protocols.rollout_engine import RolloutEngineConfig
+    from spurline_async_rl.scheduling.depth import Depth
     from spurline_async_rl.simulation.workload import Knobs
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -105,6 +106,7 @@ class GeneratesWhileTraining(Protocol):
     publish_every: int
     order: Literal["fifo", "window"]
     at_bound: Literal["wait", "mask"]
+    depth: Depth
     engine: RolloutEngineConfig
 
 
@@ -127,4 +129,5 @@ def knobs_of(loaded: LoadedConfig) -> Knobs:
         publish_every=source.publish_every,
         order=source.order,
         at_bound=source.at_bound,
+        depth=source.depth,
     )

@@ -132,6 +132,8 @@ class Model:
         self._phase: _Phase = "wait"
         self._began: dict[_Phase, float] = {"wait": 0.0}
         self._phase_end = math.inf
+        # Since the last publish.
+        self._waited, self._published_at = 0.0, 0.0
         self._groups: list[GroupSpan] = []
         self._spans: list[Span] = []
         self._levels: list[Level] = []
@@ -255,6 +257,7 @@ class Model:
         self._engines.paused = phase == "pause"
 
     def _note_span(self, kind: SpanKind, began: float) -> None:
+        self._waited += self.now - began if kind == "wait" else 0.0
         if self.now > began:
             self._spans.append(Span(kind, began, self.now))
 
@@ -267,7 +270,8 @@ class Model:
             if self._phase == "pause":
                 for draw in self._running:
                     self._note_work(draw)
-                self.scheduler.publish(self.step + 1)
+                self.scheduler.publish(self.step + 1, self._waited, self.now - self._published_at)
+                self._waited, self._published_at = 0.0, self.now
             self._begin("wait", math.inf)
             self.end_step()
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from spurline.errors import UserError
+from spurline_async_rl.scheduling.depth import Depth
 from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
 from spurline_async_rl.timeline.records import GroupState
 
@@ -27,7 +28,7 @@ _DRAWS_PER_GROUP = 8
 
 @dataclass(frozen=True)
 class Knobs:
-    """What one may choose: S, B, K, engines, publish_every, and the rules of the scheduler."""
+    """What one may choose: S, B, K, engines, publish_every, depth, and the rules of the scheduler."""
 
     max_staleness: int
     batch_size: int
@@ -36,6 +37,7 @@ class Knobs:
     publish_every: int = 1
     order: Order = "window"
     at_bound: AtBound = "wait"
+    depth: Depth = "auto"
 
     @property
     def most_running(self) -> int:
@@ -48,13 +50,21 @@ class Knobs:
             0 < self.engines <= self.max_running <= self.most_running
             and self.max_staleness >= self.publish_every - 1
             and self.batch_size > 0
+            and (isinstance(self.depth, str) or self.batch_size <= self.depth <= self.most_running)
         )
 
     def limits(self, num_batches: int) -> SchedulerLimits:
         """What the scheduler may do in a run of so many batches."""
         draws = _DRAWS_PER_GROUP * self.batch_size
         return SchedulerLimits(
-            self.max_staleness, self.batch_size, self.max_running, self.order, self.at_bound, draws, num_batches
+            self.max_staleness,
+            self.batch_size,
+            self.max_running,
+            self.order,
+            self.at_bound,
+            draws,
+            num_batches,
+            self.depth,
         )
 
     def with_engines(self, engines: int) -> Knobs:

@@ -34,6 +34,10 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     """Groups under way at the same time, at most prompts_per_step x (max_staleness + 1). Fewer are finished sooner each
     and wait less for the slowest; more keep the engines busier; `spurline simulate` shows the trade. null is all of
     prompts_per_step at max_staleness 0, and a quarter of it otherwise."""
+    depth: Annotated[Literal["auto", "full"] | Annotated[int, Field(gt=0)], OnResume.FREE] = "auto"
+    """Untrained groups that generation runs ahead with: under way and finished, from prompts_per_step to
+    prompts_per_step x (max_staleness + 1), the most that the bound allows, which is `full`. Fewer are fresher where
+    training is the slower side. `auto` follows the run: as few as keep the trainer busy."""
     order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
     """`window`: train on what is finished, a group overtaking another only where that cannot make it too old. `fifo`:
     train in the order of the draws, so that which groups make a batch does not depend on time."""
@@ -146,6 +150,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 "at_bound",
                 "is mask, but with order: fifo no token can get over the bound. Set order: window, or remove at_bound.",
             )
+        yield from self._depth_problems(most)
         yield from self._off_policy_problems(run)
         yield from self._colocation_problems()
         engines = self.engine.num_engines
@@ -154,6 +159,24 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 "engine.engines",
                 f"is {engines}, but only {self.groups_at_once} groups of {self.samples_per_prompt} attempts are under "
                 "way at a time, so some engines would never have work. Lower it, or raise max_concurrent_groups.",
+            )
+
+    def _depth_problems(self, most: int) -> Iterable[Problem]:
+        """A number has to be enough for a batch, and not more than the bound allows."""
+        if isinstance(self.depth, str):
+            return
+        least = self.prompts_per_step
+        if self.depth < least:
+            yield Problem(
+                "depth",
+                f"is {self.depth}, but a step takes prompts_per_step: {least} groups, which would never be there. "
+                f"Raise it to {least}, or set depth: auto.",
+            )
+        if self.depth > most:
+            yield Problem(
+                "depth",
+                f"is {self.depth}, but with max_staleness: {self.max_staleness} and prompts_per_step: {least} no more "
+                f"than {most} groups may be ahead of training. Lower it to {most}, or set depth: full.",
             )
 
     def _colocation_problems(self) -> Iterable[Problem]:

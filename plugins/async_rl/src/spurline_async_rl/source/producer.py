@@ -60,9 +60,9 @@ class Producer:
         self._stopped = False
         self._admit()
 
-    def publish(self, version: int) -> None:
-        """All engines generate with these weights; more groups may start."""
-        self.scheduler.publish(version)
+    def publish(self, version: int, wait_s: float = 0.0, seconds: float = 0.0) -> None:
+        """All engines generate with these weights; more groups may start. wait_s, seconds: as of the scheduler."""
+        self.scheduler.publish(version, wait_s, seconds)
         self._admit()
 
     def take(self, step: int) -> tuple[Collected, int] | None:

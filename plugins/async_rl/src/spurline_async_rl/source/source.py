@@ -67,6 +67,7 @@ class AsyncRolloutSource(PromptSource):
             config.at_bound,
             config.draw_limit,
             num_batches=self.total_steps,
+            depth=config.depth,
         )
         self._producer = Producer(
             self._prompts,
@@ -81,7 +82,9 @@ class AsyncRolloutSource(PromptSource):
         self._updates = 0
         self._synced: dict[str, float] = {}
         """Metrics of publishes that no step has got yet."""
-        self._taken_at = time.perf_counter()
+        self._taken_at = self._published_at = time.perf_counter()
+        self._missed_s = 0.0
+        """Since the publish at `_published_at`, how long batches that were asked for were not there."""
 
     def summary(self) -> Mapping[str, object]:
         facts = super().summary()
@@ -138,10 +141,13 @@ class AsyncRolloutSource(PromptSource):
             write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         scheduler = self._producer.scheduler
-        running, buffered = self._loop.call(lambda: (scheduler.num_running, scheduler.num_buffered))
+        running, buffered, depth = self._loop.call(
+            lambda: (scheduler.num_running, scheduler.num_buffered, scheduler.depth.value)
+        )
         measured = {
             "async/running": float(running),
             "async/buffered": float(buffered),
+            "async/depth": depth,
             "time/wait_rollouts": waited,
             "time/generating": generating,
             **self._take_synced(),
@@ -234,11 +240,15 @@ class AsyncRolloutSource(PromptSource):
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
         """The groups of this step, and the attempts that were made again for them."""
         watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
+        missed_at: float | None = None
         while True:
             self._changed.clear()
             taken = watchdog.result(self._loop.submit(self._producer.take, step))
             if taken is not None:
+                # The time that asking takes is no fault of the groups, however busy the loop is.
+                self._missed_s += 0.0 if missed_at is None else time.perf_counter() - missed_at
                 return taken
+            missed_at = missed_at or time.perf_counter()
             self._serve_restarted_engines()
             watchdog.wait(self._changed)
 
@@ -273,7 +283,7 @@ class AsyncRolloutSource(PromptSource):
     def _generate(self) -> None:
         """Let groups start with the weights that colocated engines have now; others have got theirs already."""
         if self._colocation is not None:
-            self._loop.call(self._producer.publish, self._updates)
+            self._tell_published()
             self._loop.call(self._producer.start)
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
@@ -293,5 +303,11 @@ class AsyncRolloutSource(PromptSource):
         """Every engine generates with the weights as they are now; more groups may start."""
         assert self._publisher is not None, "not started"
         report = self._publisher.publish(self._updates, self._backend)
-        self._loop.call(self._producer.publish, self._updates)
+        self._tell_published()
         return report
+
+    def _tell_published(self) -> None:
+        """More groups may start; how many depends on how long batches were waited for since the last publish."""
+        before, self._published_at = self._published_at, time.perf_counter()
+        missed_s, self._missed_s = self._missed_s, 0.0
+        self._loop.call(self._producer.publish, self._updates, missed_s, self._published_at - before)
