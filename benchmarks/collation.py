@@ -50,13 +50,15 @@ from spurline.data.collators.packing import PackingAlgorithm, pack
 from spurline.data.collators.padded import PaddedCollator, RolloutsCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, RolloutsCollatorConfig
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.flat_turns import FlatTurns
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
-from spurline_collation_fast.flat_segments import flat_turns
 from spurline_collation_fast.kernels import ALGORITHMS, kernels_named
 from spurline_collation_fast.row_writer import BufferPool
 
 RANKS = 8
+GROUP = 8
+"""Attempts at a prompt, which are flat before a batch takes them."""
 PAD = 151643
 LAYOUT = ParallelLayout(data=RANKS)
 NUMBA, NUMPY = kernels_named("numba"), kernels_named("numpy")
@@ -122,13 +124,14 @@ def _rollout_candidates(inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]
     reference = RolloutsCollator(config, PAD, LAYOUT)
     fast = FastRolloutsCollator(config, PAD, LAYOUT, NUMBA)
     fallback = FastRolloutsCollator(config, PAD, LAYOUT, NUMPY)
-    flat = flat_turns(inputs.trajectories)
+    attempts = inputs.trajectories
+    blocks = [FlatTurns.of(attempts[start : start + GROUP]) for start in range(0, len(attempts), GROUP)]
     return {
         "reference": lambda: reference.collate_rollouts(inputs.trajectories),
         "per-token loops": lambda: token_loops_rollouts(inputs, PAD),
         "row slices": lambda: row_slices_rollouts(inputs, PAD),
         "fast": lambda: fast.collate_rollouts(inputs.trajectories),
-        "fast, joined before": lambda: fast.collate_flat(flat),
+        "fast, flat groups": lambda: fast.collate_flat(blocks),
         "numpy fallback": lambda: fallback.collate_rollouts(inputs.trajectories),
     }
 

@@ -17,7 +17,7 @@ from spurline.plugins import hookimpl
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
 
-ONLY_ASYNC = ("async/", "staleness/", "sync/")
+ONLY_ASYNC = ("async/", "staleness/", "sync/", "controller/")
 """Prefixes of the metrics that a synchronous run does not have."""
 
 TOOL_MODULE = '''

@@ -13,6 +13,7 @@ from every_run import SOAK
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
+from spurline.losses.log_ratios import correct_batch
 from spurline.plugins.host import PluginHost
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
@@ -85,7 +86,7 @@ class LossGradients:
             return REDUCE[reduction](self.batch)
         config = REGISTRY.get("correction", correction).config
         made = REGISTRY.create("correction", config.model_validate({"name": correction, **CORRECTIONS[correction]}))
-        factors = made.correct(self.batch).factors
+        factors = correct_batch(self.batch, made)[0]
         assert not bool((factors == 1).all()), f"{correction} corrects nothing here"
         return reduce_corrected(self.batch, factors, REDUCE[reduction])
 

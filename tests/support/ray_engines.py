@@ -39,7 +39,14 @@ class _Scripted:
         print(f"{os.getpid()} says that it starts", file=sys.stderr, flush=True)
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        salt: str,
+        *,
+        each_step: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         for number in range(sampling.max_new_tokens):
             await asyncio.sleep(TOKEN_S)

@@ -37,9 +37,13 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same lines without wall times."""
+    """The same lines without what clocks measured."""
     return [
-        {name: value for name, value in line.items() if not name.startswith("time/") and name != "eval/time"}
+        {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(("time/", "controller/")) and name != "eval/time"
+        }
         for line in metrics
     ]
 

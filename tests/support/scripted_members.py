@@ -12,8 +12,9 @@ from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import Command, FinishUpdate
 from spurline_async_rl.engines.configs import PoolConfig
-from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.engines.progress import Progress
 
 ENDS = 7
 """The token that ends a response."""
@@ -96,7 +97,7 @@ class ScriptedMember:
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         assert self.version >= 0, "generates with weights that nobody published"
         self.served.append(request.name)
-        while len(progress.token_ids) < request.sampling.max_new_tokens:
+        while len(progress) < request.sampling.max_new_tokens:
             await self._act("generate")
             await asyncio.sleep(0)
             while self._holds:
@@ -107,11 +108,8 @@ class ScriptedMember:
             self._world.written += 1
             if how.endswith("before"):
                 await self._die(how)
-            token = next_token([*request.prompt_ids, *progress.token_ids])
-            for column in (progress.token_ids, progress.versions):
-                column.append(token if column is progress.token_ids else self.version)
-            progress.logprobs.append(-float(token))
-            progress.raw_logprobs.append(-float(token))
+            token = next_token([*request.prompt_ids, *progress.token_ids.tolist()])
+            progress.add([token], [-float(token)], [-float(token)], self.version)
             if how.endswith("after"):
                 await self._die(how)
             if token == ENDS:

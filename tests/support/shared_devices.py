@@ -14,8 +14,9 @@ from spurline.protocols.rollout_engine import GenerationRequest, WeightBucket
 from spurline.protocols.weight_sync import PublishedPart, SyncReport
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import Command, Sleep, WakeCache, WakeWeights
-from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.weights.buckets import BucketSync
 from spurline_async_rl.weights.configs import BucketSyncConfig

@@ -25,6 +25,7 @@ from spurline.losses.corrections import (
     SequenceRejection,
     TruncatedImportanceSampling,
 )
+from spurline.losses.log_ratios import correct_batch
 from spurline.protocols.correction import Correction
 from spurline.testing.loss_contract import CorrectionContract
 
@@ -84,8 +85,8 @@ def expected_factors(name: str, batch: TrainingBatch) -> torch.Tensor:
 @settings(max_examples=25)
 def test_factors_are_their_formulas(name: str, seed: int, spread: float) -> None:
     batch = CorrectionContract().batch(((3, 0), (1, 4, 2)), seed, spread)
-    result = CORRECTIONS[name].correct(batch)
-    torch.testing.assert_close(result.factors, expected_factors(name, batch), rtol=1e-5, atol=0)
+    factors, _ = correct_batch(batch, CORRECTIONS[name])
+    torch.testing.assert_close(factors, expected_factors(name, batch), rtol=1e-5, atol=0)
 
 
 def two_tokens(log_ratios: tuple[float, float]) -> TrainingBatch:
@@ -96,27 +97,27 @@ def two_tokens(log_ratios: tuple[float, float]) -> TrainingBatch:
 
 def test_metrics_are_shares_of_loss_tokens() -> None:
     batch = two_tokens((math.log(4.0), math.log(1.5)))
-    assert CORRECTIONS["tis"].correct(batch).metrics == pytest.approx(
+    assert correct_batch(batch, CORRECTIONS["tis"])[1] == pytest.approx(
         {"correction/truncated": 0.5, "correction/factor": 1.75}, rel=1e-5
     )
-    assert CORRECTIONS["mis"].correct(two_tokens((math.log(6.0), 0.0))).metrics == pytest.approx(
+    assert correct_batch(two_tokens((math.log(6.0), 0.0)), CORRECTIONS["mis"])[1] == pytest.approx(
         {"correction/rejected": 0.5, "correction/factor": 0.5}, rel=1e-5
     )
-    assert CORRECTIONS["sequence"].correct(batch).metrics == {"correction/rejected": 1.0, "correction/factor": 0.0}
+    assert correct_batch(batch, CORRECTIONS["sequence"])[1] == {"correction/rejected": 1.0, "correction/factor": 0.0}
 
 
 def test_rejected_is_exactly_zero_and_the_tiniest_weight_is_not() -> None:
-    assert CORRECTIONS["mis"].correct(two_tokens((-60.0, 0.0))).factors.tolist() == [[1.0, 0.0, 1.0]]
-    assert CORRECTIONS["tis"].correct(two_tokens((-60.0, 0.0))).factors[0, 1] > 0
+    assert correct_batch(two_tokens((-60.0, 0.0)), CORRECTIONS["mis"])[0].tolist() == [[1.0, 0.0, 1.0]]
+    assert correct_batch(two_tokens((-60.0, 0.0)), CORRECTIONS["tis"])[0][0, 1] > 0
 
 
 def test_a_prompt_never_decides_about_its_response() -> None:
     # The prompt token's columns disagree by 7 nats in two_tokens.
-    assert CORRECTIONS["sequence"].correct(two_tokens((0.0, 0.0))).factors.tolist() == [[1.0, 1.0, 1.0]]
+    assert correct_batch(two_tokens((0.0, 0.0)), CORRECTIONS["sequence"])[0].tolist() == [[1.0, 1.0, 1.0]]
 
 
 def test_a_missing_column_is_named(correction: Correction) -> None:
     batch = two_tokens((0.0, 0.0))
     tokens = {name: column for name, column in batch.tokens.items() if name != "old_logprobs"}
     with pytest.raises(DataError, match=r"The correction needs old_logprobs, which this run's batches do not have\."):
-        correction.correct(replace(batch, tokens=tokens))
+        correct_batch(replace(batch, tokens=tokens), correction)

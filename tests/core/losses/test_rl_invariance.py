@@ -29,6 +29,7 @@ from spurline.losses.configs import KlConfig
 from spurline.losses.corrections import MaskedImportanceSampling, TruncatedImportanceSampling
 from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.losses.gspo import Gspo
+from spurline.losses.log_ratios import correct_batch
 from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo
 from spurline.losses.sapo import Sapo
@@ -136,7 +137,7 @@ def reduced(batch: TrainingBatch, reduction: str, correction: str) -> tuple[Trai
     component = CORRECTIONS[correction]
     if component is None:
         return REDUCE[reduction](batch)
-    return reduce_corrected(batch, component.correct(batch).factors, REDUCE[reduction])
+    return reduce_corrected(batch, correct_batch(batch, component)[0], REDUCE[reduction])
 
 
 def role_of(loss: str) -> Role:

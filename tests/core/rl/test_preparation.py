@@ -10,6 +10,7 @@ import pytest
 from preparation_oracle import CAP, EPS, GAMMA, LAM, FakeBackend, Oracle, make_groups
 from rl_attempts import core_registry
 
+from spurline.data.batch import TrainingBatch
 from spurline.data.configs import RolloutsCollatorConfig
 from spurline.losses.configs import KlConfig, PpoConfig, TruncatedImportanceSamplingConfig
 from spurline.protocols.advantage import AdvantageConfig
@@ -19,7 +20,7 @@ from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.rollout_engine import RolloutEngineConfig
 from spurline.rl.advantages.configs import GaeConfig, RlooConfig
 from spurline.rl.configs import KlInRewardConfig, RolloutSourceConfig, SamplingConfig
-from spurline.rl.preparation import Preparation, Prepared
+from spurline.rl.preparation import Preparation
 from spurline.testing.inputs import PAD
 from spurline.update.configs import ByPromptConfig
 
@@ -35,7 +36,7 @@ def prepare(
     minibatches: MiniBatchesConfig | None = None,
     pad_side: Literal["left", "right"] = "right",
     **source: Any,
-) -> tuple[Prepared, FakeBackend]:
+) -> tuple[TrainingBatch, FakeBackend]:
     config = RolloutSourceConfig(
         environment=EnvironmentConfig(name="any"),
         engine=RolloutEngineConfig(name="any"),
@@ -61,8 +62,7 @@ def prepare(
     return Preparation(config, context).prepare(make_groups(PROMPTS, SAMPLES), backend), backend
 
 
-def assert_rows(prepared: Prepared, oracle: Oracle) -> None:
-    batch = prepared.batch
+def assert_rows(batch: TrainingBatch, oracle: Oracle) -> None:
     batch.check()
     expected = oracle.rows(make_groups(PROMPTS, SAMPLES))
     assert batch.num_rows == len(expected)
@@ -128,7 +128,7 @@ def test_the_charged_kl_and_the_rewards_after_it_are_logged() -> None:
     rows = Oracle(TEMPERATURE, 0.3, 1, merged=False, critic=False).rows(make_groups(PROMPTS, SAMPLES))
     trained = [row["loss_weights"] != 0 for row in rows]
     kl = [(row["old_logprobs"] - row["reference_logprobs"])[where] for row, where in zip(rows, trained, strict=True)]
-    info = prepared.batch.info
+    info = prepared.info
     assert info["kl_reward/mean"] == pytest.approx(np.concatenate(kl).mean(), rel=1e-4)
     total = sum(row["rewards"].sum() for row in rows)
     assert info["reward/after_kl"] == pytest.approx(total / (PROMPTS * SAMPLES), rel=1e-4)
@@ -136,18 +136,4 @@ def test_the_charged_kl_and_the_rewards_after_it_are_logged() -> None:
 
 def test_no_kl_is_logged_where_none_is_charged() -> None:
     prepared, _ = prepare(RlooConfig(), loss=PpoConfig(kl=KlConfig(coefficient=0.1)))
-    assert not {"kl_reward/mean", "reward/after_kl"} & prepared.batch.info.keys()
-
-
-def test_groups_come_back_with_what_the_batch_was_made_from() -> None:
-    prepared, _ = prepare(RlooConfig(), kl_in_reward=KlInRewardConfig(coefficient=0.3))
-    groups = make_groups(PROMPTS, SAMPLES)
-    assert [group.uid for group in prepared.groups] == [group.uid for group in groups]
-    advantages = prepared.batch.tokens["advantages"]
-    rows = iter(range(prepared.batch.num_rows))
-    for group in prepared.groups:
-        for attempt in group.trajectories:
-            for turn in attempt.turns:
-                start = len(turn.prompt_ids)
-                found = advantages[next(rows), start : start + len(turn.response_ids)]
-                np.testing.assert_array_equal(found, turn.advantages)
+    assert not {"kl_reward/mean", "reward/after_kl"} & prepared.info.keys()

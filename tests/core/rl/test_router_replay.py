@@ -245,7 +245,7 @@ def prepare(groups: Sequence[Group], **source: Any) -> TrainingBatch:
     )
     backend: Any = FakeBackend(1)
     config = replaying_source().model_copy(update=source)
-    return Preparation(config, context).prepare(groups, backend).batch
+    return Preparation(config, context).prepare(groups, backend)
 
 
 def num_tokens(turn: Turn) -> int:

@@ -29,15 +29,21 @@ def conversations(draw: st.DrawFn) -> list[Trajectory]:
     return attempts
 
 
-@given(attempts=conversations(), merged=st.booleans(), ranks=st.integers(1, 3))
-def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(attempts, merged, ranks):
+_IDS = ("prompt_ids", "response_ids")
+
+
+@given(
+    attempts=conversations(), merged=st.booleans(), ranks=st.integers(1, 3), pad_side=st.sampled_from(["left", "right"])
+)
+def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(attempts, merged, ranks, pad_side):
     kept = [merge_turns(attempt) for attempt in attempts] if merged else attempts
     turns = [turn for attempt in attempts for turn in attempt.turns]
     numbers = iter(range(len(turns)))
     rows = [number if merged else next(numbers) for number, attempt in enumerate(attempts) for _ in attempt.turns]
-    collator = RolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout(data=ranks))
+    collator = RolloutsCollator(RolloutsCollatorConfig(pad_side=pad_side), 0, ParallelLayout(data=ranks))
     batch = collator.collate_rollouts(kept).without_padding_rows()
-    columns = TurnColumns(batch, turns, rows)
+    num_prompt, num_response = (np.array([len(getattr(turn, name)) for turn in turns]) for name in _IDS)
+    columns = TurnColumns(batch, num_prompt, num_response, np.array(rows))
     written = [np.arange(1, len(turn.response_ids) + 1, dtype=np.float32) + 100 * i for i, turn in enumerate(turns)]
     column = columns.join("advantages", written)
     for found, expected in zip(columns.split(column), written, strict=True):

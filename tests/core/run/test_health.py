@@ -124,6 +124,17 @@ def test_the_loss_of_a_policy_is_not_judged_and_its_rollouts_are() -> None:
     assert kinds(lines) == {"cut_off"}
 
 
+@pytest.mark.parametrize(
+    ("shares", "is_told"), [([0.95] * 5, True), ([0.5, 0.99, 0.5] * 3, False), ([0.95] * 4, False)]
+)
+def test_an_event_loop_that_stays_busy_is_told(shares: list[float], is_told: bool) -> None:
+    lines = [{"step": step, "controller/cpu_share": share} for step, share in enumerate(shares, start=1)]
+    found = findings(lines, CONFIG)
+    assert [finding.kind for finding in found] == ["busy_controller"] * is_told
+    assert all("95% of the time" in finding.words for finding in found)
+    assert all("source.engine.placement: ray" in finding.words for finding in found)
+
+
 def test_a_watch_fed_step_by_step_says_what_the_report_says() -> None:
     lines = lines_of([5.7, *(5.0 for _ in range(20)), *(400.0 for _ in range(10))])
     watch = HealthWatch(1.0)

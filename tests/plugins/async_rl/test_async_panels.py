@@ -16,7 +16,8 @@ from spurline.plugins.host import PluginHost
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.page import default_panels
 from spurline.testing import ReportPanelContract
-from spurline_async_rl.timeline.configs import StalenessPanelConfig, TimelinePanelConfig
+from spurline_async_rl.timeline.configs import ControllerPanelConfig, StalenessPanelConfig, TimelinePanelConfig
+from spurline_async_rl.timeline.controller_panel import ControllerPanel
 from spurline_async_rl.timeline.figure import lanes_of, slowest_window, window_ending_at
 from spurline_async_rl.timeline.panels import StalenessPanel, TimelinePanel
 from spurline_async_rl.timeline.records import GroupSpan, Span, StepRecord, Taken, encode_record, read_timeline
@@ -30,6 +31,11 @@ class TestTimelinePanel(ReportPanelContract):
 class TestStalenessPanel(ReportPanelContract):
     def make_panel(self) -> StalenessPanel:
         return StalenessPanel(StalenessPanelConfig())
+
+
+class TestControllerPanel(ReportPanelContract):
+    def make_panel(self) -> ControllerPanel:
+        return ControllerPanel(ControllerPanelConfig())
 
 
 def figures(fragment: str | None) -> list[dict[str, Any]]:
@@ -64,9 +70,13 @@ def group(draw: int, began: float, ended: float, version: int = 0, **changes: An
     )
 
 
-def test_both_panels_are_on_every_report_while_the_plugin_is_enabled() -> None:
+def test_all_panels_are_on_every_report_while_the_plugin_is_enabled() -> None:
     entries = PluginHost.load(["async_rl"]).registry.entries("async_rl")
-    assert {entry.name for entry in entries if entry.kind == "report_panel"} == {"rollout_timeline", "staleness"}
+    assert {entry.name for entry in entries if entry.kind == "report_panel"} == {
+        "rollout_timeline",
+        "staleness",
+        "controller",
+    }
 
 
 def test_groups_are_coloured_by_the_age_of_their_oldest_token_when_they_were_trained(tmp_path: Path) -> None:
@@ -173,6 +183,37 @@ def test_waiting_is_drawn_as_a_share_of_the_step() -> None:
     assert traces["waiting for a batch"]["y"] == [0.25, 0.5]
     assert traces["publishing weights"]["y"] == [0.125, 0.25]
     assert traces["finished, untrained"]["y"] == [3, 4]
+
+
+def controller(*lines: dict[str, float]) -> str | None:
+    numbered = [{"step": step, **line} for step, line in enumerate(lines, start=1)]
+    return ControllerPanel(ControllerPanelConfig()).render(RunRecord(Path("/nonexistent"), numbered, {}))
+
+
+def load(share: float, **lags: float) -> dict[str, float]:
+    return {
+        "controller/cpu_share": share,
+        "controller/tokens_per_s": 1000 * share,
+        "controller/lag_p50": 0.001,
+        "controller/lag_p99": 0.02,
+        "controller/lag_max": 0.5,
+    } | {f"controller/lag_{name}": seconds for name, seconds in lags.items()}
+
+
+def test_the_load_of_the_event_loop_is_drawn_with_the_share_from_which_it_is_busy() -> None:
+    fragment = controller(load(0.25), load(0.5, max=2.0), load(0.75))
+    lags, shares, tokens = (by_name(figure) for figure in figures(fragment))
+    assert lags["longest"]["y"] == [0.5, 2.0, 0.5]
+    assert lags["99 %"]["y"] == [0.02] * 3
+    assert shares["CPU share"]["y"] == [0.25, 0.5, 0.75]
+    assert shares["busy"]["y"] == [0.9, 0.9]
+    assert tokens["tokens"]["y"] == [250, 500, 750]
+    assert "busy for 50% of the time" in str(fragment)
+    assert "the longest 2,000 ms" in str(fragment)
+
+
+def test_a_run_without_an_event_loop_has_no_panel_of_it() -> None:
+    assert controller({"loss": 1.0}) is None
 
 
 @pytest.mark.parametrize(("kinds", "band"), [(("publish",), [1.0, 1.5]), (("publish", "pause"), [1.25, 1.5])])

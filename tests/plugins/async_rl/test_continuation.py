@@ -13,7 +13,7 @@ from spurline.rl.engines.in_process.response import StopTexts
 from spurline.rl.trajectory import FinishReason
 from spurline.testing.inputs import tiny_tokenizer
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.member import Progress
+from spurline_async_rl.engines.progress import Progress
 
 TOKENIZER = tiny_tokenizer()
 
@@ -24,7 +24,9 @@ def request(**sampling: Any) -> GenerationRequest:
 
 def part(tokens: list[int], version: int = 1) -> Progress:
     numbers = [-float(token) for token in tokens]
-    return Progress(list(tokens), list(numbers), list(numbers), [version] * len(tokens))
+    written = Progress()
+    written.add(tokens, numbers, numbers, version)
+    return written
 
 
 def add(response: Response, written: Progress, reason: FinishReason | None) -> GenerationResult | None:
@@ -69,7 +71,9 @@ def test_an_end_token_that_came_before_the_death_ends_the_response() -> None:
 
 def test_raw_logprobs_are_told_only_when_every_engine_could_tell_them() -> None:
     response = Response(request(), TOKENIZER)
-    add(response, Progress([40], [-1.0], [], [1]), None)
+    without = Progress()
+    without.add([40], [-1.0], None, 1)
+    add(response, without, None)
     result = add(response, part([41]), "stop")
     assert result is not None
     assert result.raw_logprobs is None

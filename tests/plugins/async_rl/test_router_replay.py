@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from spurline.config.run_config import ModelConfig
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline.testing.inputs import tiny_tokenizer
 from spurline.testing.rollout_engine_contract import request
-from spurline_async_rl.engines.child.experts import of_plain, to_plain
+from spurline_async_rl.engines.child.packing import pack_experts, unpack_experts
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.member import Progress
-from spurline_async_rl.engines.vllm.async_engine import ChosenExperts
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
 from spurline_async_rl.engines.vllm.member import Delta, VllmResponse
 
@@ -47,7 +45,8 @@ def test_each_token_has_the_experts_of_the_engine_that_told_them_first(parts: li
     expected: list[int] = []
     seen = len(PROMPT)
     for engine, (written, tells) in enumerate(parts):
-        part = Progress([40] * written, [-1.0] * written, [-1.0] * written, [0] * written)
+        part = Progress()
+        part.add([40] * written, [-1.0] * written, [-1.0] * written, 0)
         if tells and written:
             # All it read or wrote but the last token, from which nothing was computed.
             read = seen + written - 1
@@ -73,37 +72,6 @@ def test_experts_of_a_response_that_is_cut_at_a_stop_text_end_with_it() -> None:
     assert first_of(ongoing.result("stop").routed_experts) == [100, 101, 102, 103, 104]
 
 
-class OutputProcessor:
-    """As vLLM's, with the requests under way by ids of its own."""
-
-    def __init__(self, chunks: list[NDArray[Any]] | None) -> None:
-        self.external_req_ids = {} if chunks is None else {"7": ["7-inner"]}
-        self.request_states = {} if chunks is None else {"7-inner": SimpleNamespace(routed_experts_chunks=chunks)}
-
-
-def test_choices_are_taken_from_vllm_as_they_come_and_once() -> None:
-    chunks: list[NDArray[Any]] = [choices(0, 3).astype(np.uint8)]
-    processor = OutputProcessor(chunks)
-    chosen = ChosenExperts(processor, "7")
-    experts, start = chosen.more(None)
-    assert (first_of(experts), start) == ([0, 1, 2], 0)
-    assert experts is not None
-    assert experts.dtype == np.int16
-    assert chosen.more(None) == (None, 3)
-    chunks += [choices(0, 4)[3:], choices(0, 5)[4:]]
-    # With the last token it forgets the request, and its list is all there is.
-    processor.request_states.clear()
-    experts, start = chosen.more(choices(0, 5))
-    assert (first_of(experts), start) == ([3, 4], 3)
-
-
-def test_a_response_of_one_delta_has_what_came_with_it() -> None:
-    chosen = ChosenExperts(OutputProcessor(None), "7")
-    experts, start = chosen.more(choices(0, 3))
-    assert (first_of(experts), start) == ([0, 1, 2], 0)
-    assert ChosenExperts(OutputProcessor(None), "7").more(None) == (None, 0)
-
-
 def test_vllm_is_asked_for_experts_where_they_are_replayed() -> None:
     def arguments(spec: EngineSpec) -> dict[str, Any]:
         return engine_arguments(EngineSpec.from_plain(spec.to_plain()), on_cpu=True)
@@ -123,6 +91,6 @@ def test_engines_say_whether_they_note_experts() -> None:
 @given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 4))
 def test_choices_survive_a_message(tokens: int, layers: int, top_k: int) -> None:
     experts = np.random.default_rng(0).integers(-1, 300, (tokens, layers, top_k)).astype(np.int16)
-    found = of_plain(to_plain(experts))
+    found = unpack_experts(pack_experts(experts))
     assert found.dtype == np.int16
     assert np.array_equal(found, experts)

@@ -25,7 +25,7 @@ from spurline.testing.inputs import tiny_tokenizer, write_tiny_moe_model
 from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
-from spurline_async_rl.engines.member import Progress
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm import launch
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
@@ -205,19 +205,28 @@ def test_a_worker_answers_what_it_did_not_get_and_that_is_no_end_of_the_engine()
         check_complete([None, answer])
 
 
+def so_far(token_ids: list[int], version: int = 1) -> Progress:
+    progress = Progress()
+    progress.add(token_ids, [-0.5] * len(token_ids), None, version)
+    return progress
+
+
 def response(progress: Progress | None = None, **asked: Any) -> VllmResponse:
     return VllmResponse(
-        request([40, 41], **asked), progress or Progress(), tiny_tokenizer(), max_model_len=100, vocabulary=300
+        request([40, 41], **asked),
+        Progress() if progress is None else progress,
+        tiny_tokenizer(),
+        max_model_len=100,
+        vocabulary=300,
     )
 
 
 def test_what_is_left_of_a_response_is_asked_for_with_other_random_numbers() -> None:
-    progress = Progress(token_ids=[50, 51], logprobs=[-1.0, -1.0], versions=[1, 1])
-    first, rest = response().rest(), response(progress).rest()
+    first, rest = response().rest(), response(so_far([50, 51])).rest()
     assert [first.prompt_ids, rest.prompt_ids] == [[40, 41], [40, 41, 50, 51]]
     assert [first.sampling.max_new_tokens, rest.sampling.max_new_tokens] == [12, 10]
     assert first.seed != rest.seed
-    assert rest.seed != response(Progress(token_ids=[50], logprobs=[-1.0], versions=[1])).rest().seed
+    assert rest.seed != response(so_far([50])).rest().seed
 
 
 def test_the_context_bounds_a_response() -> None:
@@ -227,23 +236,25 @@ def test_the_context_bounds_a_response() -> None:
 def test_a_response_that_has_ended_says_why() -> None:
     tokenizer = tiny_tokenizer()
     ends = {
-        "length": Progress(token_ids=[50] * 12),
-        "stop": Progress(token_ids=[50, tokenizer.eos_token_id]),
+        "length": so_far([50] * 12),
+        "stop": so_far([50, tokenizer.eos_token_id]),
     }
     assert {reason: response(progress).ended for reason, progress in ends.items()} == {
         "length": "length",
         "stop": "stop",
     }
     text = tokenizer.decode([60, 61])
-    assert response(Progress(token_ids=[60, 61]), stop=(text,)).ended == "stop"
-    assert response(Progress(token_ids=[60]), stop=(text,)).ended is None
+    assert response(so_far([60, 61]), stop=(text,)).ended == "stop"
+    assert response(so_far([60]), stop=(text,)).ended is None
 
 
 def test_tokens_behind_a_stop_text_do_not_belong_to_the_response() -> None:
-    progress = Progress(token_ids=[60], logprobs=[-0.5], versions=[3])
+    progress = so_far([60], version=3)
     ongoing = response(progress, stop=(tiny_tokenizer().decode([60, 61]),), temperature=0.5)
     assert ongoing.add_delta(Delta([61, 62], [-1.0, -2.0]), 4) == "stop"
-    assert progress == Progress(token_ids=[60, 61], logprobs=[-0.5, -1.0], versions=[3, 4])
+    assert progress.token_ids.tolist() == [60, 61]
+    assert progress.logprobs.tolist() == [-0.5, -1.0]
+    assert progress.versions.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +270,8 @@ def test_tokens_behind_a_stop_text_do_not_belong_to_the_response() -> None:
 def test_raw_logprobs_are_known_where_nothing_changes_them(sampling: dict[str, Any], known: bool) -> None:
     progress = Progress()
     response(progress, **sampling).add_delta(Delta([60], [-1.0]), 0)
-    assert progress.raw_logprobs == ([-1.0] if known else [])
+    raw = progress.raw_logprobs
+    assert (None if raw is None else raw.tolist()) == ([-1.0] if known else None)
 
 
 @pytest.mark.parametrize(

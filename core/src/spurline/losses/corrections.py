@@ -6,8 +6,8 @@ All start from how far the two disagree about the tokens of a batch:
     sum of rho over the segment                                             sequence: log of the product of the ratios
     mean of rho over the segment                                            geometric
 
-Only tokens with loss count. Segments are found by `segment_ids`, so packed rows give what separate rows give. Weighing
-the loss by p_old / p_rollout takes the expectation under the policy that the loss assumes instead of the one that
+Only tokens with loss count; `spurline.losses.log_ratios` finds them and the sequences that they are of. Weighing the
+loss by p_old / p_rollout takes the expectation under the policy that the loss assumes instead of the one that
 generated. With `loss: ppo` this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): p_old is the proximal policy,
 p_rollout the behaviour policy.
 """
@@ -20,18 +20,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch, segment_numbers, sums_by_number
-from spurline.errors import DataError, listing
 from spurline.losses.configs import (
     GeometricRejectionConfig,
     MaskedImportanceSamplingConfig,
     SequenceRejectionConfig,
     TruncatedImportanceSamplingConfig,
 )
+from spurline.losses.log_ratios import LogRatios
 from spurline.losses.policy_loss import bounded_exp
 from spurline.protocols.correction import Corrected
-
-_COLUMNS = ("old_logprobs", "rollout_logprobs")
 
 
 class TruncatedImportanceSampling:
@@ -45,10 +42,11 @@ class TruncatedImportanceSampling:
     def __init__(self, config: TruncatedImportanceSamplingConfig):
         self.config = config
 
-    def correct(self, batch: TrainingBatch) -> Corrected:
-        ratios = _log_ratios(batch, self.config.level)
+    def correct(self, ratios: LogRatios) -> Corrected:
         largest = math.log(self.config.cap) if self.config.cap is not None else math.inf
-        return _make_corrected(batch, bounded_exp(ratios.clamp(max=largest)), truncated=ratios > largest)
+        judged = _judged(ratios, self.config.level)
+        factors, truncated = bounded_exp(judged.clamp(max=largest)), judged > largest
+        return _of_tokens(ratios, self.config.level, factors, truncated=truncated)
 
     def describe(self) -> str:
         cap = f", at most {self.config.cap:g}" if self.config.cap is not None else ""
@@ -66,10 +64,11 @@ class MaskedImportanceSampling:
     def __init__(self, config: MaskedImportanceSamplingConfig):
         self.config = config
 
-    def correct(self, batch: TrainingBatch) -> Corrected:
-        ratios = _log_ratios(batch, self.config.level)
-        accepted = _are_within(ratios, self.config.low, self.config.high)
-        return _make_corrected(batch, torch.where(accepted, bounded_exp(ratios), 0.0), rejected=~accepted)
+    def correct(self, ratios: LogRatios) -> Corrected:
+        judged = _judged(ratios, self.config.level)
+        accepted = _are_within(judged, self.config.low, self.config.high)
+        factors = torch.where(accepted, bounded_exp(judged), 0.0)
+        return _of_tokens(ratios, self.config.level, factors, rejected=~accepted)
 
     def describe(self) -> str:
         band = f"{self.config.low:g}..{self.config.high:g}"
@@ -84,9 +83,9 @@ class _Rejection:
     def __init__(self, config: GeometricRejectionConfig | SequenceRejectionConfig):
         self.config = config
 
-    def correct(self, batch: TrainingBatch) -> Corrected:
-        accepted = _are_within(_log_ratios(batch, self.level), self.config.low, self.config.high)
-        return _make_corrected(batch, accepted.double(), rejected=~accepted)
+    def correct(self, ratios: LogRatios) -> Corrected:
+        accepted = _are_within(_judged(ratios, self.level), self.config.low, self.config.high)
+        return _of_tokens(ratios, self.level, accepted.double(), rejected=~accepted)
 
     def describe(self) -> str:
         mean = "mean " if self.level == "geometric" else ""
@@ -117,36 +116,25 @@ class SequenceRejection(_Rejection):
     level = "sequence"
 
 
-def _log_ratios(batch: TrainingBatch, level: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """float64 [R, L]: the log ratio that each token with loss is judged by; 0 elsewhere."""
-    missing = [name for name in _COLUMNS if name not in batch.tokens]
-    if missing:
-        raise DataError(
-            f"The correction needs {listing(missing)}, which this run's batches do not have. Remove `correction`, or "
-            "choose a `source` and a `rollout_engine` that provide them."
-        )
-    trained = batch.tokens["loss_weights"] != 0
-    old, rollout = (batch.tokens[name].detach().double() for name in _COLUMNS)
-    ratios = torch.where(trained, old - rollout, 0.0)
+_Level = Literal["token", "sequence", "geometric"]
+
+
+def _judged(ratios: LogRatios, level: _Level) -> Tensor:
+    """float64 [N] or [S]: the log ratios that tokens, or whole sequences, are judged by."""
     if level == "token":
-        return ratios
-    numbers = segment_numbers(batch)
-    sums = sums_by_number(ratios, numbers)
-    if level == "geometric":
-        sums = sums / sums_by_number(trained, numbers).clamp(min=1)
-    return torch.where(trained, sums[numbers], 0.0)
+        return ratios.values
+    return ratios.sums() if level == "sequence" else ratios.means()
 
 
 def _are_within(log_ratios: Tensor, low: float, high: float) -> Tensor:
-    """bool [R, L]: low <= ratio <= high."""
+    """bool: low <= ratio <= high."""
     bounds = torch.tensor([low, high], dtype=torch.float64).log()
     return (log_ratios >= bounds[0]) & (log_ratios <= bounds[1])
 
 
-def _make_corrected(batch: TrainingBatch, factors: Tensor, **shares: Tensor) -> Corrected:
-    """The factors, and as metrics their mean and `shares` (bool [R, L]), both of the tokens with loss."""
-    trained = batch.tokens["loss_weights"] != 0
-    count = max(int(trained.sum()), 1)
-    metrics = {f"correction/{name}": float((where & trained).sum()) / count for name, where in shares.items()}
-    metrics["correction/factor"] = float(factors[trained].sum()) / count
-    return Corrected(factors.float(), metrics)
+def _of_tokens(ratios: LogRatios, level: _Level, factors: Tensor, **shares: Tensor) -> Corrected:
+    """Factors and shares that are one per judged ratio, as one per token."""
+    if level != "token":
+        factors = ratios.spread(factors)
+        shares = {name: ratios.spread(where) for name, where in shares.items()}
+    return Corrected(factors, {f"correction/{name}": where for name, where in shares.items()})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from spurline.rl.trajectory import Group
 
 
@@ -34,6 +37,19 @@ class Advantage(Protocol):
 
     def describe(self) -> str:
         """The advantage in words, one sentence, for `spurline plan`."""
+        ...
+
+
+@runtime_checkable
+class ComparesSamples(Advantage, Protocol):
+    """An advantage that may be one number per attempt, the same for all its response tokens.
+
+    Sources then write it to the batch as it is, without an array for every turn.
+    """
+
+    def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:
+        """The advantages of each group's attempts, float64 [n] per group; `advantages` writes the same numbers to the
+        turns. None where, with these settings, tokens of an attempt differ. Raises what `advantages` raises."""
         ...
 
 

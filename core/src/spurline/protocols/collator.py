@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
     from spurline.data.batch import TrainingBatch
     from spurline.data.token_store import TokenView
+    from spurline.rl.flat_turns import FlatTurns
     from spurline.rl.trajectory import Trajectory
 
 
@@ -80,5 +81,17 @@ class RolloutCollator(Protocol):
         """One batch with each turn of each trajectory in exactly one segment.
 
         One turn a row (`rollouts`): rows in the order of the turns, padding rows last.
+        """
+        ...
+
+
+@runtime_checkable
+class CollatesFlat(RolloutCollator, Protocol):
+    """A rollout collator that reads flat arrays, which sources of rollouts have made when a batch is due."""
+
+    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
+        """The batch that `collate_rollouts` makes of the same turns, which lie in these blocks one after another.
+
+        The batch keeps nothing of the blocks but names and numbers of the turns, so that their memory can be freed.
         """
         ...

@@ -11,7 +11,7 @@ from spurline.config.section import ComponentConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from spurline.data.batch import TrainingBatch
+    from spurline.losses.log_ratios import LogRatios
 
 
 class CorrectionConfig(ComponentConfig):
@@ -22,31 +22,33 @@ class CorrectionConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction says about a batch.
+    """What a correction says about tokens, N of them.
 
-    factors: float32 [R, L] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
-    metrics: numbers about this batch, shares of its loss tokens in 0..1 among them.
+    factors: float [N] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
+    metrics: named [N] values; their means over the tokens with loss of the batch are reported. Booleans give shares.
     """
 
     factors: Tensor
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
 
 
 class Correction(Protocol):
     """Importance weights or masks from logprobs.
 
     Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
-    Called by the source, once for a whole batch, when the models have scored the tokens: after `old_logprobs` are in
-    the batch, before it is cut and before any update. The factors travel in the column `correction_factors`, and
+    Called by the source when the models have scored the tokens: after `old_logprobs` are in the batch, before it is cut
+    and before any update; once per block of rows, with the log ratios of their tokens with loss. The factors travel in
+    the column `correction_factors`, 1 on tokens without loss, and
     `spurline.update.reduction.reduce_corrected` applies them to each mini-batch of the policy: rejected tokens leave
     before the reduction counts them, all other factors weigh after it, so that they do not cancel out of the
     normaliser.
     """
 
-    def correct(self, batch: TrainingBatch) -> Corrected:
-        """Factors from `old_logprobs`, the trainer's before the update, and `rollout_logprobs`, the engine's.
+    def correct(self, ratios: LogRatios) -> Corrected:
+        """Factors from log ratios: `old_logprobs`, the trainer's before the update, less the engine's
+        `rollout_logprobs`.
 
-        Raises DataError when a column is missing.
+        There may be no tokens. Values may be infinite or NaN where a logprob is.
         """
         ...
 

@@ -19,7 +19,7 @@ from spurline.rl.configs import OVERLONG, HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline.rl.held_out import deciding_term
-from spurline.rl.policy import EnginePolicy
+from spurline.rl.policy import EnginePolicy, SharedPrompts
 from spurline.rl.scoring import overlong_penalty, score
 from spurline.rl.trajectory import Trajectory
 
@@ -27,7 +27,8 @@ from spurline.rl.trajectory import Trajectory
 class Attempts:
     """Owns the engine and the environment. Coroutines are awaited on one event loop.
 
-    training: runs the groups that are trained on, scored. given_up: the prompts that training gave up.
+    training: runs the groups that are trained on, scored. given_up: the prompts that training gave up. engine: a source
+    may put one that observes it in its place before the first attempt.
     """
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
@@ -35,14 +36,22 @@ class Attempts:
         self._config = config
         self._run_seed = run.seed
         self._is_evaluated = bool(run.data.eval)
-        self.engine: RolloutEngine = registry.create(
-            "rollout_engine", config.engine, run=run, tokenizer=context.tokenizer
-        )
+        self.engine = registry.create("rollout_engine", config.engine, run=run, tokenizer=context.tokenizer)
         self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )
         self.given_up = GivenUpPrompts(config.faults.max_quarantined)
         self.training = self._make_runner(config.samples_per_prompt, self.given_up)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        # Asked here and not by each attempt: isinstance with a Protocol takes longer than all else about a time limit.
+        self._seconds_down = engine.seconds_down if isinstance(engine, MayBeDown) else _never_down
 
     async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempts at held-out prompts; failures count for this evaluation alone, penalties on length not at all."""
@@ -80,10 +89,18 @@ class Attempts:
             sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0)
         is_free = not trains or self._config.sampling.allow_truncated
 
+        prompts = SharedPrompts()
+
         def make_policy(task: Task, attempt: int) -> PolicyHandle:
             # The engine of this moment: a source may put one that observes it in its place.
             return EnginePolicy(
-                self.engine, sampling, run_seed=self._run_seed, task=task, attempt=attempt, any_distribution=is_free
+                self._engine,
+                sampling,
+                task,
+                attempt,
+                run_seed=self._run_seed,
+                any_distribution=is_free,
+                prompts=prompts,
             )
 
         return GroupRunner(
@@ -95,7 +112,7 @@ class Attempts:
             retries=faults.retries,
             attempt_timeout_s=faults.attempt_timeout_s,
             max_concurrent=self._config.max_concurrent,
-            seconds_down=lambda: self.engine.seconds_down() if isinstance(self.engine, MayBeDown) else 0.0,
+            seconds_down=lambda: self._seconds_down(),
             carry=self._config.carry if trains else (),
         )
 
@@ -126,3 +143,7 @@ class Attempts:
         )
         punished = replace(trajectory, rewards={**trajectory.rewards, OVERLONG: penalty})
         return score(punished, {OVERLONG: overlong.penalty, **weights})
+
+
+def _never_down() -> float:
+    return 0.0

@@ -93,10 +93,15 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
         # told again as never retrieved.
         _ = task.done() and (task.cancelled() or task.exception())
     if stuck:
-        raise RunFailedError(
-            f"{what} was cancelled, but still runs {limit:g} s later. An environment must let "
-            "asyncio.CancelledError pass."
-        )
+        raise still_runs(what, limit)
+
+
+def still_runs(what: str, limit_s: float) -> RunFailedError:
+    """The error for something that goes on so many seconds after it was cancelled."""
+    return RunFailedError(
+        f"{what} was cancelled, but still runs {limit_s:g} s later. An environment must let "
+        "asyncio.CancelledError pass."
+    )
 
 
 async def all_or_none(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
@@ -19,13 +18,12 @@ import numpy as np
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
 from spurline.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline.rl.chat_front import PrefixError
-from spurline.rl.concurrency import all_or_none, end_tasks, located
+from spurline.rl.concurrency import all_or_none, located
 from spurline.rl.draws import Draw, SkippedRow, row_of
+from spurline.rl.limited_tasks import Job, LimitedTasks
 from spurline.rl.trajectory import Group, Trajectory
 
 _SHOWN_REASONS = 5
-_TICK_S = 0.1
-"""Seconds after which an attempt whose engine is down is looked at again, at the earliest."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,15 @@ class GroupRunner:
     _: KW_ONLY
     samples_per_prompt: int
     retries: int
-    attempt_timeout_s: float
+    attempt_timeout_s: InitVar[float]
     max_concurrent: InitVar[int]
-    seconds_down: Callable[[], float] = lambda: 0.0
+    seconds_down: InitVar[Callable[[], float]] = lambda: 0.0
     carry: Sequence[str] = ()
 
-    def __post_init__(self, max_concurrent: int) -> None:
-        self._places = asyncio.Semaphore(max_concurrent)
+    def __post_init__(self, attempt_timeout_s: float, max_concurrent: int, seconds_down: Callable[[], float]) -> None:
+        self.tasks = LimitedTasks[Trajectory](
+            max_concurrent, attempt_timeout_s, seconds_down, "source.faults.attempt_timeout_s"
+        )
         self._retries_of: Counter[str] = Counter()
 
     async def run_groups(self, prompts: Sequence[Draw]) -> list[Outcome]:
@@ -125,14 +125,10 @@ class GroupRunner:
         Raises RunFailedError when it is given up beyond the run's limit, and DataError for a row that cannot be used
         unless `on_bad_row: skip`.
         """
-        tasks = [
-            Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
-            for sample in range(self.samples_per_prompt)
-        ]
         try:
             # Before the attempts: a row without the numbers must not cost a generation.
             columns = {name: _carried(prompt, name) for name in self.carry}
-            trajectories = await all_or_none([self._run_task(task) for task in tasks], "work")
+            trajectories = await _GroupAttempts(self, prompt).run()
         except _GiveUp as failure:
             lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
             self.given_up.add(lost)
@@ -147,29 +143,18 @@ class GroupRunner:
         """Attempts at this prompt that were made again; told once."""
         return self._retries_of.pop(uid, 0)
 
-    async def _run_task(self, task: Task) -> Trajectory:
-        """Attempts until one succeeds. Raises _GiveUp after the last, and DataError for a row that cannot be used."""
-        attempt = 0
-        while True:
-            try:
-                async with self._places:
-                    return await self._attempt(task, attempt)
-            except PrefixError as error:
-                raise _GiveUp(_explain_failure(task, attempt, error)) from error
-            except DataError as error:
-                raise explain_bad_row(task.location, error) from error
-            except Exception as error:
-                if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
-                    raise
-                if attempt == self.retries:
-                    raise _GiveUp(_explain_failure(task, attempt, error)) from error
-            attempt += 1
-            self._retries_of[task.uid] += 1
+    def count_retry(self, uid: str) -> None:
+        """An attempt at this prompt is made again."""
+        self._retries_of[uid] += 1
 
-    async def _attempt(self, task: Task, attempt: int) -> Trajectory:
-        run = _survive_exit(self.environment.run(task, self.make_policy(task, attempt)))
-        what = f"{type(self.environment).__name__}.run for {_name(task)}"
-        trajectory = await _run_within(run, self.attempt_timeout_s, what, self.seconds_down)
+    async def attempt(self, task: Task, attempt: int) -> Trajectory:
+        """One attempt, scored. Raises PluginError for an environment that does not keep its contract."""
+        try:
+            trajectory = await self.environment.run(task, self.make_policy(task, attempt))
+        except SystemExit as error:
+            # A failure of the attempt: asyncio would let it end the event loop, and with it every attempt, without a
+            # word.
+            raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
         self._check(trajectory, task)
         return self.score(trajectory)
 
@@ -195,39 +180,111 @@ class GroupRunner:
                     )
 
 
-async def _survive_exit(run: Coroutine[Any, Any, Trajectory]) -> Trajectory:
-    """What `run` returns. `sys.exit()` in an environment or reward is a failure of the attempt: asyncio would let it
-    end the event loop, and with it every attempt, without a word."""
-    try:
-        return await run
-    except SystemExit as error:
-        raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
+class _GroupAttempts:
+    """All attempts at one prompt: each again while it may be, and none left running when it is over."""
+
+    __slots__ = ("_done", "_error", "_jobs", "_missing", "_runner", "_trajectories")
+
+    def __init__(self, runner: GroupRunner, prompt: Draw) -> None:
+        self._runner = runner
+        self._done = asyncio.get_running_loop().create_future()
+        self._error: Exception | None = None
+        self._missing = runner.samples_per_prompt
+        self._trajectories: list[Trajectory | None] = [None] * self._missing
+        self._jobs = [_Attempt(self, _task_of(prompt, sample)) for sample in range(self._missing)]
+
+    @property
+    def is_over(self) -> bool:
+        return self._done.done()
+
+    @property
+    def runner(self) -> GroupRunner:
+        return self._runner
+
+    async def run(self) -> list[Trajectory]:
+        """A trajectory of each sample, in order.
+
+        Raises _GiveUp after the last failure of one, DataError for a row that cannot be used, and what ends the run.
+        """
+        jobs, tasks = self._jobs, self._runner.tasks
+        try:
+            for job in jobs:
+                tasks.submit(job)
+            await self._done
+        finally:
+            # Nothing begins any more, also after a cancellation.
+            self._done.cancel()
+            await tasks.end(jobs)
+            # Jobs and their group refer to each other; without them, both are freed at once.
+            jobs.clear()
+        if self._error is not None:
+            raise self._error
+        return cast("list[Trajectory]", self._trajectories)
+
+    def ended(self, job: _Attempt, outcome: Callable[[], Trajectory]) -> None:
+        """An attempt came to an end: note it, make it again, or end the group."""
+        if self.is_over:
+            return
+        try:
+            trajectory = self._judge(job, outcome)
+        except Exception as error:  # noqa: BLE001 - raised where the group is waited for
+            self._error = error
+            self._done.set_result(None)
+            return
+        if trajectory is None:
+            self._runner.count_retry(job.asked.uid)
+            job.attempt += 1
+            self._runner.tasks.submit(job)
+            return
+        self._trajectories[job.asked.sample] = trajectory
+        self._missing -= 1
+        if self._missing == 0:
+            self._done.set_result(None)
+
+    def _judge(self, job: _Attempt, outcome: Callable[[], Trajectory]) -> Trajectory | None:
+        """The trajectory, or None where the attempt is made again. Errors as of `run`."""
+        try:
+            return outcome()
+        except PrefixError as error:
+            raise _GiveUp(_explain_failure(job.asked, job.attempt, error)) from error
+        except DataError as error:
+            raise explain_bad_row(job.asked.location, error) from error
+        except Exception as error:
+            if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
+                raise
+            if job.attempt == self._runner.retries:
+                raise _GiveUp(_explain_failure(job.asked, job.attempt, error)) from error
+        return None
 
 
-async def _run_within(
-    run: Coroutine[Any, Any, Trajectory], timeout_s: float, what: str, seconds_down: Callable[[], float]
-) -> Trajectory:
-    """The result of `run`; AttemptFailedError after `timeout_s`, or when it was cancelled by its own code."""
-    task = asyncio.ensure_future(run)
-    began, down_before = time.monotonic(), seconds_down()
-    try:
-        left = timeout_s
-        while left > 0:
-            await asyncio.wait([task], timeout=left)
-            if task.done():
-                break
-            down = seconds_down() - down_before
-            left = timeout_s + down - (time.monotonic() - began)
-            # While there is no engine, the rest stays as it is, however small.
-            left = max(left, _TICK_S) if down and left > 0 else left
-        if task.cancelled():
-            # Not this run's doing, and as a CancelledError it would end the run without a word.
-            raise AttemptFailedError(f"{what} was cancelled from within.")
-        if task.done():
-            return task.result()
-        raise AttemptFailedError(f"{what} did not end within {timeout_s:g} s (source.faults.attempt_timeout_s).")
-    finally:
-        await end_tasks([task], what)
+class _Attempt(Job[Trajectory]):
+    """One attempt of a group. asked: the task it is given. attempt: earlier failures."""
+
+    __slots__ = ("_group", "asked", "attempt")
+
+    def __init__(self, group: _GroupAttempts, asked: Task) -> None:
+        super().__init__()
+        self._group = group
+        self.asked = asked
+        self.attempt = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self._group.is_over
+
+    @property
+    def what(self) -> str:
+        return f"{type(self._group.runner.environment).__name__}.run for {_name(self.asked)}"
+
+    def run(self) -> Coroutine[Any, Any, Trajectory]:
+        return self._group.runner.attempt(self.asked, self.attempt)
+
+    def ended(self, outcome: Callable[[], Trajectory]) -> None:
+        self._group.ended(self, outcome)
+
+
+def _task_of(prompt: Draw, sample: int) -> Task:
+    return Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
 
 
 def _carried(prompt: Draw, name: str) -> float:

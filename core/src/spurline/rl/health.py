@@ -1,6 +1,6 @@
-"""Numbers that tell whether reinforcement learning is healthy: mismatch, rewards, advantages, lengths.
+"""Numbers that tell whether reinforcement learning is healthy: rewards and lengths.
 
-Groups and a laid-out batch go in, metrics come out, all plain means over the step unless the name says otherwise.
+Groups go in, metrics come out, all plain means over the step unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -10,32 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.batch import TrainingBatch
 from spurline.rl.trajectory import Group, group_returns, has_equal_returns, trajectories_of, turns_of
-
-_PERCENTILES = (1, 50, 99)
-
-
-def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """How far the trainer's logprobs are from those the tokens were sampled with; nothing without both columns.
-
-    `mismatch/logprob_diff` (mean of |trainer - rollout|, nats) and its `/max`, `mismatch/kl` (k3 estimate of
-    KL(rollout || trainer), Schulman 2020), `mismatch/ratio_pN`: percentiles of the importance ratio.
-    """
-    if not {"old_logprobs", "rollout_logprobs"} <= batch.tokens.keys():
-        return {}
-    trained = (batch.tokens["loss_weights"] != 0).numpy()
-    if not trained.any():
-        return {}
-    difference = (batch.tokens["old_logprobs"] - batch.tokens["rollout_logprobs"]).numpy()[trained].astype(np.float64)
-    ratio = np.exp(np.clip(difference, -20.0, 20.0))
-    percentiles = np.percentile(ratio, _PERCENTILES)
-    return {
-        "mismatch/logprob_diff": float(np.abs(difference).mean()),
-        "mismatch/logprob_diff/max": float(np.abs(difference).max()),
-        "mismatch/kl": float((ratio - 1 - difference).mean()),
-        **{f"mismatch/ratio_p{name}": float(value) for name, value in zip(_PERCENTILES, percentiles, strict=True)},
-    }
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -75,33 +50,22 @@ def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]
     return {"kl_reward/mean": float(values.mean()), **found} if len(values) else found
 
 
-def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """`advantage/mean`, `advantage/std` and the extremes over trained tokens."""
-    trained = (batch.tokens["loss_weights"] != 0).numpy()
-    values = batch.tokens["advantages"].numpy()[trained].astype(np.float64)
-    if not len(values):
-        return {}
-    return {
-        "advantage/mean": float(values.mean()),
-        "advantage/std": float(values.std()),
-        "advantage/max": float(values.max()),
-        "advantage/min": float(values.min()),
-    }
-
-
 def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Response tokens and turns per attempt, and how turns ended: share and mean length by finish reason."""
-    attempts = trajectories_of(groups)
-    lengths = np.array([sum(len(turn.response_ids) for turn in attempt.turns) for attempt in attempts])
-    turns = turns_of(groups)
+    flat = [group.flat for group in groups]
+    num_response = np.concatenate([turns.num_response for turns in flat])
+    attempt_turns = np.concatenate([turns.attempt_turns for turns in flat])
+    lengths = np.add.reduceat(num_response, np.cumsum(attempt_turns) - attempt_turns)
     by_reason: dict[str, list[int]] = {}
-    for turn in turns:
-        by_reason.setdefault(turn.finish_reason, []).append(len(turn.response_ids))
+    for length, reason in zip(
+        num_response.tolist(), (reason for turns in flat for reason in turns.finish_reasons), strict=True
+    ):
+        by_reason.setdefault(reason, []).append(length)
     found = sorted(by_reason.items())
     return {
         "response/length": float(lengths.mean()),
         "response/length/max": float(lengths.max()),
-        "response/turns": len(turns) / len(attempts),
+        "response/turns": len(num_response) / len(lengths),
         **{f"response/length_{reason}": float(np.mean(of_reason)) for reason, of_reason in found},
-        **{f"response/share_{reason}": len(of_reason) / len(turns) for reason, of_reason in found},
+        **{f"response/share_{reason}": len(of_reason) / len(num_response) for reason, of_reason in found},
     }

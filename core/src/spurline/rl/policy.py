@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from spurline.errors import DataError, PluginError
 from spurline.protocols.environment import AttemptFailedError, Task
@@ -25,12 +26,43 @@ def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 
     uid: names the draw of the prompt, and with it the epoch. attempt: counts retries of a failed attempt, so that a
     retry does not repeat what failed.
     """
-    name = "\0".join(map(str, (run_seed, uid, sample, turn, attempt)))
+    name = f"{run_seed}\0{uid}\0{sample}\0{turn}\0{attempt}"
     return xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Parts of a sampling that say which distribution tokens are drawn from, not when a response ends."""
+
+
+class Prompt:
+    """A prompt as it was asked with. ids: must not be changed."""
+
+    __slots__ = ("_array", "ids")
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = list(ids)
+        self._array: NDArray[np.int32] | None = None
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        """int32 [P], read-only: the same for all turns with this prompt."""
+        if self._array is None:
+            self._array = np.asarray(self.ids, dtype=np.int32)
+            self._array.setflags(write=False)
+        return self._array
+
+
+class SharedPrompts:
+    """One Prompt for the attempts of a group, which begin one after the other, instead of one each."""
+
+    def __init__(self) -> None:
+        self._last: Prompt | None = None
+
+    def of(self, ids: Sequence[int]) -> Prompt:
+        """The prompt with these tokens; what is done with `ids` afterwards does not change it."""
+        if self._last is None or type(ids) is not list or ids != self._last.ids:
+            self._last = Prompt(ids)
+        return self._last
 
 
 @dataclass(eq=False)
@@ -40,6 +72,7 @@ class EnginePolicy:
     sampling: of turns that the environment samples in no way of its own. attempt: how often this task has failed
     before; part of every seed. any_distribution: turns may be sampled with another temperature, top_p or top_k than
     `sampling` has, which must not be where they are trained on: the trainer computes all logprobs for those of the run.
+    prompts: shared with other attempts whose first turn may have the same prompt.
     """
 
     engine: RolloutEngine
@@ -49,12 +82,13 @@ class EnginePolicy:
     _: KW_ONLY
     run_seed: int
     any_distribution: bool = False
+    prompts: SharedPrompts | None = None
     _num_asked: int = field(default=0, init=False)
     _finished: dict[int, Turn] = field(default_factory=dict[int, Turn], init=False)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        return tuple(turn for _, turn in sorted(self._finished.items()))
+        return tuple(self._finished[number] for number in sorted(self._finished))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
         """As of PolicyHandle. Raises PluginError for a sampling that cannot be trained on, and what the engine does."""
@@ -69,15 +103,16 @@ class EnginePolicy:
                 f"{task.location}: the prompt has no tokens, so there is nothing to go on from. Give the row a prompt, "
                 "or use a tokenizer that begins texts with a token."
             )
+        prompt = Prompt(prompt_ids) if number or self.prompts is None else self.prompts.of(prompt_ids)
         retry = f" attempt {self.attempt}" if self.attempt else ""
         request = GenerationRequest(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=prompt.ids,
             sampling=sampling or self.sampling,
             seed=derive_seed(self.run_seed, task.uid, task.sample, number, self.attempt),
             name=f"{task.uid} sample {task.sample} turn {number}{retry}",
         )
         result = await self.engine.generate(request)
-        self._finished[number] = _make_turn(request, result)
+        self._finished[number] = _make_turn(request.name, prompt, result)
         return result
 
     def _check_distribution(self, sampling: Sampling) -> None:
@@ -108,11 +143,11 @@ class EnginePolicy:
         return Trajectory(self.task.uid, self.task.sample, turns, dict(rewards or {}), dict(info or {}))
 
 
-def _make_turn(request: GenerationRequest, result: GenerationResult) -> Turn:
+def _make_turn(name: str, prompt: Prompt, result: GenerationResult) -> Turn:
     length = len(result.token_ids)
-    assert len(result.logprobs) == len(result.versions) == length, f"the engine's answer to {request.name} is ragged"
+    assert len(result.logprobs) == len(result.versions) == length, f"the engine's answer to {name} is ragged"
     return Turn(
-        prompt_ids=np.asarray(request.prompt_ids, dtype=np.int32),
+        prompt_ids=prompt.array,
         response_ids=result.token_ids,
         loss_mask=np.ones(length, dtype=np.uint8),
         logprobs=result.logprobs,

@@ -7,9 +7,9 @@ advantages -> TrainingBatch. Nothing here generates, and nothing updates.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,34 +19,40 @@ from torch import Tensor
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import ConfigError, DataError
+from spurline.losses.log_ratios import BatchLogRatios
 from spurline.losses.policy_loss import kl_estimate
-from spurline.protocols.advantage import Advantage
+from spurline.protocols.advantage import Advantage, ComparesSamples
 from spurline.protocols.backend import Backend, Role
-from spurline.protocols.collator import RolloutCollator
+from spurline.protocols.collator import CollatesFlat, RolloutCollator
 from spurline.protocols.correction import Correction
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
 from spurline.rl.configs import PromptSourceConfig
-from spurline.rl.health import advantage_metrics, kl_reward_metrics, mismatch_metrics
-from spurline.rl.trajectory import Group, Trajectory, Turn, merge_turns, trajectories_of, turns_of, with_turns
+from spurline.rl.health import kl_reward_metrics
+from spurline.rl.token_metrics import advantage_metrics, mismatch_metrics
+from spurline.rl.trajectory import Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
 
 
 class TurnColumns:
     """Where the responses of turns lie in a batch without padding rows, one segment per row.
 
-    rows: for each turn the row that holds it, be it the turn's own or shared by all turns of an attempt. A turn's
-    prompt is the whole context it saw, so its response begins that many tokens after the row's first one.
+    num_prompt, num_response: int64 [n], tokens of each turn. rows: int64 [n], the row that holds each, be it the turn's
+    own or shared by all turns of an attempt. A turn's prompt is the whole context it saw, so its response begins that
+    many tokens after the row's first one.
     """
 
-    def __init__(self, batch: TrainingBatch, turns: Sequence[Turn], rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        batch: TrainingBatch,
+        num_prompt: NDArray[np.int64],
+        num_response: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> None:
         assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
         self._shape = (batch.num_rows, batch.length)
-        # argmax finds the first of equal values: the first token of the row's segment.
-        first = np.argmax(batch.tokens["segment_ids"].numpy() > 0, axis=1)
-        self._places: list[tuple[int, slice]] = []
-        for turn, row in zip(turns, rows, strict=True):
-            start = int(first[row]) + len(turn.prompt_ids)
-            self._places.append((row, slice(start, start + len(turn.response_ids))))
+        starts = _first_columns(batch.tokens["segment_ids"].numpy())[rows] + num_prompt
+        bounds = zip(rows.tolist(), starts.tolist(), (starts + num_response).tolist(), strict=True)
+        self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
 
     def split(self, column: Tensor) -> list[NDArray[Any]]:
         """Values `[rows, length]` as one array per turn, those of its response tokens."""
@@ -55,26 +61,30 @@ class TurnColumns:
 
     def responses(self) -> Tensor:
         """float32 `[rows, length]`: 1 on every response token, 0 elsewhere."""
-        column = torch.zeros(self._shape, dtype=torch.float32)
-        for place in self._places:
-            column.numpy()[place] = 1
-        return column
+        return self.join("loss_weights", [1.0] * len(self._places))
 
-    def join(self, name: str, values: Sequence[NDArray[np.float32]]) -> Tensor:
-        """One array per turn as the column `name`, zero everywhere else."""
-        column = torch.zeros(self._shape, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32))
+    def join(self, name: str, values: Iterable[NDArray[np.float32] | float]) -> Tensor:
+        """One array per turn, or one number for all its response tokens, as the column `name`, zero everywhere else."""
+        # numpy asks the kernel for huge pages, torch does not.
+        column = torch.from_numpy(np.zeros(self._shape, _numpy_dtype(name)))
         target = column.numpy()
         for place, found in zip(self._places, values, strict=True):
             target[place] = found
         return column
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A batch with everything its loss needs, and the groups with the advantages it was made from."""
+def _first_columns(segment_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+    """int64 [rows]: the column of each row's first token."""
+    first = np.zeros(len(segment_ids), np.int64)
+    if segment_ids.size:
+        for row in np.flatnonzero(segment_ids[:, 0] == 0).tolist():
+            # argmax finds the first of equal values.
+            first[row] = np.argmax(segment_ids[row] > 0)
+    return first
 
-    batch: TrainingBatch
-    groups: Sequence[Group]
+
+def _numpy_dtype(column: str) -> np.dtype[Any]:
+    return torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(column, torch.float32)).numpy().dtype
 
 
 class Preparation:
@@ -113,45 +123,68 @@ class Preparation:
             sentences.append(self._correction.describe())
         return sentences
 
-    def prepare(self, groups: Sequence[Group], backend: Backend) -> Prepared:
+    def ready(self, group: Group) -> Group:
+        """The same group with all that a batch takes from it and that does not depend on weights, computed already.
+
+        May be called on any thread, as soon as a group is finished; a group that never was is prepared as well.
+        """
+        ready = in_one_block(group)
+        _ = ready.returns, self._rows_of(ready).flat
+        if "versions" in ready.flat.columns:
+            _ = ready.flat.trained_versions
+        return ready
+
+    def prepare(self, groups: Sequence[Group], backend: Backend) -> TrainingBatch:
         """The batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
         if not self._config.router_replay:
             groups = _without_experts(groups)
-        trajectories, rows = self._choose_rows(groups)
-        laid_out = self._collator.collate_rollouts(trajectories)
+        laid_out = self._lay_out(groups)
         batch = laid_out.without_padding_rows()
-        if self._config.router_replay:
-            _check_experts(batch, trajectories)
-        turns = turns_of(groups)
-        columns = TurnColumns(batch, turns, rows)
+        columns = self._turn_columns(batch, groups)
         begin = time.perf_counter()
         scored = self._score_tokens(batch, columns, backend)
         seconds = time.perf_counter() - begin
+        computed: dict[str, Tensor] = {}
         if "values" in scored:
-            values = zip(turns, columns.split(scored["values"]), strict=True)
+            values = zip(turns_of(groups), columns.split(scored["values"]), strict=True)
             groups = with_turns(groups, [replace(turn, values=found) for turn, found in values])
         groups, charged = self._charge_kl(groups, columns, scored)
-        groups = self._set_advantages(groups)
+        if charged or "rewards" not in batch.tokens:
+            computed["rewards"] = _join_field("rewards", groups, columns)
+        computed |= self._advantages(groups, columns)
         carried = _join_carried(groups, self._config.carry, columns)
-        batch = batch.with_tokens(**scored, **_join_computed(turns_of(groups), columns), **carried)
-        batch, corrected = self._correct(batch)
-        metrics = {**mismatch_metrics(batch), **charged, **advantage_metrics(batch), **corrected}
+        batch = batch.with_tokens(**scored, **computed, **carried)
+        batch, compared = self._compare(batch)
+        metrics = {**compared, **charged, **advantage_metrics(batch)}
         info = {**batch.info, **metrics, "time/look_back": seconds}
-        batch = replace(batch, info=info, on_release=laid_out.on_release)
-        return Prepared(batch, groups)
+        return replace(batch, info=info, on_release=laid_out.on_release)
 
-    def _choose_rows(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[int]]:
-        """What to lay out, one row per turn in it, and for each turn of the groups the row it comes to lie in."""
-        laid_out: list[Trajectory] = []
-        rows: list[int] = []
-        next_row = 0
-        for trajectory in trajectories_of(groups):
-            kept = merge_turns(trajectory) if self._config.turns == "merged" else trajectory
-            shared = len(kept.turns) < len(trajectory.turns)
-            rows += [next_row if shared else next_row + number for number in range(len(trajectory.turns))]
-            next_row += len(kept.turns)
-            laid_out.append(kept)
-        return laid_out, rows
+    def _rows_of(self, group: Group) -> Group:
+        """The group with its turns as they are laid out, one per row."""
+        return group.merged if self._config.turns == "merged" else group
+
+    def _lay_out(self, groups: Sequence[Group]) -> TrainingBatch:
+        rows = [self._rows_of(group) for group in groups]
+        if isinstance(self._collator, CollatesFlat):
+            batch = self._collator.collate_flat([group.flat for group in rows])
+        else:
+            batch = self._collator.collate_rollouts(trajectories_of(rows))
+        if self._config.router_replay:
+            _check_experts(batch, rows)
+        return batch
+
+    def _turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
+        """Where the responses of all turns lie; those of a merged attempt share its row."""
+        turns = _joined(group.flat.attempt_turns for group in groups)
+        rows = _joined(self._rows_of(group).flat.attempt_turns for group in groups)
+        first_rows = np.repeat(np.cumsum(rows) - rows, turns)
+        numbers = _joined(group.flat.numbers for group in groups)
+        return TurnColumns(
+            batch,
+            _joined(group.flat.num_prompt for group in groups),
+            _joined(group.flat.num_response for group in groups),
+            first_rows + np.where(np.repeat(rows < turns, turns), 0, numbers),
+        )
 
     def _score_tokens(self, batch: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
         """What the models say about these tokens before the update, each `[rows, length]`."""
@@ -187,42 +220,67 @@ class Preparation:
         groups = with_turns(groups, charged)
         return groups, kl_reward_metrics(groups, kl)
 
-    def _set_advantages(self, groups: Sequence[Group]) -> list[Group]:
+    def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
+        """The columns that the advantage computes: `advantages`, and `returns` where a critic is trained on them."""
         size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses this scope where it does not know the size"
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
-        return [group for scope in scopes for group in self._advantage.advantages(scope)]
+        samples = self._sample_advantages(scopes)
+        if samples is not None:
+            attempt_turns = _joined(group.flat.attempt_turns for group in groups)
+            return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
+        groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
+        names = ["advantages"]
+        if groups and turns_of(groups[:1])[0].returns is not None:
+            names.append("returns")
+        return {name: _join_field(name, groups, columns) for name in names}
 
-    def _correct(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
-        if self._correction is None:
+    def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
+        """One number per attempt where the advantage is that."""
+        if not isinstance(self._advantage, ComparesSamples):
+            return None
+        found = [np.empty(0)]
+        for scope in scopes:
+            samples = self._advantage.sample_advantages(scope)
+            if samples is None:
+                return None
+            found += samples
+        return np.concatenate(found)
+
+    def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
+        """The batch with the factors that correct for its mismatch with the engine, and metrics of both."""
+        if self._correction is None and not BatchLogRatios.can_be_made_of(batch):
             return batch, {}
-        corrected = self._correction.correct(batch)
-        return batch.with_tokens(correction_factors=corrected.factors), corrected.metrics
+        ratios = BatchLogRatios(batch)
+        metrics = mismatch_metrics(ratios.values)
+        if self._correction is None:
+            return batch, metrics
+        factors, corrected = ratios.correct(self._correction)
+        return batch.with_tokens(correction_factors=factors), {**metrics, **corrected}
 
 
-def _join_computed(turns: Sequence[Turn], columns: TurnColumns) -> dict[str, Tensor]:
-    """The columns that were computed turn by turn; there are `returns` only with a critic."""
-    names = ["rewards", "advantages"]
-    if turns and turns[0].returns is not None:
-        names.append("returns")
-    return {
-        name: columns.join(name, cast("list[NDArray[np.float32]]", [getattr(turn, name) for turn in turns]))
-        for name in names
-    }
+def _join_field(name: str, groups: Sequence[Group], columns: TurnColumns) -> Tensor:
+    """A field of all turns as a column."""
+    return columns.join(name, [getattr(turn, name) for turn in turns_of(groups)])
+
+
+def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
     """The groups without the experts that a recording has, which would be laid out, sent to ranks and replayed."""
-    if all(turn.routed_experts is None for turn in turns_of(groups)):
+    if all(group.flat.routed_experts is None for group in groups):
         return groups
     return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
 
 
-def _check_experts(batch: TrainingBatch, trajectories: Sequence[Trajectory]) -> None:
+def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
     """Raise DataError unless every turn has its experts: without, the models would silently choose others."""
-    if batch.num_rows == 0 or ROUTED_EXPERTS in batch.tokens:
+    if bool(batch.is_padding_row.all()) or ROUTED_EXPERTS in batch.tokens:
         return
-    lacking = [item for item in trajectories if any(turn.routed_experts is None for turn in item.turns)]
+    attempts = trajectories_of(groups)
+    lacking = [attempt for attempt in attempts if any(turn.routed_experts is None for turn in attempt.turns)]
     named = f"sample {lacking[0].sample} of prompt '{lacking[0].uid}'" if lacking else "the batch"
     raise DataError(
         f"source.router_replay is true, and {named} has turns without the experts that were chosen for them. Set it to "
@@ -242,15 +300,9 @@ def _refuse_taken_columns(names: Sequence[str]) -> None:
 
 def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
     """Each carried number of a prompt's row, on the response tokens of all turns of its group."""
+    turns = [len(group.flat) for group in groups]
     return {
-        name: columns.join(
-            name,
-            [
-                np.full(len(turn.response_ids), _column_of(group, name), np.float32)
-                for group in groups
-                for turn in turns_of([group])
-            ],
-        )
+        name: columns.join(name, np.repeat([_column_of(group, name) for group in groups], turns).tolist())
         for name in names
     }
 

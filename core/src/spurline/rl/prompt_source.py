@@ -25,7 +25,7 @@ from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline.rl.preparation import Preparation
 from spurline.rl.prompt_survey import ROWS_BEFORE_TRAINING, PromptSurvey, survey
-from spurline.rl.trajectory import Group, has_equal_returns, turns_of
+from spurline.rl.trajectory import Group, has_equal_returns
 
 RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
 TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
@@ -163,7 +163,7 @@ class PromptSource(BatchSource):
     ) -> TrainingBatch:
         """The batch of a step from its groups. retries: attempts made again for them. seconds: spent on generating."""
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
-        batch = self._preparation.prepare(collected.groups, backend).batch
+        batch = self._preparation.prepare(collected.groups, backend)
         self._prompts.observe(step, collected.every)
         metrics = {
             **_collection_metrics(collected, retries, seconds),
@@ -197,7 +197,7 @@ class PromptSource(BatchSource):
 
 def _collection_metrics(collected: Collected, retries: int, seconds: float) -> dict[str, float]:
     """What generating cost, and what became of the prompts that were drawn."""
-    tokens = sum(len(turn.response_ids) for turn in turns_of(collected.every))
+    tokens = sum(int(group.flat.num_response.sum()) for group in collected.every)
     return {
         "time/generate": seconds,
         "rollout/tokens": float(tokens),

@@ -114,8 +114,9 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     Raises ConfigError for the weight of a term that the environment does not give, AttemptFailedError for a reward that
     is not finite and for an attempt without a single response token, whose reward would be lost.
     """
-    where, terms = f"Sample {trajectory.sample} of prompt {trajectory.uid}", trajectory.rewards
-    if unknown := sorted(set(weights) - set(terms)):
+    terms = trajectory.rewards
+    if not weights.keys() <= terms.keys():
+        unknown = sorted(weights.keys() - terms.keys())
         text = "names no reward term of the environment, which must give the same terms in every attempt."
         raise ConfigError(
             [
@@ -125,14 +126,14 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
         )
     for name, value in terms.items():
         if not math.isfinite(value):
-            raise AttemptFailedError(f"{where}: reward '{name}' is {value}; it must be finite.")
+            raise AttemptFailedError(f"{_where(trajectory)}: reward '{name}' is {value}; it must be finite.")
     total = math.fsum(weights.get(name, 1.0) * value for name, value in terms.items())
-    turns = [_prepare_rewards(turn, f"{where}, turn {number}") for number, turn in enumerate(trajectory.turns)]
+    turns = [_prepare_rewards(trajectory, number) for number in range(len(trajectory.turns))]
     last = max((number for number, turn in enumerate(turns) if len(turn.response_ids)), default=None)
     if last is None:
         raise AttemptFailedError(
-            f"{where} has no response token, so there is nothing to train and no place for its reward of {total:g}. "
-            "The engine, or the environment, must give at least one token; an end token alone will do."
+            f"{_where(trajectory)} has no response token, so there is nothing to train and no place for its reward of "
+            f"{total:g}. The engine, or the environment, must give at least one token; an end token alone will do."
         )
     rewards = turns[last].rewards
     assert rewards is not None
@@ -140,10 +141,16 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     return replace(trajectory, turns=tuple(turns))
 
 
-def _prepare_rewards(turn: Turn, where: str) -> Turn:
-    """The turn with an array of rewards of its own."""
+def _prepare_rewards(trajectory: Trajectory, number: int) -> Turn:
+    """The turn of this number with an array of rewards of its own."""
+    turn = trajectory.turns[number]
     if turn.rewards is None:
         return replace(turn, rewards=np.zeros(len(turn.response_ids), dtype=np.float32))
     if not np.isfinite(turn.rewards).all():
+        where = f"{_where(trajectory)}, turn {number}"
         raise AttemptFailedError(f"{where}: the rewards {turn.rewards.tolist()} are not all finite.")
     return replace(turn, rewards=turn.rewards.copy())
+
+
+def _where(trajectory: Trajectory) -> str:
+    return f"Sample {trajectory.sample} of prompt {trajectory.uid}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from spurline.data.token_store import as_array
 from spurline.errors import DataError
+from spurline.rl.flat_turns import RESPONSE_FIELDS, FlatTurns
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -55,11 +57,9 @@ class Turn:
             object.__setattr__(self, name, as_array(values, dtype))
 
 
-_NUMBERS = ("logprobs", "rewards", "advantages", "values", "returns")
 _DTYPES: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys(("prompt_ids", "response_ids", "versions"), np.dtype(np.int32)),
-    **dict.fromkeys(_NUMBERS, np.dtype(np.float32)),
-    "loss_mask": np.dtype(np.uint8),
+    **dict.fromkeys(("prompt_ids", "response_ids"), np.dtype(np.int32)),
+    **RESPONSE_FIELDS,
     "routed_experts": np.dtype(np.int16),
 }
 
@@ -84,12 +84,32 @@ class Group:
     """All attempts at one prompt.
 
     draw: position of the prompt in the endless data order. columns: numbers of the prompt's row, by `source.carry`.
+    What is computed from the attempts is computed once: a group and its arrays are never changed, only made anew.
     """
 
     uid: str
     draw: int
     trajectories: tuple[Trajectory, ...]
     columns: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @cached_property
+    def flat(self) -> FlatTurns:
+        """The turns of all attempts in flat arrays."""
+        return FlatTurns.of(self.trajectories)
+
+    @cached_property
+    def returns(self) -> NDArray[np.float64]:
+        """The return of each attempt, float64 [n], read-only. Raises DataError for one that is not finite."""
+        returns = np.array([trajectory_return(trajectory) for trajectory in self.trajectories], dtype=np.float64)
+        returns.flags.writeable = False
+        return returns
+
+    @cached_property
+    def merged(self) -> Group:
+        """The group with the turns of each attempt merged where they can be; the same one where none can."""
+        merged = tuple(merge_turns(trajectory) for trajectory in self.trajectories)
+        is_changed = any(new is not old for new, old in zip(merged, self.trajectories, strict=True))
+        return replace(self, trajectories=merged) if is_changed else self
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
@@ -119,6 +139,23 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
     return replaced
 
 
+def in_one_block(group: Group) -> Group:
+    """The same group with the arrays of its turns as views of `group.flat`, so that they are in memory once."""
+    flat = group.flat
+    ends = np.cumsum(flat.num_response).tolist()
+    places = zip(ends, flat.num_response.tolist(), np.cumsum(flat.lengths).tolist(), flat.lengths.tolist(), strict=True)
+    turns: list[Turn] = []
+    for turn, (end, num_response, stop, length) in zip(turns_of([group]), places, strict=True):
+        fields: dict[str, Any] = {name: values[end - num_response : end] for name, values in flat.columns.items()}
+        if flat.routed_experts is not None:
+            fields["routed_experts"] = flat.routed_experts[stop - length : stop]
+        prompt, response = flat.tokens[stop - length : stop - num_response], flat.tokens[stop - num_response : stop]
+        turns.append(replace(turn, prompt_ids=prompt, response_ids=response, **fields))
+    [block] = with_turns([group], turns)
+    block.__dict__["flat"] = flat
+    return block
+
+
 _RELATIVE_TOLERANCE = 1e-6
 
 
@@ -138,8 +175,8 @@ def trajectory_return(trajectory: Trajectory) -> float:
 
 
 def group_returns(group: Group) -> NDArray[np.float64]:
-    """One return per trajectory, float64 [n]."""
-    return np.array([trajectory_return(trajectory) for trajectory in group.trajectories], dtype=np.float64)
+    """One return per trajectory, float64 [n], read-only."""
+    return group.returns
 
 
 def are_equal(returns: NDArray[np.float64]) -> bool:
@@ -178,9 +215,8 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
         last,
         prompt_ids=context[:first_prompt],
         response_ids=context[first_prompt:],
-        loss_mask=_join(turns, [turn.loss_mask for turn in turns]),
         routed_experts=_first_experts(turns),
-        **{name: _join_column(turns, name) for name in (*_NUMBERS, "versions")},
+        **{name: _join_column(turns, name) for name in RESPONSE_FIELDS},
     )
     return replace(trajectory, turns=(merged,))
 

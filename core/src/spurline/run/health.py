@@ -1,9 +1,9 @@
 """Say in words when a run goes wrong, and what to do about it: one set of rules for terminal, summary and report.
 
 The metrics of one step after the other go in, as in metrics.jsonl; sentences by kind of trouble come out, usually none.
-`rl.health_words` judges what only rollouts have, and each step by itself; the rules here look at loss, gradient and
-learning rate, and compare a step with those before it. A policy's loss says nothing of how training goes and is not
-judged.
+`rl.health_words` judges what only rollouts have, and each step by itself; the rules here look at loss, gradient,
+learning rate and the load of the controller, and compare a step with those before it. A policy's loss says nothing of
+how training goes and is not judged.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ STILL_STEPS = 10
 """Steps after which a loss that never changes in any digit is no coincidence."""
 IDLE_STEPS = 3
 """Steps in a row without a gradient or with a learning rate of 0, which a schedule may have at its ends."""
+BUSY_LOOP = 0.9
+"""Share of the time that the event loop of asynchronous rollouts is busy; above it, engines wait for it."""
 LASTING_SHARE = 0.1
 """Trouble of as many steps, or of the last one, belongs to how a run ended."""
 
@@ -61,6 +63,7 @@ class HealthWatch:
         self._losses: deque[float] = deque(maxlen=_HISTORY)
         self._norms: deque[float] = deque(maxlen=_LONG_HISTORY)
         self._rates: deque[float] = deque(maxlen=IDLE_STEPS)
+        self._loop_shares: deque[float] = deque(maxlen=LEVEL_STEPS)
         self._first_loss: float | None = None
         self._best: tuple[float, int] | None = None
         self._lowest_norm: float | None = None
@@ -74,6 +77,8 @@ class HealthWatch:
             found |= dict(self._judge_gradient(metrics["grad_norm"], is_policy="reward/mean" in metrics))
         if "loss" in metrics and "reward/mean" not in metrics:
             found |= dict(self._judge_loss(step, metrics["loss"]))
+        if "controller/cpu_share" in metrics:
+            found |= dict(self._judge_event_loop(metrics["controller/cpu_share"]))
         if "no_learning_rate" in found or "no_gradient" in found:
             found.pop("still_loss", None)
         return found
@@ -173,6 +178,18 @@ class HealthWatch:
                 "no_learning_rate",
                 "The learning rate is 0, so the weights stay as they are. Set optimizer.learning_rate, or a schedule "
                 "that does not end at 0 before the run does.",
+            )
+
+    def _judge_event_loop(self, share: float) -> Iterator[tuple[str, str]]:
+        self._loop_shares.append(share)
+        level = statistics.median(self._loop_shares)
+        if len(self._loop_shares) == LEVEL_STEPS and level > BUSY_LOOP:
+            yield (
+                "busy_controller",
+                f"The event loop that all rollouts pass through is busy for {level:.0%} of the time, so that engines "
+                "wait for it. Have engines send their tokens from processes of their own (source.engine.placement: "
+                "ray, or engine child_process), and environments and rewards compute in "
+                "spurline.rl.concurrency.in_thread.",
             )
 
 

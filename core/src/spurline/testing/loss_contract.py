@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,8 +16,9 @@ from spurline.data.batch import TrainingBatch
 from spurline.data.collators.layout import Segment, lay_out
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
+from spurline.losses.log_ratios import LogRatios, correct_batch
 from spurline.protocols.collator import ParallelLayout
-from spurline.protocols.correction import Correction
+from spurline.protocols.correction import Corrected, Correction
 from spurline.protocols.loss import Loss, TokenLossInputs
 from spurline.protocols.minibatches import MiniBatches
 from spurline.testing.inputs import PAD, fuzzing, make_view
@@ -153,41 +154,64 @@ class CorrectionContract:
 
     def test_factors_are_finite_constant_and_not_negative(self) -> None:
         batch = self.batch(((0,), (1,), (2,), (3,), (4,)))
-        result = self.make_correction().correct(batch)
-        assert result.factors.dtype == torch.float32
-        assert result.factors.shape == batch.tokens["loss_weights"].shape
-        assert not result.factors.requires_grad
-        assert bool(torch.isfinite(result.factors).all())
-        assert bool((result.factors >= 0).all())
-        assert all(np.isfinite(value) for value in result.metrics.values())
+        factors, metrics = correct_batch(batch, self.make_correction())
+        assert factors.shape == batch.tokens["loss_weights"].shape
+        assert bool(torch.isfinite(factors).all())
+        assert bool((factors >= 0).all())
+        assert all(np.isfinite(value) for value in metrics.values())
+
+    def test_factors_and_metrics_are_one_number_per_token_without_gradient(self) -> None:
+        seen: list[tuple[LogRatios, Corrected]] = []
+        correct_batch(self.batch(((0, 1), (2, 3, 4))), _Watched(self.make_correction(), seen))
+        assert sum(len(ratios.values) for ratios, _ in seen) > 0
+        for ratios, corrected in seen:
+            assert not corrected.factors.requires_grad
+            for values in (corrected.factors, *corrected.metrics.values()):
+                assert values.shape == ratios.values.shape
 
     def test_packed_rows_get_what_each_sequence_gets_alone(self) -> None:
         packed_rows = ((3, 0), (1, 4, 2))
         packed = self.batch(packed_rows)
-        factors = self.make_correction().correct(packed).factors
+        factors, _ = correct_batch(packed, self.make_correction())
         for row, members in enumerate(packed_rows):
             for segment, number in enumerate(members, start=1):
-                alone = self.make_correction().correct(self.batch(((number,),))).factors[0]
+                alone, _ = correct_batch(self.batch(((number,),)), self.make_correction())
                 torch.testing.assert_close(
-                    factors[row][packed.tokens["segment_ids"][row] == segment], alone, rtol=1e-6, atol=0
+                    factors[row][packed.tokens["segment_ids"][row] == segment], alone[0], rtol=1e-6, atol=0
                 )
 
     def test_nothing_is_corrected_where_trainer_and_engine_agree(self) -> None:
-        batch = self.batch(((0, 1), (2, 3, 4)), spread=0.0)
-        trained = batch.tokens["loss_weights"] != 0
-        assert bool((self.make_correction().correct(batch).factors[trained] == 1).all())
+        factors, _ = correct_batch(self.batch(((0, 1), (2, 3, 4)), spread=0.0), self.make_correction())
+        assert bool((factors == 1).all())
 
     def test_a_huge_difference_does_not_overflow(self) -> None:
-        result = self.make_correction().correct(self.batch(((0, 1), (2, 3, 4)), spread=1e4))
-        assert bool(torch.isfinite(result.factors).all())
+        factors, _ = correct_batch(self.batch(((0, 1), (2, 3, 4)), spread=1e4), self.make_correction())
+        assert bool(torch.isfinite(factors).all())
 
     def test_a_batch_without_loss_tokens_works(self) -> None:
         batch = self.batch(((0, 1),))
         empty = batch.with_tokens(loss_weights=torch.zeros_like(batch.tokens["loss_weights"]))
-        assert all(np.isfinite(value) for value in self.make_correction().correct(empty).metrics.values())
+        factors, metrics = correct_batch(empty, self.make_correction())
+        assert bool((factors == 1).all())
+        assert all(np.isfinite(value) for value in metrics.values())
 
     def test_correction_describes_itself_in_a_sentence(self) -> None:
         assert len(self.make_correction().describe().split()) >= 3
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A correction that notes what it was given and what it said."""
+
+    watched: Correction
+    seen: list[tuple[LogRatios, Corrected]]
+
+    def correct(self, ratios: LogRatios) -> Corrected:
+        self.seen.append((ratios, self.watched.correct(ratios)))
+        return self.seen[-1][1]
+
+    def describe(self) -> str:
+        return self.watched.describe()
 
 
 class MiniBatchesContract:

@@ -28,3 +28,4 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(weights.CudaIpcSyncConfig, f"{package}.weights.cuda_ipc:CudaIpcSync")
     add(panels.TimelinePanelConfig, f"{package}.timeline.panels:TimelinePanel")
     add(panels.StalenessPanelConfig, f"{package}.timeline.panels:StalenessPanel")
+    add(panels.ControllerPanelConfig, f"{package}.timeline.controller_panel:ControllerPanel")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,8 +13,16 @@ from spurline.data.collators.packing import refuse_what_cannot_fit, round_up
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
+from spurline.rl.flat_turns import FlatTurns
 from spurline.rl.trajectory import Trajectory
-from spurline_collation_fast.flat_segments import FlatSegments, flat_samples, flat_turns
+from spurline_collation_fast.flat_segments import (
+    FlatSegments,
+    SegmentNames,
+    flat_samples,
+    names_of,
+    segments_of,
+    shared_values,
+)
 from spurline_collation_fast.kernels import ALGORITHMS, Kernels, Table, best_kernels
 from spurline_collation_fast.row_writer import Placement, RowWriter
 
@@ -39,17 +47,18 @@ class FastPaddedCollator:
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         """One row a sample, [R, L]: R a multiple of the ranks, L the longest sample, rounded up as configured."""
-        return self._write(flat_samples(samples), _dealt_out)
+        segments, names = flat_samples(samples)
+        return self._writer.write(segments, names, self._place(segments.lengths, _dealt_out))
 
-    def _write(self, segments: FlatSegments, rows_of: Callable[[int, int], Rows]) -> TrainingBatch:
+    def _place(self, lengths: Table, rows_of: Callable[[int, int], Rows]) -> Placement:
         """rows_of: which segment each row holds, from the number of segments and of ranks."""
-        positions, row_offsets, starts = rows_of(len(segments.lengths), self._ranks)
+        positions, row_offsets, starts = rows_of(len(lengths), self._ranks)
         # A batch hands its offsets out, and what somebody writes there must not reach the next one.
         row_offsets = row_offsets.copy()
-        length = round_up(int(segments.lengths.max(initial=1)), self._multiple)
+        length = round_up(int(lengths.max(initial=1)), self._multiple)
         if self._config.pad_side == "left":
-            starts = length - segments.lengths[positions]
-        return self._writer.write(segments, Placement(positions, row_offsets, starts, length))
+            starts = length - lengths[positions]
+        return Placement(positions, row_offsets, starts, length)
 
 
 @functools.lru_cache(maxsize=8)
@@ -85,24 +94,29 @@ class FastPackedCollator:
 
         Raises DataError naming a sample that is longer than `max_tokens` when aligned.
         """
-        return self.collate_flat(flat_samples(samples), "lower data.max_length")
+        return self._pack(*flat_samples(samples), "lower data.max_length")
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """The same for turns, each in exactly one segment. Raises DataError naming a turn that cannot fit."""
-        return self.collate_flat(flat_turns(trajectories), "limit prompts and responses")
+        return self.collate_flat([FlatTurns.of(trajectories)])
 
-    def collate_flat(self, segments: FlatSegments, shorter: str) -> TrainingBatch:
+    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
+        """The same for turns that are flat already. Rows may hold turns of any blocks, so these are joined first."""
+        turns = FlatTurns.join(blocks)
+        return self._pack(segments_of(turns), names_of([turns]), "limit prompts and responses")
+
+    def _pack(self, segments: FlatSegments, names: SegmentNames, shorter: str) -> TrainingBatch:
         """shorter: how a user makes segments shorter, for the message about one that cannot fit."""
         capacity, align_to = self._config.max_tokens, self._align_to
         if segments.lengths.max(initial=0) > capacity // align_to * align_to:
             aligned = -(-segments.lengths // align_to) * align_to
-            refuse_what_cannot_fit(segments.lengths.tolist(), aligned.tolist(), capacity, segments.name, shorter)
+            refuse_what_cannot_fit(segments.lengths.tolist(), aligned.tolist(), capacity, names.name, shorter)
         positions, row_offsets, columns, used, straggler = self._kernels.pack_rows(
             segments.lengths, align_to, capacity, self._ranks, self._algorithm
         )
         length = capacity if self._fixed_length else max(align_to, used)
         placement = Placement(positions, row_offsets, columns, length)
-        return self._writer.write(segments, placement, {"packing/straggler": straggler})
+        return self._writer.write(segments, names, placement, {"packing/straggler": straggler})
 
 
 class FastRolloutsCollator(FastPaddedCollator):
@@ -110,14 +124,49 @@ class FastRolloutsCollator(FastPaddedCollator):
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """One row a turn, [R, L], in order; padding rows, which make R a multiple of the ranks, come last."""
-        return self.collate_flat(flat_turns(trajectories))
+        return self.collate_flat([FlatTurns.of(trajectories)])
 
-    def collate_flat(self, turns: FlatSegments) -> TrainingBatch:
-        """The same for turns that are flat already. Rows keep their order; padding rows come last."""
-        return self._write(turns, _in_order)
+    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
+        """The same for turns that are flat already."""
+        pieces = [*_pieces([block for block in blocks if len(block)])]
+        if len(pieces) < 2:
+            turns = FlatTurns.join(blocks)
+            return self._writer.write(segments_of(turns), names_of([turns]), self._place(turns.lengths, _in_order))
+        filled = [block for piece in pieces for block in piece]
+        lengths = np.concatenate([block.lengths for block in filled])
+        return self._writer.write_pieces(
+            (segments_of(FlatTurns.join(piece)) for piece in pieces),
+            shared_values(filled),
+            lengths,
+            names_of(filled),
+            self._place(lengths, _in_order),
+        )
 
 
 @functools.lru_cache(maxsize=8)
 def _in_order(count: int, num_ranks: int) -> Rows:
     num_rows = round_up(max(count, 1), num_ranks)
     return np.arange(count), np.minimum(np.arange(num_rows + 1), count), np.zeros(count, np.int64)
+
+
+_OWN_PIECE_TOKENS = 1 << 14
+"""Tokens of a block from which on reading it where it is costs less than joining it with others."""
+_PIECE_TOKENS = 1 << 18
+"""Tokens that are joined at most, so that what was joined is still in a cache when it is laid out."""
+
+
+def _pieces(blocks: Sequence[FlatTurns]) -> Iterator[list[FlatTurns]]:
+    """The blocks in order: large ones alone, small ones with their neighbours."""
+    piece: list[FlatTurns] = []
+    room = 0
+    for block in blocks:
+        size = len(block.tokens)
+        if piece and (size > room or size >= _OWN_PIECE_TOKENS):
+            yield piece
+            piece = []
+        room = (room if piece else _PIECE_TOKENS) - size
+        piece.append(block)
+        if size >= _OWN_PIECE_TOKENS:
+            room = 0
+    if piece:
+        yield piece

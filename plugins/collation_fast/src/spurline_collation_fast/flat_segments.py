@@ -1,14 +1,12 @@
 """What is to be laid out, in flat arrays: the one form that the kernels read.
 
-Place on the way: TokenView or trajectories -> FlatSegments -> rows -> TrainingBatch. A view of a store is flat already
-and costs nothing; trajectories are joined once, column by column.
+Place on the way: TokenView or FlatTurns -> FlatSegments -> rows -> TrainingBatch. Both are flat already; what is added
+here are the bounds of each segment.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +14,7 @@ from numpy.typing import NDArray
 
 from spurline.data.collators.layout import RESPONSE_COLUMNS, turn_name
 from spurline.data.token_store import TokenView
-from spurline.rl.trajectory import Trajectory
+from spurline.rl.flat_turns import FlatTurns, shared_columns
 from spurline_collation_fast.kernels import Table
 
 
@@ -35,21 +33,29 @@ class FlatSegments(NamedTuple):
     """n segments, not placed yet.
 
     tokens: int32 [T]; segment i is `tokens[begins[i] : begins[i] + lengths[i]]`. values: `loss_weights` and optional
-    columns by name. tokens and values are read-only arrays. uids: makes the uid of each of these segments, object [k]
-    for positions int64 [k]. samples, turns: int32 [n]. name: what messages call the segment at a position.
+    columns by name. tokens and values are read-only arrays.
     """
 
     tokens: NDArray[np.int32]
     begins: Table
     lengths: Table
     values: Mapping[str, FlatColumn]
+
+
+class SegmentNames(NamedTuple):
+    """What n segments are called, apart from their tokens: a batch keeps it for as long as it lives.
+
+    uids: makes the uid of each of these segments, object [k] for positions int64 [k]. samples, turns: int32 [n]. name:
+    what messages call the segment at a position.
+    """
+
     uids: Callable[[Table], NDArray[Any]]
     samples: NDArray[np.int32]
     turns: NDArray[np.int32]
     name: Callable[[int], str]
 
 
-def flat_samples(view: TokenView) -> FlatSegments:
+def flat_samples(view: TokenView) -> tuple[FlatSegments, SegmentNames]:
     """The samples of a view; nothing is copied but their bounds."""
     store, indices = view.store, view.indices
     offsets = np.asarray(store.offsets)
@@ -58,92 +64,54 @@ def flat_samples(view: TokenView) -> FlatSegments:
     # Nothing predicts a first token, so its mask is skipped.
     skips = np.minimum(lengths, 1)
     nothing = np.zeros(len(indices), np.int32)
-    return FlatSegments(
-        tokens=read_only(store.tokens),
-        begins=begins,
-        lengths=lengths,
-        values={"loss_weights": FlatColumn(read_only(store.loss_mask), begins + skips, skips)},
+    values = {"loss_weights": FlatColumn(read_only(store.loss_mask), begins + skips, skips)}
+    names = SegmentNames(
         uids=lambda positions: _strings(store.uid(index) for index in indices[positions].tolist()),
         samples=nothing,
         turns=nothing,
         name=lambda position: f"Sample {view.uid(position)}",
     )
+    return FlatSegments(read_only(store.tokens), begins, lengths, values), names
 
 
-def flat_turns(trajectories: Sequence[Trajectory]) -> FlatSegments:
-    """The turns of all trajectories, in order, joined into flat arrays."""
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    fields = {name: [*map(attrgetter(name), turns)] for name in _FIELDS}
-    uids = [trajectory.uid for trajectory in trajectories]
-    counts = np.array([len(trajectory.turns) for trajectory in trajectories], np.int64)
-    owners = np.repeat(np.arange(len(trajectories)), counts)
-    samples = np.array([trajectory.sample for trajectory in trajectories], np.int32)[owners]
-    numbers = (np.arange(len(turns)) - _starts(counts)[owners]).astype(np.int32)
-    num_prompt, num_response = ([*map(len, fields[name])] for name in ("prompt_ids", "response_ids"))
-    prompts, responses = np.array(num_prompt, np.int64), np.array(num_response, np.int64)
-    lengths = prompts + responses
-    begins, response_begins = _starts(lengths), _starts(responses)
+def segments_of(turns: FlatTurns) -> FlatSegments:
+    """Turns in flat arrays; nothing is copied but their bounds."""
+    prompts, lengths = turns.num_prompt, turns.lengths
+    begins, response_begins = _starts(lengths), _starts(turns.num_response)
     # Nothing predicts the first token of a segment, even where there is no prompt.
     skips = np.maximum(prompts, np.minimum(lengths, 1))
-    both = itertools.chain.from_iterable(zip(fields["prompt_ids"], fields["response_ids"], strict=True))
-    weights = _joined(fields["loss_mask"], num_response, np.uint8)
-    return FlatSegments(
-        tokens=_join([*both], np.int32),
-        begins=begins,
-        lengths=lengths,
-        values={
-            "loss_weights": FlatColumn(weights, response_begins + (skips - prompts), skips),
-            **_optional_columns(fields, num_response, FlatColumn(np.empty(0), response_begins, prompts)),
-            **_routed_experts(fields["routed_experts"], lengths, begins),
-        },
-        uids=lambda positions: _strings(uids[owner] for owner in owners[positions].tolist()),
+    values = {"loss_weights": FlatColumn(turns.columns["loss_mask"], response_begins + (skips - prompts), skips)}
+    for name, field in RESPONSE_COLUMNS.items():
+        if field in turns.columns:
+            values[name] = FlatColumn(turns.columns[field], response_begins, prompts)
+    if turns.routed_experts is not None:
+        # One entry per token, prompt included.
+        values["routed_experts"] = FlatColumn(turns.routed_experts, begins, np.zeros_like(begins))
+    return FlatSegments(turns.tokens, begins, lengths, values)
+
+
+def shared_values(blocks: Sequence[FlatTurns]) -> dict[str, tuple[int, ...]]:
+    """Names of the values that the turns of all blocks have, with the shape of what each has per token."""
+    fields = set(shared_columns(blocks))
+    shapes: dict[str, tuple[int, ...]] = {name: () for name, field in RESPONSE_COLUMNS.items() if field in fields}
+    experts = [block.routed_experts for block in blocks if block.routed_experts is not None]
+    if len(experts) == len(blocks):
+        shapes["routed_experts"] = experts[0].shape[1:]
+    return {"loss_weights": (), **shapes}
+
+
+def names_of(blocks: Sequence[FlatTurns]) -> SegmentNames:
+    """What the turns of these blocks are called; keeps none of their tokens."""
+    uids = [uid for block in blocks for uid in block.uids]
+    none = np.empty(0, np.int32)
+    samples = np.concatenate([none, *(block.samples for block in blocks)])
+    numbers = np.concatenate([none, *(block.numbers for block in blocks)])
+    return SegmentNames(
+        uids=lambda positions: _strings(uids[position] for position in positions.tolist()),
         samples=samples,
         turns=numbers,
-        name=lambda position: turn_name(uids[owners[position]], int(samples[position]), int(numbers[position])),
+        name=lambda position: turn_name(uids[position], int(samples[position]), int(numbers[position])),
     )
-
-
-_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "routed_experts", *RESPONSE_COLUMNS.values())
-
-Parts = list[Any]
-"""What each turn has in one field: arrays, or None."""
-
-
-def _optional_columns(fields: Mapping[str, Parts], counts: list[int], like: FlatColumn) -> dict[str, FlatColumn]:
-    """The columns that every turn has; one that only some have is left out."""
-    columns: dict[str, FlatColumn] = {}
-    for name, field in RESPONSE_COLUMNS.items():
-        parts = fields[field]
-        if _all_given(parts):
-            columns[name] = FlatColumn(_joined(parts, counts, parts[0].dtype), like.begins, like.skips)
-    return columns
-
-
-def _routed_experts(parts: Parts, lengths: Table, begins: Table) -> dict[str, FlatColumn]:
-    """One entry per token, prompt included."""
-    if not _all_given(parts):
-        return {}
-    shape = (-1, *parts[0].shape[1:])
-    values = _joined(parts, lengths.tolist(), np.int16).reshape(shape)
-    return {"routed_experts": FlatColumn(values, begins, np.zeros_like(begins))}
-
-
-def _all_given(parts: Parts) -> bool:
-    return bool(parts) and type(None) not in set(map(type, parts))
-
-
-def _joined(parts: Parts, counts: list[int], dtype: Any) -> NDArray[Any]:
-    assert [*map(len, parts)] == counts, "a column of a turn has not one value per token"
-    return _join(parts, dtype)
-
-
-def _join(parts: Parts, dtype: Any) -> NDArray[Any]:
-    """End to end, read-only, flat. Bytes: for many short arrays that takes half the time of `np.concatenate`."""
-    try:
-        return np.frombuffer(b"".join(parts), dtype)
-    except TypeError:
-        # An array with gaps, such as every second value of another one.
-        return read_only(np.concatenate([part.ravel() for part in parts]).astype(dtype, copy=False))
 
 
 def read_only(values: NDArray[Any]) -> NDArray[Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagged, TrainingBatch
 from spurline.data.collators.layout import layout_info
-from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments
+from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments, SegmentNames
 from spurline_collation_fast.kernels import Kernels, Table
 
 Buffer = NDArray[np.uint8]
@@ -122,6 +122,18 @@ class Placement(NamedTuple):
     length: int
 
 
+def columns_of(segments: FlatSegments) -> dict[str, tuple[int, ...]]:
+    """The columns beyond those of any segments, with the shape of what each has per token."""
+    return {name: column.values.shape[1:] for name, column in segments.values.items()}
+
+
+def _part(place: Placement, rows: slice, first: int) -> Placement:
+    """What a placement says of these rows. first: the first segment of those that they are filled from."""
+    offsets = place.row_offsets[rows.start : rows.stop + 1]
+    here = slice(offsets[0], offsets[-1])
+    return Placement(place.positions[here] - first, offsets - offsets[0], place.columns[here], place.length)
+
+
 class RowWriter:
     """Owns the pool of one collator. Calls do not share state, so they may come from several threads."""
 
@@ -130,20 +142,49 @@ class RowWriter:
         self._kernels = kernels
         self._pool = BufferPool()
 
-    def write(self, segments: FlatSegments, place: Placement, info: Mapping[str, float] | None = None) -> TrainingBatch:
+    def write(
+        self, segments: FlatSegments, names: SegmentNames, place: Placement, info: Mapping[str, float] | None = None
+    ) -> TrainingBatch:
         """The batch; its buffers come back at `release()`."""
+        return self.write_pieces([segments], columns_of(segments), segments.lengths, names, place, info)
+
+    def write_pieces(
+        self,
+        pieces: Iterable[FlatSegments],
+        columns: Mapping[str, tuple[int, ...]],
+        lengths: Table,
+        names: SegmentNames,
+        place: Placement,
+        info: Mapping[str, float] | None = None,
+    ) -> TrainingBatch:
+        """The same for segments that come piece after piece, of which only one is held at a time.
+
+        columns: as of `columns_of`; every piece has these. lengths, names, place: of the segments of all pieces; where
+        there are several, rows hold them in order, one each, and those without a segment come last.
+        """
         positions, row_offsets = place.positions, place.row_offsets
         num_rows = len(row_offsets) - 1
-        lease = self._acquire(segments, num_rows, place.length)
-        num_tokens = self._write_columns(segments, place, lease)
+        shape = (num_rows, place.length)
+        lease = self._pool.acquire(
+            {name: (shape, _DTYPES[name]) for name in _ALWAYS}
+            | {name: (shape + trailing, _DTYPES[name]) for name, trailing in columns.items()}
+        )
+        num_tokens = done = 0
+        for segments in pieces:
+            count = len(segments.lengths)
+            is_last = done + count == len(lengths)
+            rows = slice(0, num_rows) if is_last and not done else slice(done, num_rows if is_last else done + count)
+            num_tokens += self._write_columns(segments, _part(place, rows, done), lease, columns, rows)
+            done += count
+        assert done == len(lengths), f"pieces of {done} segments, not {len(lengths)}"
         return TrainingBatch(
             tokens=lease.tensors,
             segments={
                 # A batch that nobody asks for these does not make them.
-                "uid": LazyRagged(lambda: segments.uids(positions), row_offsets),
-                "sample": LazyRagged(lambda: segments.samples[positions], row_offsets),
-                "turn": LazyRagged(lambda: segments.turns[positions], row_offsets),
-                "length": LazyRagged(lambda: segments.lengths[positions].astype(np.int32), row_offsets),
+                "uid": LazyRagged(lambda: names.uids(positions), row_offsets),
+                "sample": LazyRagged(lambda: names.samples[positions], row_offsets),
+                "turn": LazyRagged(lambda: names.turns[positions], row_offsets),
+                "length": LazyRagged(lambda: lengths[positions].astype(np.int32), row_offsets),
             },
             unit_ids=torch.from_numpy(np.arange(num_rows)),
             is_padding_row=torch.from_numpy(row_offsets[1:] == row_offsets[:-1]),
@@ -151,28 +192,23 @@ class RowWriter:
             on_release=lease.release,
         )
 
-    def _acquire(self, segments: FlatSegments, num_rows: int, length: int) -> Lease:
-        shape = (num_rows, length)
-        return self._pool.acquire(
-            {name: (shape, _DTYPES[name]) for name in _ALWAYS}
-            | {name: (shape + column.values.shape[1:], _DTYPES[name]) for name, column in segments.values.items()}
-        )
-
-    def _write_columns(self, segments: FlatSegments, place: Placement, lease: Lease) -> int:
-        """Fill all columns; returns the number of tokens."""
-        arrays, rows = lease.arrays, (place.positions, place.columns, place.row_offsets)
-        for name, column in segments.values.items():
-            self._write_values(column, segments.lengths, rows, arrays[name])
+    def _write_columns(
+        self, segments: FlatSegments, place: Placement, lease: Lease, columns: Iterable[str], rows: slice
+    ) -> int:
+        """Fill these rows of all columns; returns the number of tokens."""
+        arrays, tables = lease.arrays, (place.positions, place.columns, place.row_offsets)
+        for name in columns:
+            self._write_values(segments.values[name], segments.lengths, tables, arrays[name][rows])
         return self._kernels.write_rows(
             segments.tokens,
             segments.begins,
             segments.lengths,
-            *rows,
+            *tables,
             self._pad_token_id,
             lease.size > PAST_CACHES_FROM_BYTES,
-            arrays["input_ids"],
-            arrays["segment_ids"],
-            arrays["position_ids"],
+            arrays["input_ids"][rows],
+            arrays["segment_ids"][rows],
+            arrays["position_ids"][rows],
         )
 
     def _write_values(

@@ -25,7 +25,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from spurline.errors import DataError
 from spurline.rl.advantages.configs import DrGrpoConfig, GroupAdvantageConfig, GrpoConfig, MaxRlConfig, RlooConfig
-from spurline.rl.advantages.shared import Returns, center, relative_to_group, spread_over_tokens
+from spurline.rl.advantages.shared import Returns, center, relative_to_group, spread_over_groups
 from spurline.rl.trajectory import Group
 
 Config = TypeVar("Config", bound=GroupAdvantageConfig)
@@ -42,10 +42,10 @@ class _GroupRelative(ABC, Generic[Config]):
         self.config = config
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return [
-            spread_over_tokens(group, relative_to_group(group, self.name, partial(self._compare, uid=group.uid)))
-            for group in groups
-        ]
+        return spread_over_groups(groups, self.sample_advantages(groups))
+
+    def sample_advantages(self, groups: Sequence[Group]) -> list[Returns]:
+        return [relative_to_group(group, self.name, partial(self._compare, uid=group.uid)) for group in groups]
 
     @abstractmethod
     def _compare(self, returns: Returns, uid: str) -> Returns:

@@ -22,12 +22,13 @@ import numpy as np
 
 from spurline.rl.advantages.configs import ReinforcePlusPlusConfig
 from spurline.rl.advantages.shared import (
+    Returns,
     center,
     discounted_sums,
     normalized,
     read_tokens,
     relative_to_group,
-    spread_over_tokens,
+    spread_over_groups,
     write_tokens,
 )
 from spurline.rl.trajectory import Group
@@ -42,15 +43,15 @@ class ReinforcePlusPlus:
         self.config = config
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return self._compare_samples(groups) if self.config.baseline == "group" else self._compare_tokens(groups)
+        samples = self.sample_advantages(groups)
+        return self._compare_tokens(groups) if samples is None else spread_over_groups(groups, samples)
 
-    def _compare_samples(self, groups: Sequence[Group]) -> list[Group]:
+    def sample_advantages(self, groups: Sequence[Group]) -> list[Returns] | None:
+        if self.config.baseline == "batch":
+            return None
         centred = [relative_to_group(group, "reinforce_pp", center) for group in groups]
         std = np.concatenate([np.zeros(0), *centred]).std() if centred else 0.0
-        return [
-            spread_over_tokens(group, values / (std + self.config.eps))
-            for group, values in zip(groups, centred, strict=True)
-        ]
+        return [values / (std + self.config.eps) for values in centred]
 
     def _compare_tokens(self, groups: Sequence[Group]) -> list[Group]:
         returns = discounted_sums(read_tokens(groups, "rewards"), self.config.gamma)

@@ -59,6 +59,11 @@ def spread_over_tokens(group: Group, advantages: Returns) -> Group:
     return with_turns([group], turns)[0]
 
 
+def spread_over_groups(groups: Sequence[Group], advantages: Sequence[Returns]) -> list[Group]:
+    """`spread_over_tokens` for each group."""
+    return [spread_over_tokens(group, values) for group, values in zip(groups, advantages, strict=True)]
+
+
 def read_tokens(groups: Sequence[Group], name: Literal["rewards", "values", "loss_mask"]) -> Sequences:
     """A field of the turns for each trajectory of all groups in order, turns joined, float64."""
     return [_join_turns(trajectory, name) for trajectory in trajectories_of(groups)]

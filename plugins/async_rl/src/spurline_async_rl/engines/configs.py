@@ -13,7 +13,7 @@ from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
 from spurline.ranks.group import ClusterNeed
-from spurline.ranks.machine import num_gpus
+from spurline.ranks.machine import gpu_names, num_gpus
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -37,6 +37,10 @@ class PoolConfig(RolloutEngineConfig):
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds without a new token of a response, pauses not counted, after which its engine counts as dead."""
+    chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
+    """Tokens of a response that an engine in another process hands over together; fewer when a pause or a second has
+    passed. They cost this process less the more they are; those an engine has not handed over when it dies are
+    generated again."""
     pause_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
     """Seconds until every engine has to stand still."""
     update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
@@ -112,6 +116,12 @@ class PoolConfig(RolloutEngineConfig):
 
     def _takes_gpus(self) -> bool:
         return num_gpus() > 0
+
+
+def _memory_bandwidth() -> float | None:
+    """Bytes per second of a GPU of this machine; None without one of a known kind."""
+    name = next(iter(gpu_names()), "")
+    return next((speed for part, speed in _MEMORY_BANDWIDTH.items() if part in name), None)
 
 
 def trains_on_gpu_here(run: RunConfig) -> bool:
@@ -235,11 +245,16 @@ _ENGINE_ONLY = (
     "kv_cache_gb",
     "enable_prefix_caching",
     "cpu_threads",
+    "chunk_tokens",
     "placement",
     "offload_trainer",
     "engine_args",
 )
 """Settings of engines that are started here; a server that runs already has its own."""
+_MEMORY_BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "L40": 0.86e12, "L4": 0.3e12}
+"""Bytes per second, by a part of the GPU's name; of several kinds of one name that of the fastest."""
+_SHORTEST_STEP_S = 0.005
+"""Of a step of vLLM with hundreds of responses, however small the model: it is scheduled on the CPU."""
 CPU_KV_CACHE_GB = 4.0
 """What `kv_cache_gb: null` is on a CPU, which has no share of a GPU's memory to take."""
 
@@ -297,6 +312,21 @@ class VllmEngineConfig(PoolConfig):
     @property
     def context_tokens(self) -> int | None:
         return self.max_model_len
+
+    @property
+    def streams_here(self) -> bool:
+        # A server streams its answers token by token.
+        return self.mode == "server" or self.placement != "ray"
+
+    def fastest_tokens_per_s(self, run: RunConfig, responses: int) -> float | None:
+        bandwidth = _memory_bandwidth()
+        if self.is_elsewhere or bandwidth is None:
+            return None
+        parameters, _ = _estimates()
+        # Whatever else a step does, it reads all weights once; of the experts, all that some response needs.
+        step_s = self._value_bytes * parameters(run.model) / (self.tensor_parallel_size * bandwidth)
+        together = min(responses, self.engines * self.max_num_seqs)
+        return together / max(step_s, _SHORTEST_STEP_S)
 
     @property
     def notes_experts(self) -> bool:

@@ -16,7 +16,7 @@ from spurline.protocols.rollout_engine import GenerationRequest, GenerationResul
 from spurline.rl.engines.in_process.response import StopTexts
 from spurline.rl.policy import derive_seed
 from spurline.rl.trajectory import FinishReason
-from spurline_async_rl.engines.member import Progress
+from spurline_async_rl.engines.progress import Progress
 
 
 class Response:
@@ -42,35 +42,34 @@ class Response:
         self._stop_texts = StopTexts(tokenizer, request.sampling.stop) if request.sampling.stop else None
         self._num_searched = 0
         self._has_stop_text = finds_stop_texts and self._cut_behind_stop_text()
-        self._has_raw_logprobs = True
 
     @property
     def has_tokens(self) -> bool:
-        return bool(self._so_far.token_ids)
+        return len(self._so_far) > 0
 
     @property
     def ended(self) -> FinishReason | None:
         """Why nothing is left to ask for; an engine may have died between the last token and saying so."""
-        tokens = self._so_far.token_ids
-        if self._has_stop_text or (tokens and tokens[-1] in self._ends):
+        so_far = self._so_far
+        if self._has_stop_text or (self.has_tokens and so_far.last_token in self._ends):
             return "stop"
-        return "length" if len(tokens) >= self._request.sampling.max_new_tokens else None
+        return "length" if len(so_far) >= self._request.sampling.max_new_tokens else None
 
     def rest(self) -> GenerationRequest:
         """What to ask the next engine. As long as no token has come it is the request itself."""
-        request, tokens = self._request, self._so_far.token_ids
+        request, num_tokens = self._request, len(self._so_far)
         if self._finds_stop_texts:
             request = replace(request, sampling=replace(request.sampling, stop=()))
-        if not tokens:
+        if not num_tokens:
             return request
         assert self.ended is None, f"{request.name} has ended"
         return replace(
             request,
-            prompt_ids=[*request.prompt_ids, *tokens],
-            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(tokens)),
+            prompt_ids=[*request.prompt_ids, *self._so_far.tokens_from(0)],
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens),
             # An engine counts random numbers from the first token it writes; with the same seed it would draw with
             # those of the beginning once more.
-            seed=derive_seed(request.seed, "continuation", len(tokens), 0),
+            seed=derive_seed(request.seed, "continuation", num_tokens, 0),
         )
 
     def add(self, part: Progress, reason: FinishReason | None) -> FinishReason | None:
@@ -79,10 +78,7 @@ class Response:
         Returns why the response has ended with this, if it has.
         """
         was_continued = self.has_tokens
-        # Not every engine can tell both kinds.
-        self._has_raw_logprobs &= len(part.raw_logprobs) == len(part.token_ids)
-        for column, more in zip(self._so_far.columns(), part.columns(), strict=True):
-            column.extend(more)
+        self._so_far.extend(part)
         # Each engine counts from the beginning of the prompt, and has read what others wrote as a part of it.
         if (experts := part.experts.since(0)) is not None:
             self.note_experts(0, experts)
@@ -98,12 +94,12 @@ class Response:
     def result(self, reason: FinishReason) -> GenerationResult:
         """All that came, as one response."""
         so_far = self._so_far
-        num_tokens = len(self._request.prompt_ids) + len(so_far.token_ids)
+        num_tokens = len(self._request.prompt_ids) + len(so_far)
         return GenerationResult(
-            token_ids=np.array(so_far.token_ids, np.int32),
-            logprobs=np.array(so_far.logprobs, np.float32),
-            raw_logprobs=np.array(so_far.raw_logprobs, np.float32) if self._has_raw_logprobs else None,
-            versions=np.array(so_far.versions, np.int32),
+            token_ids=so_far.token_ids,
+            logprobs=so_far.logprobs,
+            raw_logprobs=so_far.raw_logprobs,
+            versions=so_far.versions,
             finish_reason=reason,
             routed_experts=so_far.experts.of_context(num_tokens),
         )
@@ -112,11 +108,9 @@ class Response:
         """Return whether there is one; tokens behind it do not belong to the response."""
         if self._stop_texts is None:
             return False
-        tokens = self._so_far.token_ids
-        while self._num_searched < len(tokens):
+        for token in self._so_far.tokens_from(self._num_searched):
             self._num_searched += 1
-            if self._stop_texts.completed_by(tokens[self._num_searched - 1]):
-                for column in self._so_far.columns():
-                    del column[self._num_searched :]
+            if self._stop_texts.completed_by(token):
+                self._so_far.cut(self._num_searched)
                 return True
         return False

@@ -10,38 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from spurline.errors import BucketLostError, RunFailedError, UserError
 from spurline.protocols.rollout_engine import GenerationRequest
-from spurline.rl.engines.in_process.response import ExpertRecord
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, LoadBucket, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
+from spurline_async_rl.engines.progress import Progress
 
 
 class EngineDiedError(RunFailedError):
     """An engine generates no further token; the text says which one and how it ended."""
-
-
-@dataclass
-class Progress:
-    """What has come of one response so far. The member adds to it while it generates, so that it survives the member.
-
-    The fields are those of GenerationResult, of one length; raw_logprobs is shorter where an engine cannot tell them.
-    experts: of the tokens computed so far, from the first of the prompt that this engine was given.
-    """
-
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    raw_logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    experts: ExpertRecord = field(default_factory=ExpertRecord, compare=False)
-
-    def columns(self) -> tuple[list[Any], ...]:
-        """The four with a value for each token of the response."""
-        return self.token_ids, self.logprobs, self.raw_logprobs, self.versions
 
 
 class EngineMember(Protocol):
@@ -65,7 +46,7 @@ class EngineMember(Protocol):
         ...
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """Generate, adding every token to `progress` as it comes. Cancelling it aborts the request in the engine.
+        """Generate, adding tokens to `progress` as they come. Cancelling it aborts the request in the engine.
 
         Raises DataError for a request the model cannot answer, EngineDiedError when the engine ended.
         """
@@ -91,6 +72,38 @@ _GIVEN_UP_CLOSE_S = 5.0
 """Seconds an engine that counts as dead may take to end before it is killed."""
 
 
+@dataclass(eq=False, slots=True)
+class _Awaited:
+    """A request that the member works on. answer: what whoever asked waits for; the work may outlive it.
+
+    seen, since: tokens that had come at the last look, and when they had.
+    """
+
+    name: str
+    progress: Progress
+    work: asyncio.Task[FinishReason]
+    answer: asyncio.Future[FinishReason]
+    since: float
+    seen: int = 0
+
+    def settle(self, work: asyncio.Task[FinishReason]) -> None:
+        """Answer with what has become of the work."""
+        if self.answer.done():
+            _retrieve(work)
+        elif work.cancelled():
+            self.answer.cancel()
+        elif (error := work.exception()) is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(work.result())
+
+    def fail(self, reason: str) -> None:
+        """Its engine is dead. Work that has ended was not in vain."""
+        if not self.work.done() and not self.answer.done():
+            self.answer.set_exception(EngineDiedError(reason))
+            self.work.cancel()
+
+
 class PooledEngine(ControlledEngine):
     """A member and its limits. on_change: is called after every change of `state`."""
 
@@ -112,7 +125,7 @@ class PooledEngine(ControlledEngine):
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._user_error: UserError | None = None
         self._asked: set[asyncio.Future[None]] = set()
-        self._works: set[asyncio.Future[FinishReason]] = set()
+        self._awaited: set[_Awaited] = set()
         self._holds: set[str] = set()
         self._moved_at = 0.0
 
@@ -161,10 +174,15 @@ class PooledEngine(ControlledEngine):
             self.has_started = True
             self._become("awaiting")
             death = asyncio.ensure_future(self._member.wait_dead())
+            # Often enough to find out in not much more than the limit; one look at all requests costs less than a
+            # timer for each.
+            tick = self._config.generate_timeout_s / 4
             try:
-                await asyncio.wait({death, self._end}, return_when=asyncio.FIRST_COMPLETED)
-                if not self._end.done():
-                    self.kill(f"{self.name} ended: {death.result()}")
+                while not self._end.done():
+                    await asyncio.wait({death, self._end}, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
+                    if death.done():
+                        self.kill(f"{self.name} ended: {death.result()}")
+                    self._check_progress()
             finally:
                 death.cancel()
         if self._user_error is not None:
@@ -175,8 +193,10 @@ class PooledEngine(ControlledEngine):
         """It counts as dead from now on; its requests fail with EngineDiedError. `close` ends its processes."""
         if not self._end.done():
             self._end.set_result(reason)
-            for work in self._works:
-                work.cancel()
+            # Told one by one: waiting for `_end` would make thousands of requests wait for one future, and each that
+            # ends look through all the others.
+            for awaited in self._awaited:
+                awaited.fail(reason)
             self._become("dead")
 
     async def close(self) -> None:
@@ -200,30 +220,24 @@ class PooledEngine(ControlledEngine):
         """Have the member generate. Raises EngineDiedError also when no token comes for too long."""
         if self._end.done():
             raise EngineDiedError(self.reason)
-        work = asyncio.ensure_future(self._member.generate(request, progress))
-        work.add_done_callback(_retrieve)
-        work.add_done_callback(self._works.discard)
-        # Told one by one by `kill`: waiting for `_end` would make thousands of requests wait for one future, and each
-        # that ends look through all the others.
-        self._works.add(work)
+        loop = asyncio.get_running_loop()
+        # A task of its own: a member that takes its time to stop holds up nobody.
+        work = loop.create_task(self._member.generate(request, progress))
+        awaited = _Awaited(request.name, progress, work, loop.create_future(), loop.time())
+        work.add_done_callback(awaited.settle)
+        self._awaited.add(awaited)
         self.load += 1
-        seen, since = 0, asyncio.get_running_loop().time()
         try:
-            while True:
-                # Often enough to find out in not much more than the limit.
-                tick = self._config.generate_timeout_s / 4
-                await asyncio.wait({work}, timeout=tick)
-                if self._end.done() and (work.cancelled() or not work.done()):
-                    raise EngineDiedError(self.reason)
-                if work.done():
-                    return work.result()
-                seen, since = self._check_progress(len(progress.token_ids), seen, since, request.name)
+            return await awaited.answer
         except EngineDiedError as error:
             self.kill(str(error))
             raise
         finally:
             self.load -= 1
+            self._awaited.discard(awaited)
             work.cancel()
+            if awaited.answer.done():
+                _retrieve(awaited.answer)
 
     async def control(self, command: Command) -> None:
         """Have the member do it; an engine that does not, or not in time, is dead.
@@ -276,20 +290,21 @@ class PooledEngine(ControlledEngine):
         finally:
             task.cancel()
 
-    def _check_progress(self, count: int, seen: int, since: float, name: str) -> tuple[int, float]:
-        """Kill it when this request, of which `seen` tokens had come at `since`, has waited too long; returns both
-        anew. One without a token may be queued behind others, so it counts from when any of them moved."""
-        now = asyncio.get_running_loop().time()
-        if self._holds or count > seen:
-            seen, since = count, now
-            self._moved_at = now if count else self._moved_at
-        limit = self._config.generate_timeout_s
-        if now - (since if count else max(since, self._moved_at)) >= limit:
-            self.kill(
-                f"{self.name} gave no further token to {name} for {limit:g} s, after {count} "
-                "(source.engine.generate_timeout_s)"
-            )
-        return seen, since
+    def _check_progress(self) -> None:
+        """Kill it when a request has waited too long for its next token. One without a token may be queued behind
+        others, so it counts from when any of them moved."""
+        now, limit = asyncio.get_running_loop().time(), self._config.generate_timeout_s
+        for awaited in self._awaited:
+            if self._holds or len(awaited.progress) > awaited.seen:
+                awaited.seen, awaited.since = len(awaited.progress), now
+                self._moved_at = now if awaited.seen else self._moved_at
+        for awaited in self._awaited:
+            if now - (awaited.since if awaited.seen else max(awaited.since, self._moved_at)) >= limit:
+                self.kill(
+                    f"{self.name} gave no further token to {awaited.name} for {limit:g} s, after {awaited.seen} "
+                    "(source.engine.generate_timeout_s)"
+                )
+                return
 
     def _become(self, state: State) -> None:
         if self.state != "dead":

@@ -23,7 +23,8 @@ from spurline.rl.engines.in_process.response import check_request
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine, Progress
+from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine
+from spurline_async_rl.engines.progress import Progress
 
 T = TypeVar("T")
 

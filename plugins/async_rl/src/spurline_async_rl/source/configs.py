@@ -5,8 +5,9 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from spurline.errors import Problem
 from spurline.protocols.rollout_engine import ColocatedEngine
 from spurline.protocols.weight_sync import WeightSyncConfig
 from spurline.rl.configs import PromptSourceConfig
+from spurline_async_rl.source.capacity import capacity_notes
 from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -80,6 +82,12 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         length = self.longest_attempt(prompt_tokens, context)
         bucket = DEFAULT_BUCKET_BYTES if self.weight_sync is None else self.weight_sync.bucket_bytes
         return ColocatedEngine(self.engine, "source.engine", self.responses_at_once, length, bucket)
+
+    def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
+        responses = min(self.max_concurrent, self.groups_at_once * self.samples_per_prompt)
+        fastest = self.engine.fastest_tokens_per_s(run, responses)
+        notes = capacity_notes(Path(run.run_dir), fastest, streams_here=self.engine.streams_here)
+        return [*super().generation_notes(run, prompt_tokens, context), *notes]
 
     @property
     def engines_elsewhere(self) -> bool:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from spurline.errors import RunFailedError
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 from spurline.rl.group_runner import GivenUpPrompt, GroupRunner, Outcome
 from spurline.rl.prompt_source import Collected
-from spurline.rl.trajectory import Group, has_equal_returns, turns_of
+from spurline.rl.trajectory import Group, has_equal_returns
 from spurline_async_rl.scheduling.scheduler import Scheduler, State
 from spurline_async_rl.source.recordings import groups_of
 from spurline_async_rl.source.staleness import version_range
@@ -29,6 +30,7 @@ class Producer:
 
     began_at: when each group under way began, by uid, on the monotonic clock. filters: groups whose returns are equal
     make way for further prompts. notify: called on the loop after everything that may let the training thread go on.
+    ready: applied to every finished group, on a thread of its own beside the loop; the group is under way until then.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Producer:
         *,
         filters: bool,
         notify: Callable[[], None],
+        ready: Callable[[Group], Group] = lambda group: group,
     ) -> None:
         self.scheduler = scheduler
         self.began_at: dict[str, float] = {}
@@ -48,6 +51,9 @@ class Producer:
         self._timeline = timeline
         self._filters = filters
         self._notify = notify
+        self._ready = ready
+        # One thread, and no more groups waiting for it than are under way.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="spurline-groups")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, Group] = {}
         # Since the last batch, by the names that a checkpoint has for them; quarantined prompts are those given up.
@@ -97,6 +103,8 @@ class Producer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # It is done with the group it has in milliseconds, and those that wait for it are cancelled.
+        self._worker.shutdown(cancel_futures=True)
 
     def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
         """State without the groups it keeps, and these, to be encoded elsewhere: that takes seconds for large ones, in
@@ -133,7 +141,10 @@ class Producer:
     async def _run(self, draw: Draw) -> None:
         self.began_at[draw.uid] = time.monotonic()
         try:
-            self._end(draw, await self._runner.run_group(draw))
+            outcome = await self._runner.run_group(draw)
+            if isinstance(outcome, Group):
+                outcome = await asyncio.get_running_loop().run_in_executor(self._worker, self._ready, outcome)
+            self._end(draw, outcome)
         except Exception as error:  # noqa: BLE001 - raised where the next batch is taken
             self._fail(error)
         finally:
@@ -153,7 +164,7 @@ class Producer:
             state = State.GIVEN_UP
         else:
             self._groups[draw.number] = outcome
-            tokens = sum(len(turn.response_ids) for turn in turns_of([outcome]))
+            tokens = int(outcome.flat.num_response.sum())
             oldest, newest = version_range(outcome)
             state = State.FILTERED if self._filters and has_equal_returns(outcome) else State.BUFFERED
         self.scheduler.end(draw.number, state)

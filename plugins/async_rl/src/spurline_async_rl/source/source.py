@@ -29,6 +29,7 @@ from spurline.run.checkpoint import write_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
+from spurline_async_rl.source.load import LoopLoad
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher
@@ -58,6 +59,7 @@ class AsyncRolloutSource(PromptSource):
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
+        self._load = LoopLoad(tokens=lambda: self._observed.num_tokens)
         self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
         limits = SchedulerLimits(
             config.max_staleness,
@@ -76,6 +78,7 @@ class AsyncRolloutSource(PromptSource):
             self._timeline,
             filters=config.zero_variance == "refill",
             notify=self._changed.set,
+            ready=self._preparation.ready,
         )
         self._publisher: Publisher | None = None
         self._colocation: Colocation | None = None
@@ -118,6 +121,7 @@ class AsyncRolloutSource(PromptSource):
             self._publisher.start_engines()
             self._advance()
             self._loop.call(self._producer.start)
+        self._loop.call(self._load.start)
         self._taken_at = time.perf_counter()
 
     def build(self, step: int) -> TrainingBatch:
@@ -140,20 +144,24 @@ class AsyncRolloutSource(PromptSource):
             # Those of a step that is trained again after a crash replace the earlier ones.
             write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
-        scheduler = self._producer.scheduler
-        running, buffered, depth = self._loop.call(
-            lambda: (scheduler.num_running, scheduler.num_buffered, scheduler.depth.value)
-        )
         measured = {
-            "async/running": float(running),
-            "async/buffered": float(buffered),
-            "async/depth": depth,
+            **self._loop.call(self._levels),
             "time/wait_rollouts": waited,
             "time/generating": generating,
             **self._take_synced(),
         }
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
         return replace(batch, info={**batch.info, **ages, **measured})
+
+    def _levels(self) -> dict[str, float]:
+        """Where generation stands and what it has cost since the last call; called on the loop."""
+        scheduler = self._producer.scheduler
+        return {
+            "async/running": float(scheduler.num_running),
+            "async/buffered": float(scheduler.num_buffered),
+            "async/depth": scheduler.depth.value,
+            **self._load.take(),
+        }
 
     def epoch(self, step: int) -> float:
         # Before the run, which is when a plan asks, no prompt has been drawn yet.
@@ -226,6 +234,7 @@ class AsyncRolloutSource(PromptSource):
 
     def _end_generation(self) -> None:
         async def end() -> None:
+            self._load.stop()
             try:
                 await self._producer.close()
             finally:

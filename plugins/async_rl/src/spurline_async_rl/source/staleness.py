@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.errors import PluginError
+from spurline.rl.flat_turns import FlatTurns
 from spurline.rl.trajectory import Group, Turn, turns_of, with_turns
 
 
@@ -20,14 +21,23 @@ def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> 
 
     updates: in the weights that will be trained on these groups.
     """
-    turns = turns_of(groups)
-    masked = 0
+    oldest = updates - max_staleness
+    found = [_mask_older(group, oldest) for group in groups]
+    return [group for group, _ in found], sum(masked for _, masked in found)
+
+
+def _mask_older(group: Group, oldest: int) -> tuple[Group, int]:
+    """The group with no loss on tokens from versions before `oldest`, and how many trained tokens lost it."""
+    versions, counts = _trained_versions(group)
+    masked = int(counts[versions < oldest].sum())
+    if not masked:
+        return group, 0
     kept: list[Turn] = []
-    for turn in turns:
-        over_age = (turn.loss_mask != 0) & (_ages(turn, updates) > max_staleness)
-        masked += int(over_age.sum())
+    for turn in turns_of([group]):
+        assert turn.versions is not None, "a block without versions has counted them"
+        over_age = (turn.loss_mask != 0) & (turn.versions < oldest)
         kept.append(replace(turn, loss_mask=np.where(over_age, 0, turn.loss_mask)) if over_age.any() else turn)
-    return (with_turns(groups, kept) if masked else groups), masked
+    return with_turns([group], kept)[0], masked
 
 
 def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int, masked: int) -> dict[str, float]:
@@ -35,13 +45,15 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
 
     Raises AssertionError when a trained token is over the bound: the scheduler must never let that happen.
     """
-    ages = [_ages(turn, updates)[turn.loss_mask != 0] for turn in turns_of(groups)]
-    found = np.concatenate([np.empty(0, np.int64), *ages])
-    counts = np.bincount(found, minlength=max_staleness + 1)
+    found = [_trained_versions(group) for group in groups]
+    ages = updates - np.concatenate([np.empty(0, np.int64), *(versions for versions, _ in found)])
+    of_each = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in found)])
+    counts = np.bincount(ages, of_each, max_staleness + 1).astype(np.int64)
+    total = int(counts.sum())
     assert len(counts) == max_staleness + 1, f"tokens by age: {counts.tolist()}, bound {max_staleness}"
     return {
-        "staleness/mean": float(found.mean()) if len(found) else 0.0,
-        "staleness/max": float(found.max()) if len(found) else 0.0,
+        "staleness/mean": float(counts @ np.arange(len(counts)) / total) if total else 0.0,
+        "staleness/max": float(np.flatnonzero(counts).max(initial=0)),
         "staleness/masked_tokens": float(masked),
         **{f"staleness/tokens_{age}": float(count) for age, count in enumerate(counts)},
     }
@@ -49,18 +61,19 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
 
 def version_range(group: Group) -> tuple[int, int]:
     """The oldest and the newest version of weights that a token of this group came from."""
-    versions = np.concatenate([_versions(turn) for turn in turns_of([group])])
+    versions = _checked(group).columns["versions"]
     return int(versions.min()), int(versions.max())
 
 
-def _ages(turn: Turn, updates: int) -> NDArray[np.int64]:
-    return updates - _versions(turn).astype(np.int64)
+def _trained_versions(group: Group) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return _checked(group).trained_versions
 
 
-def _versions(turn: Turn) -> NDArray[np.int32]:
-    if turn.versions is None:
+def _checked(group: Group) -> FlatTurns:
+    """The group's turns, which all have versions."""
+    if "versions" not in group.flat.columns:
         raise PluginError(
             "A turn came back without versions of its tokens, so their age cannot be bounded. The environment must "
             "return the turns of its policy handle (`policy.finish(...)`)."
         )
-    return turn.versions
+    return group.flat

@@ -40,20 +40,22 @@ class ObservedEngine:
         self._asked: dict[int, tuple[str, float]] = {}
         self.answered_at = 0.0
         """When a request was last answered, on the monotonic clock."""
+        self.num_tokens = 0
+        """Tokens of all answers so far."""
         # The rest goes straight to the engine.
         self.pause, self.resume, self.close = engine.pause, engine.resume, engine.close
+        self.seconds_down: Callable[[], float] = engine.seconds_down if isinstance(engine, MayBeDown) else lambda: 0.0
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         number = next(self._numbers)
         self._asked[number] = (request.name, time.monotonic())
         try:
-            return await self._engine.generate(request)
+            result = await self._engine.generate(request)
+            self.num_tokens += len(result.token_ids)
+            return result
         finally:
             del self._asked[number]
             self.answered_at = time.monotonic()
-
-    def seconds_down(self) -> float:
-        return self._engine.seconds_down() if isinstance(self._engine, MayBeDown) else 0.0
 
     def describe(self) -> list[str]:
         """A line for each request, the oldest first: its name, how long it has taken, and which engine has it."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from spurline.config.loading import load_config
@@ -19,10 +20,12 @@ from spurline.ranks.child import Parent
 from spurline.rl.concurrency import in_thread
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.engine import InProcessEngine
-from spurline.rl.engines.in_process.response import Written
-from spurline_async_rl.engines.child.experts import to_plain
+from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.child.packing import pack_progress, unpack_prompt
+from spurline_async_rl.engines.chunks import Chunks, longest_wait_s
 from spurline_async_rl.engines.commands import Command, FinishUpdate, LoadBucket, from_plain
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
@@ -39,6 +42,7 @@ class Child:
         self._unsent: list[dict[str, Any]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._engine: InProcessEngine | None = None
+        self._chunks: Chunks | None = None
         self._broadcasts = BroadcastReader()
         self._readers = {
             "shared_memory": MemoryReader().read,
@@ -53,25 +57,30 @@ class Child:
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
         while line := await lines.readline():
-            message = json.loads(line)
-            number = message["id"]
-            if message["do"] == "abort":
-                if number in self._tasks:
-                    self._tasks[number].cancel()
-                continue
-            self._tasks[number] = asyncio.create_task(self._answer(message))
-            self._tasks[number].add_done_callback(lambda _, number=number: self._tasks.pop(number))
+            self.take(json.loads(line))
         if self._engine is not None:
             await self._engine.close()
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Begin to do what this message says, or stop it."""
+        number = message["id"]
+        if message["do"] == "abort":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+            return
+        self._tasks[number] = asyncio.create_task(self._answer(message))
+        self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number))
+
+    def use(self, engine: InProcessEngine, config: ChildProcessEngineConfig) -> None:
+        """Generate with this engine."""
+        self._engine = engine
+        self._chunks = Chunks(config.chunk_tokens, longest_wait_s(config.generate_timeout_s), self._tell)
 
     async def _answer(self, message: Mapping[str, Any]) -> None:
         number = message["id"]
         try:
             if message["do"] == "generate":
-                # Its answer comes with its last tokens, so that a death cannot come between the two.
-                await self._running.generate(
-                    _request(message["request"]), lambda news: self._send(number, **_columns(news))
-                )
+                await self._generate(number, _request(message["request"]))
             else:
                 if message["do"] == "start":
                     await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
@@ -85,9 +94,22 @@ class Child:
             self._send(number, error=text, kind=kind)
 
     @property
-    def _running(self) -> InProcessEngine:
+    def _running(self) -> tuple[InProcessEngine, Chunks]:
         assert self._engine is not None, "not started"
-        return self._engine
+        assert self._chunks is not None
+        return self._engine, self._chunks
+
+    async def _generate(self, number: int, request: GenerationRequest) -> None:
+        """Its answer comes with its last tokens, so that a death cannot come between the two."""
+        engine, chunks = self._running
+        try:
+            await engine.generate(request, partial(chunks.add, number))
+        except Exception:
+            # What it has written is right, whatever became of the engine then.
+            chunks.flush()
+            raise
+        finally:
+            chunks.forget(number)
 
     async def _start(self, run: Mapping[str, Any], config: ChildProcessEngineConfig) -> None:
         import torch
@@ -106,10 +128,11 @@ class Child:
             precision=config.precision,
             kv_cache=config.kv_cache,
         )
-        self._engine = loaded.host.registry.create(
+        made = loaded.host.registry.create(
             "rollout_engine", engine, run=loaded.config, tokenizer=load_tokenizer(loaded.config.model)
         )
-        await self._running.load()
+        self.use(made, config)
+        await made.load()
         if engine.device == "cuda":
             self._broadcasts = BroadcastReader(device=torch.device("cuda", torch.cuda.current_device()))
 
@@ -120,9 +143,15 @@ class Child:
             weights = await in_thread(lambda: list(self._readers[bucket.transport](bucket)))
             places = tuple(place for place in bucket.places if place.name in dict(weights))
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
-        await command.apply(self._running)
+        engine, chunks = self._running
+        await command.apply(engine)
+        # Whoever had it stand still has every token that was written before.
+        chunks.flush()
         if isinstance(command, FinishUpdate):
             self._broadcasts.end_update()
+
+    def _tell(self, number: int, chunk: Progress, reason: FinishReason | None) -> None:
+        self._send(number, **pack_progress(chunk), **({} if reason is None else {"answer": reason}))
 
     def _send(self, number: int, **message: Any) -> None:
         """All messages of one turn of the loop, such as those of a decode step, in one write."""
@@ -138,16 +167,8 @@ class Child:
 def _request(values: Mapping[str, Any]) -> GenerationRequest:
     sampling = values["sampling"]
     lists = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
-    return GenerationRequest(**{**values, "sampling": Sampling(**{**sampling, **lists})})
-
-
-def _columns(news: Written) -> dict[str, Any]:
-    columns = news._asdict()
-    experts = columns.pop("routed_experts")
-    if experts is not None:
-        columns["experts"] = to_plain(experts)
-    reason = columns.pop("finish_reason")
-    return columns if reason is None else {**columns, "answer": reason}
+    prompt = unpack_prompt(values["prompt_ids"])
+    return GenerationRequest(**{**values, "prompt_ids": prompt, "sampling": Sampling(**{**sampling, **lists})})
 
 
 def main(parent: Parent) -> None:

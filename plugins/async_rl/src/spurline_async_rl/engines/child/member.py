@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import count
 from typing import Any
 
@@ -19,12 +18,13 @@ from spurline.errors import BucketLostError, DataError, RunFailedError, UserErro
 from spurline.protocols.rollout_engine import GenerationRequest
 from spurline.ranks.child import ChildProcess
 from spurline.rl.trajectory import FinishReason
-from spurline_async_rl.engines.child.experts import of_plain
+from spurline_async_rl.engines.child.packing import add_progress, pack_prompt
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
-from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.engines.progress import Progress
 
 _ERRORS = {"data": DataError, "user": UserError, "lost": BucketLostError, "failed": RunFailedError}
 """Kinds of errors a child tells."""
@@ -69,7 +69,8 @@ class ChildMember:
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         try:
-            plain = {**asdict(request), "prompt_ids": [int(token) for token in request.prompt_ids]}
+            # Not `asdict` of all: it would copy the prompt number by number.
+            plain = {**vars(request), "prompt_ids": pack_prompt(request.prompt_ids), "sampling": vars(request.sampling)}
             return await self._call("generate", progress, request=plain)
         except EngineDiedError:
             raise
@@ -120,10 +121,7 @@ class ChildMember:
             number = message["id"]
             progress = self._progress.get(number)
             if "token_ids" in message and progress is not None:
-                for column in ("token_ids", "logprobs", "raw_logprobs", "versions"):
-                    getattr(progress, column).extend(message[column])
-                if "experts" in message:
-                    progress.experts.add(len(progress.experts), of_plain(message["experts"]))
+                add_progress(progress, message)
             answer = self._answers.get(number)
             if answer is None or answer.done():
                 continue

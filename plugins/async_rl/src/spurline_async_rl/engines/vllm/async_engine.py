@@ -9,11 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from spurline.errors import DataError, ModelError, RunFailedError, listing
 from spurline.protocols.rollout_engine import Sampling
@@ -60,36 +56,51 @@ class AsyncEngine:
         self.vocabulary = self._llm.model_config.get_vocab_size()
         self.weights_dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         _check_heads(self._llm.model_config)
-        self._next_output = core.get_output_async
-        core.get_output_async = self._output_or_mark
+        self._listen()
         await self._prepare_adapters()
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        salt: str,
+        *,
+        each_step: bool = False,
     ) -> AsyncGenerator[Delta, None]:
-        """The response as it comes. Closing the generator aborts the request.
+        """The response as it comes, in parts of `chunk_tokens`; fewer before a command of a pause or update is done,
+        and after a second. Closing the generator aborts the request. When it is cancelled, or the engine ends, what
+        has come by then is handed over first.
 
-        salt: prompts are read once for all requests of the same salt.
+        salt: prompts are read once for all requests of the same salt. each_step: hand over every token at once, for
+        whoever looks for the response's end in them.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
         adapter = None if self._spec.adapter is None else adapter_request()
+        stream = self._streams.open(request_id, each_step=each_step)
         outputs = self._llm.generate(asked, _sampling_params(sampling, seed), request_id, lora_request=adapter)
-        chosen = ChosenExperts(self._llm.output_processor, request_id) if self._spec.notes_experts else None
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    part = output.outputs[0]
-                    delta = _delta(part)
-                    if chosen is not None:
-                        experts, start = chosen.more(part.routed_experts)
-                        delta = replace(delta, experts=experts, experts_start=start)
-                    yield delta
+                    reason = output.outputs[0].finish_reason
+                    if reason in (None, "stop", "length"):
+                        yield stream.take(reason)
+                    else:
+                        yield stream.take()
+                        raise EngineDiedError(f"vLLM ended a response with '{reason}'.")
+        except asyncio.CancelledError:
+            yield stream.take()
+            raise
         except (EngineDeadError, EngineGenerateError) as error:
+            yield stream.take()
             raise EngineDiedError(f"{self.where} failed: {error}") from error
         except ValueError as error:
             raise DataError(f"vLLM refuses the request: {error}") from error
+        finally:
+            self._streams.close(request_id)
 
     async def control(self, command: Command) -> None:
         """Do what the command says; vLLM's workers get weights between two tokens.
@@ -148,18 +159,20 @@ class AsyncEngine:
             llm.output_handler.cancel()
         llm.output_processor.propagate_error(EngineDeadError())
 
+    def _listen(self) -> None:
+        """Get what the engine sends from here on."""
+        from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
+
+        self._streams = TokenStreams(self._llm, self._spec.config.chunk_tokens)
+
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.
 
         clear_cache: drop all keys and values; requests in flight compute theirs anew when they go on.
         """
         await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
-        # vLLM's answer overtakes tokens that wait to be handed on, so a mark goes through the same queue behind them.
-        # Whoever gets the last of them is woken before this is.
-        mark = asyncio.Event()
-        self._llm.engine_core.outputs_queue.put_nowait(mark)
-        self._llm._run_output_handler()
-        await self._answer_of(mark.wait())
+        # vLLM's answer overtakes tokens that wait to be handed on.
+        await self._answer_of(self._streams.drained())
 
     async def _prepare_adapters(self) -> None:
         adapter = self._spec.adapter
@@ -215,50 +228,6 @@ class AsyncEngine:
             for task in (answer, dead):
                 task.cancel()
 
-    async def _output_or_mark(self) -> Any:
-        """What vLLM's output handler asks for next; it has handed on everything before that."""
-        while isinstance(output := await self._next_output(), asyncio.Event):
-            output.set()
-        return output
-
-
-class ChosenExperts:
-    """Which experts vLLM chose for the tokens of one request, as it computes them.
-
-    vLLM hands them out with the last token only, which a response that ends at a stop text or whose engine dies never
-    gets from it. So they are taken from where vLLM's output processor, in this process, collects them.
-    """
-
-    def __init__(self, output_processor: Any, request_id: str) -> None:
-        """request_id: the one given to vLLM, which has ids of its own inside."""
-        self._processor = output_processor
-        self._request_id = request_id
-        self._chunks: list[NDArray[Any]] | None = None
-        self._num_chunks = 0
-        self._num_tokens = 0
-
-    def more(self, whole: NDArray[Any] | None) -> tuple[NDArray[np.int16] | None, int]:
-        """The choices [tokens, layers, top_k] since the last call, and the index of the first token among them.
-
-        whole: what came with the last token of a request that ended before its state was looked at, else None.
-        """
-        if self._chunks is None:
-            # A request that has ended is not among them any more; one that was found keeps its list.
-            inner = self._processor.external_req_ids.get(self._request_id)
-            state: Any = self._processor.request_states.get(inner[0]) if inner else None
-            if state is not None:
-                self._chunks = state.routed_experts_chunks
-            else:
-                self._chunks = [] if whole is None else [whole]
-        chunks: list[NDArray[Any]] = self._chunks or []
-        new, start = chunks[self._num_chunks :], self._num_tokens
-        if not new:
-            return None, start
-        self._num_chunks += len(new)
-        experts = np.concatenate(new).astype(np.int16)
-        self._num_tokens += len(experts)
-        return experts, start
-
 
 def _check_heads(model_config: Any) -> None:
     """vLLM's attention on CPUs takes any size of heads, and fails with the first request."""
@@ -291,11 +260,3 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-def _delta(part: Any) -> Delta:
-    tokens = [int(token) for token in part.token_ids]
-    logprobs = [float(found[token].logprob) for token, found in zip(tokens, part.logprobs or (), strict=True)]
-    if part.finish_reason not in (None, "stop", "length"):
-        raise EngineDiedError(f"vLLM ended a response with '{part.finish_reason}'.")
-    return Delta(tokens, logprobs, part.finish_reason)

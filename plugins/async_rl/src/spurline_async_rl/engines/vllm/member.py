@@ -22,7 +22,8 @@ from spurline.rl.engines.in_process.response import check_request
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.commands import UPDATE, Command, FinishUpdate
 from spurline_async_rl.engines.continuation import Response
-from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.progress import Logprobs, Progress, TokenIds
 
 _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 """vLLM takes seeds below 2**63."""
@@ -36,8 +37,8 @@ class Delta:
     first has index `experts_start`; None where vLLM was not asked for them.
     """
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: TokenIds
+    logprobs: Logprobs
     finish_reason: FinishReason | None = None
     experts: NDArray[np.int16] | None = None
     experts_start: int = 0
@@ -75,8 +76,8 @@ class VllmResponse(Response):
 
     def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
         """Take the tokens that belong to the response. Returns why it ended, if it has."""
-        tokens, logprobs = list(delta.token_ids), list(delta.logprobs)
-        part = Progress(tokens, logprobs, logprobs if self._is_raw else [], [version] * len(tokens))
+        part = Progress()
+        part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
         if delta.experts is not None:
             self.note_experts(delta.experts_start, delta.experts)
         return self.add(part, delta.finish_reason)
@@ -116,7 +117,14 @@ class VllmHandle(Protocol):
     def where(self) -> str: ...
     async def start(self) -> None: ...
     def generate(
-        self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        salt: str,
+        *,
+        each_step: bool = False,
     ) -> AsyncGenerator[Delta, None]: ...
     async def control(self, command: Command) -> None: ...
     async def wait_ended(self) -> str: ...
@@ -180,7 +188,12 @@ class VllmMember:
         rest = response.rest()
         # Prompts read by older weights are of no use to newer ones: the version keeps them apart.
         deltas = engine.generate(
-            next(self._request_ids), rest.prompt_ids, rest.sampling, rest.seed, salt=str(self._version)
+            next(self._request_ids),
+            rest.prompt_ids,
+            rest.sampling,
+            rest.seed,
+            salt=str(self._version),
+            each_step=bool(request.sampling.stop),
         )
         async with contextlib.aclosing(deltas):
             try:

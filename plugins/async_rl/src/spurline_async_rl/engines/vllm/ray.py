@@ -8,13 +8,18 @@ only with `placement: ray`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spurline.config.cluster import cluster_request
 from spurline.config.run_config import RunConfig
@@ -32,6 +37,9 @@ from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
 from spurline_async_rl.engines.vllm.member import Delta
 
+_GATHERING_S = 0.1
+"""Seconds for which tokens may wait for more of other requests: every message costs the controller half a millisecond
+of its event loop."""
 _PATIENCE_S = 5.0
 """Seconds without room after which a line says what is waited for."""
 
@@ -133,6 +141,42 @@ News = Delta | Exception | None
 command."""
 
 
+@dataclass(frozen=True)
+class NewsBatch:
+    """News by id of request or command, in order, with all tokens in two arrays: an object in a message costs more than
+    the tokens in it. news: for a Delta, the number of its tokens and the rest of its fields."""
+
+    news: list[tuple[str, tuple[Any, ...] | Exception | None]]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, events: Sequence[tuple[str, News]]) -> NewsBatch:
+        deltas = [news for _, news in events if isinstance(news, Delta)]
+        return cls(
+            [(key, _without_tokens(news) if isinstance(news, Delta) else news) for key, news in events],
+            np.concatenate([np.asarray(delta.token_ids, np.int32) for delta in deltas] or [_NO_TOKENS]),
+            np.concatenate([np.asarray(delta.logprobs, np.float32) for delta in deltas] or [_NO_LOGPROBS]),
+        )
+
+    def events(self) -> Iterator[tuple[str, News]]:
+        """The news as they were given."""
+        end = 0
+        for key, news in self.news:
+            if isinstance(news, tuple):
+                begin, end = end, end + news[0]
+                yield key, Delta(self.token_ids[begin:end], self.logprobs[begin:end], *news[1:])
+            else:
+                yield key, news
+
+
+_NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+
+
+def _without_tokens(delta: Delta) -> tuple[Any, ...]:
+    return len(delta.token_ids), delta.finish_reason, delta.experts, delta.experts_start
+
+
 class EngineActor:
     """Runs in the actor; every method is called through Ray."""
 
@@ -143,7 +187,7 @@ class EngineActor:
         self._engine = AsyncEngine(EngineSpec.from_plain(plain_spec))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._events: list[tuple[str, News]] = []
-        self._more = asyncio.Event()
+        self._more, self._urgent = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> tuple[int, int, str, str, str, str]:
         """The longest context, the size of the vocabulary, the dtype of the weights, the name for messages, the id of
@@ -155,16 +199,22 @@ class EngineActor:
         engine = self._engine
         return engine.max_model_len, engine.vocabulary, engine.weights_dtype, engine.where, node, this_machine()
 
-    async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
+    async def events(self) -> AsyncGenerator[NewsBatch, None]:
         """The stream of news by id of request or command. It has one reader, and ends with the actor."""
         while True:
             await self._more.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), _GATHERING_S)
             self._more.clear()
+            self._urgent.clear()
             events, self._events = self._events, []
-            yield events
+            yield NewsBatch.of(events)
 
-    async def submit(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str) -> None:
-        self._tasks[request_id] = asyncio.create_task(self._generate(request_id, prompt, sampling, seed, salt))
+    async def submit(
+        self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str, each_step: bool
+    ) -> None:
+        deltas = self._engine.generate(request_id, prompt, sampling, seed, salt, each_step=each_step)
+        self._tasks[request_id] = asyncio.create_task(self._generate(request_id, deltas))
 
     async def abort(self, request_id: str) -> None:
         task = self._tasks.get(request_id)
@@ -185,9 +235,9 @@ class EngineActor:
         tracker: Any = resource_tracker._resource_tracker
         await in_thread(tracker._stop)
 
-    async def _generate(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str) -> None:
+    async def _generate(self, request_id: str, deltas: AsyncGenerator[Delta, None]) -> None:
         try:
-            async for delta in self._engine.generate(request_id, prompt, sampling, seed, salt):
+            async for delta in deltas:
                 self._tell(request_id, delta)
         except Exception as error:  # noqa: BLE001 (not swallowed: raised at the controller)
             self._tell(request_id, error)
@@ -197,6 +247,8 @@ class EngineActor:
     def _tell(self, key: str, news: News) -> None:
         self._events.append((key, news))
         self._more.set()
+        if not isinstance(news, Delta) or news.finish_reason is not None:
+            self._urgent.set()
 
 
 class RayEngine:
@@ -233,12 +285,21 @@ class RayEngine:
         self._reader = asyncio.create_task(self._read(), name="spurline-ray-events")
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int, salt: str
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        salt: str,
+        *,
+        each_step: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
         # Tokens may overtake the answer to this: whoever waited for it would take them for those of later weights.
-        submitting = asyncio.ensure_future(self._ask("submit", request_id, list(prompt), sampling, seed, salt))
+        submitting = asyncio.ensure_future(
+            self._ask("submit", request_id, list(prompt), sampling, seed, salt, each_step)
+        )
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
             while not ended:
@@ -324,7 +385,7 @@ class RayEngine:
         """Hand on what comes, until the actor dies."""
         try:
             async for batch in self._actor.events.remote():
-                for key, news in await batch:
+                for key, news in (await batch).events():
                     if key in self._inboxes:
                         self._inboxes[key].put_nowait(news)
         except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)

@@ -30,7 +30,8 @@ from spurline_async_rl.engines.commands import (
     FinishUpdate,
     LoadBucket,
 )
-from spurline_async_rl.engines.member import EngineDiedError, Progress
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete
 from spurline_async_rl.engines.vllm.member import Delta, Gate, VllmResponse, worker_call
 from spurline_async_rl.engines.vllm.server_files import ServerFiles

@@ -1,0 +1,137 @@
+"""How far the trainer is from the engine about the tokens of a batch: what corrections and metrics of mismatch share.
+
+    rho_t = old_logprobs_t - rollout_logprobs_t
+
+Only tokens with loss count, and only they are kept: flat, row after row. Corrections see them in blocks of whole rows
+that fit a processor's cache, in which operations over all values are several times faster than over a whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spurline.data.batch import TrainingBatch
+from spurline.errors import DataError, listing
+from spurline.protocols.correction import Correction
+
+COLUMNS = ("old_logprobs", "rollout_logprobs")
+"""What log ratios are made of: the trainer's logprobs before the update, and the engine's."""
+
+BLOCK_TOKENS = 1 << 16
+"""Tokens of a block, whose float64 values are half a MiB."""
+
+
+class LogRatios:
+    """Log ratios of the tokens with loss of some rows; every sequence that has such tokens is there as a whole.
+
+    values: float64 [N], in nats, token after token.
+    rows, where: rows of the batch, and bool [r, L]: which of their tokens the values are of.
+    columns: the token columns of the batch, each [R, L].
+    """
+
+    def __init__(self, values: Tensor, rows: slice, where: NDArray[np.bool_], columns: Mapping[str, Tensor]) -> None:
+        self.values = values
+        self._rows = rows
+        self._where = where
+        self._columns = columns
+
+    def column(self, name: str) -> Tensor:
+        """[N], another column of the batch at these tokens, `advantages` for one."""
+        return torch.from_numpy(_array(self._columns[name])[self._rows][self._where])
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 [S], how many of the tokens each sequence has, none of them 0; their sum is N."""
+        ids = self.column("segment_ids").numpy()
+        begins = np.ones(len(ids), dtype=np.bool_)
+        np.not_equal(ids[1:], ids[:-1], out=begins[1:])
+        row_begins = np.cumsum(np.count_nonzero(self._where, axis=1))[:-1]
+        begins[row_begins[row_begins < len(ids)]] = True
+        return torch.from_numpy(np.diff(np.flatnonzero(begins), append=len(ids)))
+
+    def sums(self) -> Tensor:
+        """float64 [S], the sum of each sequence: the log of the product of its ratios."""
+        numbers = self.spread(torch.arange(len(self.lengths)))
+        return torch.zeros(len(self.lengths), dtype=torch.float64).index_add_(0, numbers, self.values)
+
+    def means(self) -> Tensor:
+        """float64 [S], the mean of each sequence: the log of the geometric mean of its ratios."""
+        return self.sums() / self.lengths
+
+    def spread(self, of_sequences: Tensor) -> Tensor:
+        """[N], the value of its sequence for each token, of [S] values."""
+        return torch.from_numpy(np.repeat(of_sequences.numpy(), self.lengths.numpy()))
+
+
+class BatchLogRatios:
+    """The log ratios of a whole batch, computed once.
+
+    values: float64 [N], those of all tokens with loss, row after row.
+    Raises DataError when the batch lacks a column that they are made of.
+    """
+
+    @staticmethod
+    def can_be_made_of(batch: TrainingBatch) -> bool:
+        """Whether the batch has the columns."""
+        return all(name in batch.tokens for name in COLUMNS)
+
+    def __init__(self, batch: TrainingBatch) -> None:
+        missing = [name for name in COLUMNS if name not in batch.tokens]
+        if missing:
+            raise DataError(
+                f"The correction needs {listing(missing)}, which this run's batches do not have. Remove `correction`, "
+                "or choose a `source` and a `rollout_engine` that provide them."
+            )
+        self._columns = batch.tokens
+        self._where = _array(batch.tokens["loss_weights"]) != 0
+        counts = np.count_nonzero(self._where, axis=1)
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self.values: NDArray[np.float64] = np.empty(int(self._starts[-1]), np.float64)
+        old, rollout = (_array(batch.tokens[name]) for name in COLUMNS)
+        with np.errstate(invalid="ignore"):  # two logprobs of -inf have no ratio, which metrics and factors show as NaN
+            for rows, tokens in self._blocks():
+                where = self._where[rows]
+                np.subtract(old[rows][where], rollout[rows][where], out=self.values[tokens], dtype=np.float64)
+
+    def correct(self, correction: Correction) -> tuple[Tensor, dict[str, float]]:
+        """The factors, float32 [R, L] and 1 on tokens without loss; means over the tokens with loss of the factors, as
+        `correction/factor`, and of the metrics that the correction gives."""
+        column = np.ones(self._where.shape, np.float32)
+        factors = np.empty(len(self.values), np.float64)
+        sums: dict[str, float] = {}
+        for rows, tokens in self._blocks():
+            where = self._where[rows]
+            ratios = LogRatios(torch.from_numpy(self.values[tokens]), rows, where, self._columns)
+            corrected = correction.correct(ratios)
+            factors[tokens] = corrected.factors.numpy()
+            column[rows][where] = factors[tokens]
+            for name, values in corrected.metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(values.sum())
+        count = max(len(factors), 1)
+        metrics = {name: total / count for name, total in sums.items()}
+        metrics["correction/factor"] = float(torch.from_numpy(factors).sum()) / count
+        return torch.from_numpy(column), metrics
+
+    def _blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Rows of each block and where their values lie; one block without rows for a batch without."""
+        num_rows, length = self._where.shape
+        size = max(1, BLOCK_TOKENS // max(length, 1))
+        for start in range(0, max(num_rows, 1), size):
+            rows = slice(start, min(start + size, num_rows))
+            yield rows, slice(int(self._starts[rows.start]), int(self._starts[rows.stop]))
+
+
+def correct_batch(batch: TrainingBatch, correction: Correction) -> tuple[Tensor, dict[str, float]]:
+    """Factors of all tokens, float32 [R, L], and metrics; see `BatchLogRatios.correct`."""
+    return BatchLogRatios(batch).correct(correction)
+
+
+def _array(column: Tensor) -> NDArray[Any]:
+    return column.detach().numpy()

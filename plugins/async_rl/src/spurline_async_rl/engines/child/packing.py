@@ -1,0 +1,71 @@
+"""Arrays as parts of a message between a child process and its parent.
+
+They are many small numbers: as bytes in text they take a third of what JSON makes of them, and no loop over them.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline_async_rl.engines.progress import Progress
+
+_IDS, _PROMPT, _LOGPROBS, _EXPERTS = "<i4", "<i8", "<f4", "<i2"
+
+
+def pack_prompt(prompt: Any) -> str:
+    """Token ids, a sequence of numbers or an array, as JSON can hold them."""
+    return _pack(np.asarray(prompt), _PROMPT)
+
+
+def unpack_prompt(packed: str) -> list[int]:
+    """The inverse of `pack_prompt`."""
+    return _unpack(packed, _PROMPT).tolist()
+
+
+def pack_experts(experts: NDArray[np.int16]) -> dict[str, Any]:
+    """Choices [tokens, layers, top_k], as JSON can hold them."""
+    return {"shape": list(experts.shape), "int16": _pack(experts, _EXPERTS)}
+
+
+def unpack_experts(plain: Mapping[str, Any]) -> NDArray[np.int16]:
+    """The inverse of `pack_experts`."""
+    return _unpack(plain["int16"], _EXPERTS).astype(np.int16).reshape(plain["shape"])
+
+
+def pack_progress(chunk: Progress) -> dict[str, Any]:
+    """The next tokens of a response, as JSON can hold them."""
+    raw, experts = chunk.raw_logprobs, chunk.experts.since(0)
+    return {
+        "token_ids": _pack(chunk.token_ids, _IDS),
+        "logprobs": _pack(chunk.logprobs, _LOGPROBS),
+        "versions": chunk.version_runs,
+        **({} if raw is None else {"raw_logprobs": _pack(raw, _LOGPROBS)}),
+        **({} if experts is None else {"experts": pack_experts(experts)}),
+    }
+
+
+def add_progress(progress: Progress, plain: Mapping[str, Any]) -> None:
+    """Add what `pack_progress` wrote."""
+    token_ids = _unpack(plain["token_ids"], _IDS)
+    logprobs = _unpack(plain["logprobs"], _LOGPROBS)
+    raw = _unpack(plain["raw_logprobs"], _LOGPROBS) if "raw_logprobs" in plain else None
+    start = 0
+    for version, count in plain["versions"]:
+        run = slice(start, start + count)
+        progress.add(token_ids[run], logprobs[run], None if raw is None else raw[run], version)
+        start += count
+    if "experts" in plain:
+        progress.experts.add(len(progress.experts), unpack_experts(plain["experts"]))
+
+
+def _pack(array: NDArray[Any], dtype: str) -> str:
+    return b64encode(np.ascontiguousarray(array, dtype).tobytes()).decode("ascii")
+
+
+def _unpack(packed: str, dtype: str) -> NDArray[Any]:
+    return np.frombuffer(b64decode(packed), dtype)

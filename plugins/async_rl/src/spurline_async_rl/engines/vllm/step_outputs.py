@@ -1,0 +1,207 @@
+"""What vLLM's engine sends after every step, taken apart for its requests before AsyncLLM makes objects of each token.
+
+Place on the way: the engine's process -> message of a step -> `StepDecoder` -> `TokenStreams`, which keep the tokens of
+each request as arrays -> `AsyncEngine.generate`. AsyncLLM gets of a message only what is to wake a request: its first
+token, every chunk, its end. Imported when an engine has been started, since it builds on vLLM's own classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import msgpack
+from numpy.typing import NDArray
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines.vllm.member import Delta
+
+_LONGEST_S = 1.0
+"""Seconds for which a token may wait for the others of its chunk."""
+
+
+class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """vLLM's `LogprobsLists` as they are sent. values: dtype, shape [tokens, 1], and bytes, or the frame with them."""
+
+    token_ids: msgspec.Raw
+    values: tuple[str, tuple[int, int], msgpack.Ext | int]
+
+
+class RequestOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):
+    """What a step gave one request."""
+
+    new_logprobs: SampledLogprobs | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class StepOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
+    """What a step gave all requests."""
+
+    outputs: list[RequestOutput] = []  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class StepDecoder:
+    """In the place of vLLM's decoder of messages, which makes three numpy arrays for each token."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._of_vllm = decoder
+        self._decoder = msgpack.Decoder(StepOutputs, ext_hook=decoder.ext_hook, dec_hook=decoder.dec_hook)
+
+    def decode(self, frames: Sequence[Any]) -> StepOutputs:
+        """frames: the message, and arrays that are too large to be a part of it."""
+        self._of_vllm.aux_buffers = frames
+        try:
+            message = self._decoder.decode(frames[0])
+        finally:
+            self._of_vllm.aux_buffers = ()
+        if len(frames) > 1:
+            for output in message.outputs:
+                if output.new_logprobs is not None and isinstance(number := output.new_logprobs.values[2], int):
+                    dtype, shape, _ = output.new_logprobs.values
+                    output.new_logprobs.values = (dtype, shape, msgpack.Ext(0, bytes(frames[number])))
+        return message
+
+
+class TokenStream:
+    """What has come of one request and has not been taken yet.
+
+    wakes_at: tokens with which whoever waits is woken, after the first one.
+    """
+
+    def __init__(self, wakes_at: int) -> None:
+        self.wakes_at = wakes_at
+        self.internal_id: str | None = None
+        """vLLM's own name of the request; None before anything of it has come."""
+        self.token_ids = array("i")
+        self._logprobs = bytearray()
+        self._experts: list[NDArray[Any]] = []
+        self._num_experts = 0
+
+    def add(self, output: RequestOutput) -> None:
+        self.token_ids.extend(output.new_token_ids)
+        if (found := output.new_logprobs) is not None:
+            dtype, shape, values = found.values
+            assert dtype == "<f4", f"logprobs of {dtype}"
+            # One column, of the sampled token, since no others are asked for.
+            assert shape[1] == 1, f"logprobs of shape {shape}"
+            assert isinstance(values, msgpack.Ext), "logprobs without their frame"
+            self._logprobs += values.data
+        if output.routed_experts is not None:
+            self._experts.append(output.routed_experts)
+
+    def take(self, finish_reason: FinishReason | None = None) -> Delta:
+        """All of it, as the next part of the response."""
+        token_ids, logprobs = self.token_ids, self._logprobs
+        assert len(logprobs) == 4 * len(token_ids), f"{len(logprobs)} bytes of logprobs for {len(token_ids)} tokens"
+        # The arrays are views of these, so that the next tokens go into others.
+        self.token_ids, self._logprobs = array("i"), bytearray()
+        experts, start = None, self._num_experts
+        if self._experts:
+            experts = np.concatenate(self._experts).astype(np.int16)
+            self._experts = []
+            self._num_experts += len(experts)
+        return Delta(
+            np.frombuffer(token_ids, np.int32), np.frombuffer(logprobs, np.float32), finish_reason, experts, start
+        )
+
+
+class TokenStreams:
+    """All requests of one engine; made before the first of them, on the engine's event loop."""
+
+    def __init__(self, llm: Any, chunk_tokens: int) -> None:
+        """llm: the AsyncLLM, which gets its messages from here from now on."""
+        core = llm.engine_core
+        assert core.resources.output_queue_task is None, "vLLM reads messages already, with its own decoder"
+        core.decoder = StepDecoder(core.decoder)
+        self._next_message = core.get_output_async
+        core.get_output_async = self._next
+        # With an interval of its own, vLLM would keep back what is to wake a request.
+        llm.output_processor.stream_interval = 1
+        self._llm = llm
+        self._chunk_tokens = chunk_tokens
+        # vLLM counts what passes it.
+        self._passes_all: bool = llm.log_stats
+        self._by_request: dict[str, TokenStream] = {}
+        self._by_internal_id: dict[str, TokenStream] = {}
+        self._marks: list[asyncio.Event] = []
+        self._reminder: asyncio.TimerHandle | None = None
+
+    def open(self, request_id: str, *, each_step: bool) -> TokenStream:
+        """For a request that is about to be made. each_step: wake it with every token that comes."""
+        stream = self._by_request[request_id] = TokenStream(1 if each_step else self._chunk_tokens)
+        return stream
+
+    def close(self, request_id: str) -> None:
+        """Nobody takes anything of it any more."""
+        stream = self._by_request.pop(request_id)
+        if stream.internal_id is not None:
+            del self._by_internal_id[stream.internal_id]
+
+    async def drained(self) -> None:
+        """Return when all that vLLM's engine has sent so far has been taken."""
+        # In the queue behind it. Whoever gets the last of it is woken before this is.
+        mark = asyncio.Event()
+        self._put(mark)
+        await mark.wait()
+
+    def _put(self, mark: asyncio.Event) -> None:
+        self._llm.engine_core.outputs_queue.put_nowait(mark)
+        self._llm._run_output_handler()
+
+    async def _next(self) -> EngineCoreOutputs:
+        """What AsyncLLM's output handler asks for next; it has handed on everything before that."""
+        marks, self._marks = self._marks, []
+        for mark in marks:
+            mark.set()
+        while True:
+            message: StepOutputs | asyncio.Event = await self._next_message()
+            if isinstance(message, asyncio.Event):
+                if waking := [
+                    RequestOutput(name, []) for name, stream in self._by_internal_id.items() if stream.token_ids
+                ]:
+                    self._marks.append(message)
+                    return StepOutputs(outputs=waking)
+                message.set()
+            elif self._take(message):
+                return message
+
+    def _take(self, message: StepOutputs) -> bool:
+        """Take out what is for the requests here, and leave what is to wake one. Returns whether anything is left."""
+        waking: list[RequestOutput] = []
+        for output in message.outputs:
+            stream = self._by_internal_id.get(output.request_id)
+            is_first = stream is None
+            if stream is None and (stream := self._found(output.request_id)) is None:
+                # It was aborted, which vLLM knows better.
+                waking.append(output)
+                continue
+            stream.add(output)
+            if (
+                is_first
+                or output.finish_reason is not None
+                or len(stream.token_ids) >= stream.wakes_at
+                or self._passes_all
+            ):
+                output.new_logprobs = output.routed_experts = None
+                waking.append(output)
+        if len(waking) < len(message.outputs) and self._reminder is None:
+            self._reminder = asyncio.get_running_loop().call_later(_LONGEST_S, self._remind)
+        message.outputs = waking
+        return bool(waking) or message.scheduler_stats is not None
+
+    def _found(self, internal_id: str) -> TokenStream | None:
+        state = self._llm.output_processor.request_states.get(internal_id)
+        stream = None if state is None else self._by_request.get(state.external_req_id)
+        if stream is not None:
+            stream.internal_id = internal_id
+            self._by_internal_id[internal_id] = stream
+        return stream
+
+    def _remind(self) -> None:
+        self._reminder = None
+        # Nobody waits for it.
+        self._put(asyncio.Event())

@@ -1,0 +1,56 @@
+"""Show in the report how busy the event loop was that all rollouts pass through, from the metrics `controller/...`."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.figure import Trace, level, line, one_of_several, step_figure
+from spurline.report.markup import Panel, block, caption, columns
+from spurline.run.health import BUSY_LOOP
+
+
+class ControllerPanel(Panel):
+    """Lag, CPU share and tokens of the event loop over the steps."""
+
+    title = "Controller"
+
+    def render(self, record: RunRecord) -> str | None:
+        """None for a run that measured no event loop."""
+        steps, shares = record.series("controller/cpu_share")
+        if not steps:
+            return None
+        rate_steps, rates = record.series("controller/tokens_per_s")
+        _, lags = record.series("controller/lag_p99")
+        _, longest = record.series("controller/lag_max")
+        head = (
+            f"The event loop of the rollouts was busy for {median(shares):.0%} of the time (median of the steps), with "
+            f"{median(rates):,.0f} tokens/s; 99 % of the calls waited for it {1000 * median(lags):.3g} ms at most, the "
+            f"longest {1000 * max(longest):,.0f} ms"
+        )
+        busy = [
+            *one_of_several("CPU share", steps, shares, "--series-1"),
+            level("busy", steps, BUSY_LOOP, "--series-6"),
+        ]
+        return block(
+            caption(f"{head}."),
+            columns(
+                step_figure(_lag_traces(record), "Seconds", label="Lag of the event loop over steps", type="log"),
+                step_figure(busy, "Share of the time", label="CPU share", tickformat=".0%", rangemode="tozero"),
+                step_figure(
+                    one_of_several("tokens", rate_steps, rates, "--series-3"),
+                    "Tokens per second",
+                    label="Tokens through the event loop over steps",
+                    rangemode="tozero",
+                ),
+            ),
+            wide=True,
+        )
+
+
+def _lag_traces(record: RunRecord) -> list[Trace]:
+    named = (("p50", "median", "--series-2"), ("p99", "99 %", "--series-1"), ("max", "longest", "--series-6"))
+    return [
+        line(name, *record.series(f"controller/lag_{key}"), color, mode="lines", hovertemplate="%{y:.3~s} s")
+        for key, name, color in named
+    ]

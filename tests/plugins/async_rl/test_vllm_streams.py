@@ -1,0 +1,244 @@
+"""Tokens of vLLM's messages, through all of its client code: in chunks they are what they are one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spurline.protocols.rollout_engine import GenerationRequest, Sampling
+from spurline.testing.inputs import tiny_tokenizer
+from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.vllm.member import Delta, VllmMember
+
+pytest.importorskip("vllm")
+from recorded_vllm import RecordedEngine, step_output
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from spurline_async_rl.engines.vllm import step_outputs
+
+TOKENIZER = tiny_tokenizer()
+LIMIT_S = 60.0
+PROMPT = [40, 41]
+
+
+@dataclass
+class Asked:
+    """One request, and what it must get, noted token by token as messages are made."""
+
+    name: str
+    stop: tuple[str, ...] = ()
+    progress: Progress = field(default_factory=Progress)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: list[int] = field(default_factory=list)
+    reason: str | None = None
+    writing: Any = None
+
+    def check(self) -> None:
+        found = self.progress
+        assert found.token_ids.tolist() == self.tokens
+        assert found.logprobs.tobytes() == np.array(self.logprobs, np.float32).tobytes()
+        assert found.raw_logprobs is not None
+        assert found.raw_logprobs.tobytes() == found.logprobs.tobytes()
+        assert found.versions.tolist() == self.versions
+        experts = found.experts.since(0)
+        assert ([] if experts is None else experts[:, 0, 0].tolist()) == self.experts
+
+
+class Schedule:
+    """An engine whose messages a test writes."""
+
+    def __init__(self, num_requests: int, *, stop: tuple[str, ...] = (), **options: Any) -> None:
+        self.engine: Any = RecordedEngine(**options)
+        self.core = self.engine.core
+        self.member = VllmMember("engine 0", self.engine, TOKENIZER)
+        self.version = 0
+        self.asked = [Asked(f"request {number}", stop) for number in range(num_requests)]
+        self._count = 0
+
+    async def begin(self) -> None:
+        for asked in self.asked:
+            sampling = Sampling(max_new_tokens=10_000, stop=asked.stop)
+            request = GenerationRequest(PROMPT, sampling, 0, asked.name)
+            asked.writing = asyncio.ensure_future(self.member.generate(request, asked.progress))
+        while len(self.core.requests) < len(self.asked):
+            await asyncio.sleep(0)
+
+    def step(self, gives: dict[int, int], ends: dict[int, str], *, with_experts: bool = False) -> None:
+        """One message. gives: numbers of tokens by request, of which those in `ends` end."""
+        outputs = []
+        for number, count in gives.items():
+            asked = self.asked[number]
+            tokens = [60 + (self._count + index) % 100 for index in range(count)]
+            logprobs = [-1 / (3 + self._count + index) for index in range(count)]
+            self._count += count
+            more = {}
+            if with_experts:
+                # vLLM tells those of the prompt with the first token.
+                new = list(range(len(asked.experts), len(asked.experts) + count + (0 if asked.tokens else 1)))
+                more["routed_experts"] = np.array(new, np.uint8).reshape(-1, 1, 1).repeat(2, axis=2)
+            if asked.reason is None and not asked.writing.done():
+                asked.tokens += tokens
+                asked.logprobs += logprobs
+                asked.versions += [self.version] * count
+                asked.experts += new if with_experts else []
+                asked.reason = ends.get(number)
+            name = self.core.requests[str(number)].request_id
+            outputs.append(step_output(name, tokens, logprobs, ends.get(number), **more))
+        self.core.receive(self.core.encoded(outputs))
+
+    async def update(self) -> None:
+        await self.member.control(BeginUpdate(self.version + 1))
+        # Whatever was made before the switch is there before it.
+        for asked in self.asked:
+            asked.check()
+        self.version += 1
+        await self.member.control(FinishUpdate(self.version))
+
+    async def settle(self) -> None:
+        """Let everything run that can."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    @property
+    def live(self) -> list[int]:
+        return [n for n, asked in enumerate(self.asked) if asked.reason is None and not asked.writing.done()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_chunks_have_the_tokens_logprobs_versions_and_experts_of_one_by_one_delivery(data: st.DataObject) -> None:
+    async def main() -> None:
+        chunk_tokens = data.draw(st.integers(1, 6), "chunk_tokens")
+        schedule = Schedule(
+            data.draw(st.integers(1, 4), "requests"),
+            chunk_tokens=chunk_tokens,
+            log_stats=data.draw(st.booleans(), "vLLM counts"),
+        )
+        with_experts = data.draw(st.booleans(), "experts")
+        await schedule.begin()
+        for _ in range(data.draw(st.integers(0, 25), "events")):
+            if not schedule.live:
+                break
+            kind = data.draw(st.sampled_from(["step"] * 6 + ["settle", "update", "abort"]))
+            if kind == "step":
+                live = st.sampled_from(schedule.live)
+                gives = {number: data.draw(st.integers(1, 3)) for number in data.draw(st.sets(live, min_size=1))}
+                ends = [number for number in gives if data.draw(st.integers(0, 9)) == 0]
+                reasons = {number: data.draw(st.sampled_from(["stop", "length"])) for number in ends}
+                schedule.step(gives, reasons, with_experts=with_experts)
+            elif kind == "settle":
+                await schedule.settle()
+            elif kind == "update":
+                await schedule.update()
+            else:
+                await schedule.settle()
+                if live := schedule.live:
+                    number = data.draw(st.sampled_from(live))
+                    writing = schedule.asked[number].writing
+                    writing.cancel()
+                    await asyncio.wait({writing})
+                    assert schedule.core.requests[str(number)].request_id in schedule.core.aborted
+                    # The engine may have sent more of it by then.
+                    schedule.step({number: 1}, {})
+        live = schedule.live
+        schedule.core.outputs_queue.put_nowait(EngineDeadError())
+        for number, asked in enumerate(schedule.asked):
+            if number in live:
+                with pytest.raises(EngineDiedError):
+                    await asked.writing
+            elif asked.reason is not None:
+                assert await asked.writing == asked.reason
+            asked.check()
+        assert not schedule.engine._streams._by_request
+        assert not schedule.engine._streams._by_internal_id
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_a_response_with_a_stop_text_ends_at_its_token_however_large_chunks_are() -> None:
+    async def main() -> None:
+        schedule = Schedule(1, stop=(TOKENIZER.decode([62, 63]),), chunk_tokens=100)
+        (asked,) = schedule.asked
+        await schedule.begin()
+        for expected in ([60], [60, 61], [60, 61, 62], [60, 61, 62, 63]):
+            schedule.step({0: 1}, {})
+            await schedule.settle()
+            assert asked.progress.token_ids.tolist() == expected
+        assert await asked.writing == "stop"
+        assert schedule.core.aborted == [schedule.core.requests["0"].request_id]
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_tokens_do_not_wait_for_ever_for_the_rest_of_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_outputs, "_LONGEST_S", 0.01)
+
+    async def main() -> None:
+        schedule = Schedule(2, chunk_tokens=100)
+        await schedule.begin()
+        for count in (1, 3, 5):
+            for _ in range(count):
+                schedule.step({0: 1, 1: 1}, {})
+            while any(len(asked.progress) < len(asked.tokens) for asked in schedule.asked):
+                await asyncio.sleep(0.01)
+        for asked in schedule.asked:
+            asked.check()
+            asked.writing.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_whoever_waits_is_woken_by_the_first_token_and_then_once_per_chunk() -> None:
+    async def main() -> list[int]:
+        schedule = Schedule(1, chunk_tokens=4)
+        (asked,) = schedule.asked
+        seen = []
+        await schedule.begin()
+        for _ in range(10):
+            schedule.step({0: 1}, {})
+            await schedule.settle()
+            seen.append(len(asked.progress))
+        asked.writing.cancel()
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) == [1, 1, 1, 1, 5, 5, 5, 5, 9, 9]
+
+
+def test_logprobs_that_come_in_a_frame_of_their_own_are_those_that_were_sent() -> None:
+    """As vLLM sends arrays of 256 bytes and more."""
+
+    async def main() -> None:
+        schedule = Schedule(2, chunk_tokens=16)
+        await schedule.begin()
+        schedule.step({0: 200, 1: 1}, {0: "length", 1: "length"})
+        for asked in schedule.asked:
+            await asked.writing
+            asked.check()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.sampled_from([None, "stop"]), st.booleans())))
+def test_news_of_an_actor_survive_a_message(drawn: list[tuple[int, int, Any, bool]]) -> None:
+    pytest.importorskip("ray")
+    from spurline_async_rl.engines.vllm.ray import NewsBatch
+
+    sent: list[tuple[str, Any]] = []
+    for number, (kind, count, reason, with_experts) in enumerate(drawn):
+        experts = np.full((count, 1, 2), number, np.int16) if with_experts else None
+        tokens, logprobs = np.arange(number, number + count, dtype=np.int32), np.full(count, -number, np.float32)
+        news = (None, ValueError("no"), Delta(tokens, logprobs, reason, experts, number))[min(kind, 2)]
+        sent.append((str(number), news))
+    got = list(pickle.loads(pickle.dumps(NewsBatch.of(sent))).events())  # noqa: S301 (made here)
+    assert [repr(event) for event in got] == [repr(event) for event in sent]
