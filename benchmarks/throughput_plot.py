@@ -29,7 +29,9 @@ class Curve:
 def write_curves(out: Path, curves: Sequence[Curve], told: str) -> Path:
     """told: what all curves were measured with."""
     panels = [_CurvePanel(curve, told) for curve in curves]
-    return write_report(RunRecord(out.parent, [], {}, {"status": "finished"}), panels, out)
+    num_steps = max(item.case.steps for curve in curves for _, item in curve.points)
+    record = RunRecord(out.absolute().with_suffix(""), [{"step": num_steps}], {}, {"status": "finished"})
+    return write_report(record, panels, out)
 
 
 class _CurvePanel:
