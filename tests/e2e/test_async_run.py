@@ -162,6 +162,11 @@ def test_a_recording_that_is_too_short_says_which_step_it_lacks(async_config: di
     [
         ({"correction": None}, r"source\.max_staleness is 2.*nothing weighs them.*Set source\.correction: tis"),
         ({"max_concurrent_groups": 13}, r"source\.max_concurrent_groups is 13.*no more than 12 groups.*Lower it to 12"),
+        (
+            {"depth": 3},
+            r"source\.depth is 3, but a step takes prompts_per_step: 4 groups.*Raise it to 4, or set depth: auto",
+        ),
+        ({"depth": 13}, r"source\.depth is 13, .*no more than 12 groups .*Lower it to 12, or set depth: full"),
         ({"publish_every": 4}, r"source\.publish_every is 4: .*at most 3, or raise max_staleness to 3"),
         ({"at_bound": "mask", "order": "fifo"}, r"source\.at_bound is mask, but with order: fifo .*Set order: window"),
     ],

@@ -55,6 +55,7 @@ class _Driver:
         self.step = 0
         self.published = 0
         self.phase = "wait"
+        self.is_awaited = False
         self.running: list[int] = []
         self.counted = 0
         self.saved: dict[str, Any] | None = None
@@ -85,12 +86,20 @@ class _Driver:
             events.append(self._take)
         elif self.scheduler.is_exhausted():
             events.append(self._give_up)
+        elif not self.is_awaited:
+            events.append(self._await)
         if self.scheduler.may_admit():
             events.append(self._start)
         events += [lambda draw=draw: self._end(draw) for draw in self.running]
         return events
 
+    def _await(self) -> None:
+        self.is_awaited = True
+        self.scheduler.await_batch()
+
     def _start(self) -> None:
+        depth = self.scheduler.depth.groups
+        assert self.is_awaited or self.scheduler.num_untrained < depth, f"one more than {depth}: {self.scheduler}"
         draw = self.scheduler.draw()
         if self.schedule.outcome(draw) == UNREADABLE:
             self.scheduler.skip(draw)
@@ -109,7 +118,8 @@ class _Driver:
     def _take(self) -> None:
         batch, filled_up = self.step, set(self.scheduler.filtered)
         tried = self.counted
-        draws = self.scheduler.take()
+        self.is_awaited = False
+        draws = self.scheduler.take(self.schedule.waits[batch % len(self.schedule.waits)], 1.0)
         filled_up &= set(draws)
         self.counted = self.scheduler.num_buffered
         if filled_up:
@@ -144,6 +154,7 @@ class _Driver:
         self.saved = {
             "step": self.step,
             "scheduler": self.scheduler.state_dict(),
+            "depth": self.scheduler.depth.value,
             "versions": dict(self.ran.versions),
             "counted": self.counted,
         }
@@ -155,8 +166,10 @@ class _Driver:
         self.limits = replace(self.limits, max_running=places)
         self.step = self.published = saved["step"]
         self.phase = "wait"
+        self.is_awaited = False
         self.scheduler = self.make_scheduler(self.limits)
         self.scheduler.load_state_dict(saved["scheduler"])
+        assert self.scheduler.depth.value == self._within(saved["depth"]), f"was {saved['depth']}: {self.scheduler}"
         assert self.scheduler.taken == self.step, f"step {self.step}: {self.scheduler}"
         self.running, self.counted = [], saved["counted"]
         self.ran.versions = dict(saved["versions"])
@@ -165,6 +178,12 @@ class _Driver:
         self.ran.ages = {draw: age for draw, age in self.ran.ages.items() if draw in trained}
         self.ran.filled_up &= trained
 
+    def _within(self, depth: float) -> float:
+        """The depth that a run of these limits goes on with, where one ended with `depth`."""
+        limits = self.limits
+        most, quarter = limits.batch_size * (limits.max_staleness + 1), max(1, limits.max_running / 4)
+        return max(depth, min(most, limits.batch_size + quarter)) if limits.depth == "auto" else depth
+
     def _give_up(self) -> None:
         assert self.counted >= self.limits.draw_limit, f"gave up after {self.counted} draws: {self.scheduler}"
         self.ran.exhausted = True
@@ -172,6 +191,17 @@ class _Driver:
     def _check(self) -> None:
         assert_nothing_lost(self.scheduler)
         assert len(self.running) == self.scheduler.num_running <= self.limits.max_running, f"{self.running} run"
+        size, most = self.limits.batch_size, self.limits.batch_size * (self.limits.max_staleness + 1)
+        assert size <= self.scheduler.depth.value <= most, f"depth beside {size} to {most}: {self.scheduler}"
+        assert not self.is_awaited or self.scheduler.may_admit() == self._has_room(), f"held back: {self.scheduler}"
+
+    def _has_room(self) -> bool:
+        """Whether places, bound and draws allow one more group."""
+        limits, running = self.limits, len(self.running)
+        room = (min(self.published + limits.max_staleness, limits.num_batches - 1) - self.step + 1) * limits.batch_size
+        untrained, tried = running + self.scheduler.num_buffered, running + self.counted
+        is_place = running < limits.max_running and untrained < room
+        return is_place and tried < limits.draw_limit + room - limits.batch_size
 
     def _finished(self) -> Ran:
         """Everything that was drawn has come to an end, and every batch is whole."""

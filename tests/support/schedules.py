@@ -18,6 +18,7 @@ class Schedule:
     """outcomes: of the draws, over and over. choices: which of the events that are possible happens, over and over;
     -1 is the end of the group that started last, so that others are stragglers.
     kills: after so many events the run is killed, and goes on from its newest checkpoint with `max_running` so large.
+    waits: shares of the time from batch to batch that training waits, as the scheduler is told, over and over.
     """
 
     limits: SchedulerLimits
@@ -25,6 +26,7 @@ class Schedule:
     outcomes: Sequence[str]
     choices: Sequence[int]
     kills: Sequence[tuple[int, int]] = ()
+    waits: Sequence[float] = (0.0,)
 
     def outcome(self, draw: int) -> str:
         return self.outcomes[draw % len(self.outcomes)]
@@ -41,6 +43,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         at_bound=draw(st.sampled_from(["wait", "wait", "wait", "mask"])),
         draw_limit=draw(st.sampled_from([batch_size, batch_size + 1, 2 * batch_size, 8 * batch_size])),
         num_batches=draw(st.integers(1, 8)),
+        depth=draw(st.one_of(st.sampled_from(["auto", "full"]), st.integers(batch_size, batch_size * (staleness + 1)))),
     )
 
 
@@ -61,6 +64,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         outcomes=draw(outcomes()),
         choices=draw(st.lists(st.integers(-3, 6), min_size=1, max_size=12)),
         kills=draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, given.max_running)), max_size=2)),
+        waits=draw(st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0]), min_size=1, max_size=3)),
     )
 
 
@@ -77,6 +81,7 @@ def random_schedule(seed: int) -> Schedule:
         "wait",
         draw_limit=rng.choice([batch_size, 8 * batch_size]),
         num_batches=rng.randint(2, 8),
+        depth=rng.choice(["auto", "full", batch_size]),
     )
     mixed = [KEPT] * 6 + [FILTERED, QUARANTINED, SKIPPED, UNREADABLE]
     return Schedule(
@@ -85,4 +90,5 @@ def random_schedule(seed: int) -> Schedule:
         outcomes=[KEPT, *rng.choices(mixed, k=rng.randint(0, 8))],
         choices=rng.choices([-1, -1, 0, 0, 1, 2], k=rng.randint(2, 7)),
         kills=[(rng.randint(1, 40), rng.randint(1, places)) for _ in range(rng.randint(0, 2))],
+        waits=rng.choices([0.0, 0.2], k=2),
     )

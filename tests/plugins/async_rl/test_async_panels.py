@@ -177,12 +177,14 @@ def test_tokens_are_counted_by_age_over_the_whole_run() -> None:
 def test_waiting_is_drawn_as_a_share_of_the_step() -> None:
     fragment = staleness(
         {"staleness/tokens_0": 1, "time/wait_rollouts": 0.5, "time/sync": 0.25, "time/step": 2.0, "async/buffered": 3},
+        {"staleness/tokens_0": 1, "time/step": 0.0, "async/depth": 9.5},
         {"staleness/tokens_0": 1, "time/wait_rollouts": 0.5, "time/sync": 0.25, "time/step": 1.0, "async/buffered": 4},
     )
     traces = {name: trace for figure in figures(fragment)[1:] for name, trace in by_name(figure).items()}
     assert traces["waiting for a batch"]["y"] == [0.25, 0.5]
     assert traces["publishing weights"]["y"] == [0.125, 0.25]
     assert traces["finished, untrained"]["y"] == [3, 4]
+    assert traces["depth of admission"]["y"] == [9.5]
 
 
 def controller(*lines: dict[str, float]) -> str | None:

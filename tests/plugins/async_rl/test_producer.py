@@ -237,3 +237,19 @@ def test_closing_leaves_no_task_behind() -> None:
         return len(asyncio.all_tasks())
 
     assert asyncio.run(start_and_close()) == 1
+
+
+def test_groups_are_held_back_while_training_is_busy_and_not_while_it_waits() -> None:
+    groups = ScriptedGroups(delays=[10**9, 0, 0, 10**9, 10**9])
+
+    async def run() -> None:
+        producer = make_producer(groups, asyncio.Event(), limits(max_staleness=2, max_running=9, depth=2, order="fifo"))
+        producer.start()
+        await asyncio.sleep(0.0)
+        assert groups.started == [0, 1]
+        assert producer.take(1) is None
+        await asyncio.sleep(0.0)
+        assert groups.started == [0, 1, 2, 3, 4, 5]
+        await producer.close()
+
+    asyncio.run(run())

@@ -157,3 +157,66 @@ def test_after_a_restart_first_in_first_out_waits_for_groups_that_have_not_start
     assert scheduler.next_batch() is None
     scheduler.end(1, State.BUFFERED)
     assert scheduler.take() == [1, 2]
+
+
+def test_while_training_is_busy_no_more_groups_are_untrained_than_the_depth():
+    scheduler = make(max_running=3, max_staleness=4, depth=3)
+    assert admit_all(scheduler) == [0, 1, 2]
+    finish(scheduler, 0, 1, 2)
+    assert not scheduler.may_admit()
+    scheduler.take()
+    assert admit_all(scheduler) == [3, 4]
+
+
+def test_while_training_waits_groups_start_as_far_ahead_as_the_bound_allows():
+    scheduler = make(max_running=100, depth=2)
+    assert admit_all(scheduler) == [0, 1]
+    scheduler.await_batch()
+    assert admit_all(scheduler) == [2, 3]
+    finish(scheduler, 0, 1, 2, 3)
+    scheduler.take()
+    scheduler.publish(1)
+    assert not scheduler.may_admit()
+
+
+def test_that_the_depth_holds_groups_back_does_not_mean_that_draws_have_run_out():
+    # The prompt that `fifo` waits for was interrupted, as many groups as the depth allows are finished after it.
+    scheduler = make(order="fifo", depth=2, draw_limit=16)
+    states = np.array([State.RUNNING, State.BUFFERED, State.BUFFERED, State.FILTERED, State.FILTERED])
+    saved = {"ledger": {"states": states}, "buffered": [[1, 0], [2, 0]], "fillers": [3, 4], "left_out": 2}
+    scheduler.load_state_dict(saved)
+    assert not scheduler.may_admit()
+    assert scheduler.next_batch() is None
+    assert not scheduler.is_exhausted()
+    scheduler.await_batch()
+    assert scheduler.draw() == 0
+    scheduler.admit(0)
+    finish(scheduler, 0)
+    assert scheduler.take() == [0, 1]
+
+
+def test_without_staleness_the_depth_holds_nothing_back():
+    for depth in ("auto", "full", 2):
+        scheduler = make(max_staleness=0, depth=depth)
+        assert admit_all(scheduler) == [0, 1]
+        scheduler.end(0, State.FILTERED)
+        assert admit_all(scheduler) == [2]
+        assert scheduler.depth.groups == 2
+
+
+def test_only_a_batch_that_lacked_groups_makes_the_depth_rise():
+    def after(lacking: bool, order: str = "window") -> float:
+        scheduler = make(max_staleness=4, max_running=4, depth="auto", order=order)
+        admit_all(scheduler)
+        finish(scheduler, 0, 1, 2, 3)
+        admit_all(scheduler)
+        assert not scheduler.may_admit()
+        if lacking:
+            scheduler.take()
+        before = scheduler.depth.value
+        scheduler.take(wait_s=0.5, seconds=1.0)
+        return scheduler.depth.value - before
+
+    assert after(lacking=True) > 0
+    assert after(lacking=False) <= 0
+    assert after(lacking=False, order="fifo") > 0

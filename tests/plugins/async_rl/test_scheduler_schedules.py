@@ -115,10 +115,37 @@ class CountsRowsThatCannotBeUsed(Scheduler):
 
 
 class FillsUpWithGroupsFilteredForEarlierBatches(Scheduler):
-    def take(self) -> list[int]:
+    def take(self, wait_s: float = 0.0, seconds: float = 0.0) -> list[int]:
         filtered = [*self._filtered]
-        chosen = super().take()
+        chosen = super().take(wait_s, seconds)
         self._filtered = filtered
+        return chosen
+
+
+class HoldsBackWhileTrainingWaits(Scheduler):
+    def await_batch(self) -> None: ...
+
+
+class NeverHoldsBack(Scheduler):
+    def may_admit(self) -> bool:
+        return self._has_room()
+
+
+class StartsOneBeyondTheDepth(Scheduler):
+    def may_admit(self) -> bool:
+        return super().may_admit() or (self._has_room() and self.num_untrained == self.depth.groups)
+
+
+class ForgetsTheDepthInARestart(Scheduler):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({name: part for name, part in state.items() if name != "depth"})
+
+
+class FallsBelowABatch(Scheduler):
+    def take(self, wait_s: float = 0.0, seconds: float = 0.0) -> list[int]:
+        chosen = super().take(wait_s, seconds)
+        if self.limits.depth == "auto":
+            self.depth.value -= 1
         return chosen
 
 
@@ -169,6 +196,11 @@ class ForgetsFinishedGroupsInARestart(Scheduler):
         KeepsThePlacesOfGroupsThatAreNotTrained,
         CountsRowsThatCannotBeUsed,
         FillsUpWithGroupsFilteredForEarlierBatches,
+        HoldsBackWhileTrainingWaits,
+        NeverHoldsBack,
+        StartsOneBeyondTheDepth,
+        ForgetsTheDepthInARestart,
+        FallsBelowABatch,
         NeverFillsUp,
         FillsUpWhileGroupsRun,
         ForgetsWhatRanBeforeARestart,

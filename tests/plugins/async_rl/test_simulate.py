@@ -92,8 +92,15 @@ def test_the_help_imports_nothing_heavy() -> None:
 def test_a_table_compares_the_config_with_other_settings(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = simulate(capsys, config, *TIMES)
     assert code == 0
-    rows = [line for line in out.splitlines() if re.match(r"\s*(config|other [SKBE])\s", line)]
-    assert [" ".join(row.split()[:2]) for row in rows] == ["config 2", "other S", "other K", "other B", "other E"]
+    rows = [line for line in out.splitlines() if re.match(r"\s*(config|other [SKDBE])\s", line)]
+    assert [" ".join(row.split()[:2]) for row in rows] == [
+        "config 2",
+        "other S",
+        "other K",
+        "other D",
+        "other B",
+        "other E",
+    ]
     assert rows[0].split()[1:5] == ["2", "8", "4", "1"]
     assert "4 s for a group, lognormal with sigma 1, as given" in out
     assert re.search(r"The config reaches 0\.\d+, \d+% of the possible", out)
@@ -108,7 +115,7 @@ def test_json_has_every_figure_of_the_table(config: Path, capsys: pytest.Capture
     assert 0.4 < now["efficiency"] <= 1.1
     assert now["figures"]["max_staleness"] <= 2
     assert sum(now["figures"]["staleness"].values()) == pytest.approx(1.0)
-    assert {other["changed"] for other in found["alternatives"]} == {"S", "K", "B", "E"}
+    assert {other["changed"] for other in found["alternatives"]} == {"S", "K", "D", "B", "E"}
     assert found["recommended"]["figures"]["groups_per_second"] >= 0.96 * now["figures"]["groups_per_second"]
 
 
@@ -242,6 +249,21 @@ def test_the_advice_names_the_slower_side_and_what_more_engines_would_bring() ->
     assert re.match(r"4 engines and 16 groups at once would bring [34]\.\d\d times the throughput", lines[2])
 
 
+def test_a_depth_is_advised_that_makes_tokens_fresher_at_the_same_throughput() -> None:
+    predict = Predictor(Workload(Times([0.125], 0.5), Times([1.0]), 16), 20)
+    current = predict(Knobs(4, 16, 4, depth="full"))
+    said = [line for line in advice(predict, current, [current]) if "source.depth" in line]
+    assert len(said) == 1
+    found = re.fullmatch(
+        r"Set source\.depth: auto: 1\.00 times .* tokens (\S+) updates old instead of (\S+)\.", said[0]
+    )
+    assert found, said
+    assert float(found[1]) < 1.5 < 3.5 < float(found[2])
+    current = predict(Knobs(4, 16, 4))
+    assert not any("source.depth" in line for line in advice(predict, current, [current]))
+    assert not any(name == "D" for name, _ in alternatives(Knobs(0, 16, 4)))
+
+
 def test_alternatives_change_one_thing_and_keep_to_the_bound() -> None:
     knobs = Knobs(2, 8, 8, engines=2, publish_every=2)
     for name, other in alternatives(knobs):
@@ -249,6 +271,7 @@ def test_alternatives_change_one_thing_and_keep_to_the_bound() -> None:
             "S": other.max_staleness != 2,
             "B": other.batch_size != 8,
             "E": other.engines != 2,
+            "D": other.depth != "auto",
         }
         assert [key for key, differs in changed.items() if differs] in ([], [name])
         assert other.max_running <= other.batch_size * (other.max_staleness + 1)
@@ -276,7 +299,7 @@ def test_the_record_of_a_simulated_run_holds_every_trained_group_once() -> None:
 @pytest.mark.parametrize(("max_running", "tokens"), [(8, 0), (8, 50), (16, 50)])
 def test_a_run_predicted_from_its_own_record_comes_out_the_same(tmp_path: Path, max_running: int, tokens: int) -> None:
     # With as many groups at once as a batch has, those that end beside few others are the slow ones.
-    knobs = Knobs(2, 16, max_running)
+    knobs = Knobs(2, 16, max_running, depth="full")
     workload = Workload(Times([max_running / 20], 0.8), Times([0.7]), 16, transfer_s=0.05, pause_s=0.05)
     run = steady_run(workload, knobs, 120)
     records = [

@@ -1,17 +1,21 @@
-"""Decide how many untrained groups there should be, so that they are fresh and the trainer hardly waits for them.
+"""Decide how many untrained groups there should be, so that they are fresh and the trainer does not lack any.
 
-Place on the way: how long the trainer waited between two publishes, and whether a group was held back -> this -> one
-more condition of the scheduler's admission. It can only refuse what the bound allows, so it is no part of the bound's
-proof. It knows no clock: the source and the simulation tell it the same seconds.
+Place on the way: how long the trainer lacked groups from one batch to the next, and whether one was held back -> this
+-> one more condition of the scheduler's admission. It can only refuse what the bound allows, so it is no part of the
+bound's proof. It knows no clock: the source and the simulation tell it the same seconds.
 
 Where training is the slower side, groups that run ahead to the bound wait in the buffer until they are S updates old,
-and nothing is won by it. The depth D is the number of untrained groups that is just enough: after a publish it
+and nothing is won by it. The depth D is about the number of untrained groups that is just enough. It holds groups back
+only while the trainer is busy: engines that stand still while it waits would be lost time. With every batch it
 
-    rises by K / 4 + 2 B w     where the trainer waited for a share w of the time and D held a group back,
-    falls by B / 128           where it did not wait.
+    rises by K / 4 + 2 B w     where the trainer lacked groups for a share w of the time, and D held one back for this
+                               batch or one of the 8 before,
+    falls by B / 128           where it lacked none.
 
-In balance both are equal on average, so that what D costs is at most (B / 128) / (2 B) = 0.4 % of the trainer's time.
-Where generation is the slower side the trainer always waits: D rises to (S + 1) B, or to where it holds nothing back.
+In balance both are equal on average, so that the trainer lacks groups for at most (B / 128) / (2 B) = 0.4 % of its time
+because of D, as far as it lacks them within 8 batches. Where generation is the slower side it lacks some all the time,
+and D rises to (S + 1) B, or to where it holds nothing back. That the trainer waits for a straggler that is about to
+become too old says nothing about D: it would wait for that one at any depth.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from typing import Any, Literal
 Depth = Literal["auto", "full"] | int
 """`auto`: as many untrained groups as keep the trainer busy. `full`: as many as the bound allows. Or a number."""
 
-_WAITED = 1e-3
-"""Share of the time from publish to publish from which on the trainer counts as having waited."""
+_LACKING = 1e-3
+"""Share of the time from batch to batch from which on the trainer counts as having lacked groups."""
 _RISE_PER_WAIT = 2.0
 """Batches by which D rises for a trainer that did nothing but wait."""
 _FALL = 1 / 128
 """Of a batch."""
+_MEMORY = 8
+"""Batches for which a group that was held back may be the one that is lacking: a buffer empties slowly."""
 
 
 class AdmissionDepth:
@@ -43,10 +49,11 @@ class AdmissionDepth:
         self._rise = max_running / 4
         self._most = float((max_staleness + 1) * batch_size)
         self._least = min(self._most, batch_size + max(1.0, max_running / 4))
-        # While a batch is not there yet, at least max_running places are left: nothing waits for this depth.
+        # As many as run, beside those of the batch that is trained next.
         start = {"auto": batch_size + max_running, "full": self._most}
         self.value = min(self._most, float(start[depth] if isinstance(depth, str) else max(depth, batch_size)))
-        self._held_back = self._held_back_before = False
+        # Batches since one for which a group was held back; 0 is the one to come.
+        self._held_back_ago = _MEMORY + 1
 
     @property
     def groups(self) -> int:
@@ -55,29 +62,28 @@ class AdmissionDepth:
 
     def note_held_back(self) -> None:
         """A group would have started but for the depth."""
-        self._held_back = True
+        self._held_back_ago = 0
 
-    def adapt(self, wait_s: float, seconds: float) -> None:
-        """New weights are published. seconds: since the publish before, for wait_s of which the trainer waited for a
-        batch that was not there."""
-        held_back, self._held_back_before, self._held_back = self._held_back, self._held_back, False
+    def adapt(self, lacked_s: float, seconds: float) -> None:
+        """A batch has been taken. seconds: since the one before, for lacked_s of which too few groups were there."""
+        held_back = self._held_back_ago <= _MEMORY
+        self._held_back_ago += held_back
         if not self._adapts:
             return
-        held_back = held_back or self._held_back_before
-        waited = min(1.0, wait_s / seconds) if seconds > 0 else 0.0
-        if waited <= _WAITED:
+        share = min(1.0, lacked_s / seconds) if seconds > 0 else 0.0
+        if share <= _LACKING:
             self._set(self.value - _FALL * self._batch_size)
         elif held_back:
-            self._set(self.value + self._rise + _RISE_PER_WAIT * self._batch_size * waited)
+            self._set(self.value + self._rise + _RISE_PER_WAIT * self._batch_size * share)
 
     def state_dict(self) -> dict[str, object]:
-        return {"value": self.value, "held_back": [self._held_back_before, self._held_back]}
+        return {"value": self.value, "held_back_ago": self._held_back_ago}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the depth of another run, as far as this one's limits allow; a fixed depth stays what it is."""
         if self._adapts:
             self._set(float(state["value"]))
-            self._held_back_before, self._held_back = map(bool, state["held_back"])
+            self._held_back_ago = int(state["held_back_ago"])
 
     def _set(self, value: float) -> None:
         self.value = min(self._most, max(self._least, value))

@@ -28,10 +28,9 @@ restart, and is trained in batch t + p // B <= v + S or before. Where draws run 
 and fills up with ones that were filtered since the last batch, so that their deadlines are not before t either.
 The admission rule is that of AReaL (Fu et al. 2025, arXiv:2505.24298), which bounds the average; (1) bounds each group.
 
-Admission also keeps to a depth D, from B to (S + 1) B: a new group starts only while fewer than D are untrained. The
-depth only refuses, so (1) stands. And waiting still ends: where the depth refuses and no group is under way any more,
-at least D >= B finished ones are there, of which the next batch is made as above. It does not refuse groups that a
-restart interrupted, as `fifo` waits for those; and that it refuses does not mean that draws have run out.
+Admission also keeps to a depth D: while training does not wait for a batch, a group starts only if fewer than D are
+untrained. The depth only refuses, so (1) stands; and it never refuses while training waits, so that waiting ends as
+without it. That it refuses does not mean that draws have run out.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class Scheduler:
         # Since the last batch.
         self._filtered: list[int] = []
         self._num_given_up = 0
-        # Draws before this one were made before a restart.
-        self._first_new_draw = 0
+        self._is_awaited = False
 
     @property
     def num_running(self) -> int:
@@ -192,16 +190,15 @@ class Scheduler:
             self._num_given_up += 1
         self._note_depth()
 
-    def publish(self, version: int, wait_s: float = 0.0, seconds: float = 0.0) -> None:
-        """Weights of this version are what engines generate with from now on.
-
-        seconds: since the publish before, for wait_s of which training waited for a batch.
-        """
+    def publish(self, version: int) -> None:
+        """Weights of this version are what engines generate with from now on."""
         assert version >= self.version, f"version {version} after {self.version}"
-        if version > self.version:
-            self.depth.adapt(wait_s, seconds)
         self.version = version
         self._note_depth()
+
+    def await_batch(self) -> None:
+        """Training waits for the next batch from now on: until it is taken, the depth holds no group back."""
+        self._is_awaited = True
 
     def next_batch(self) -> list[int] | None:
         """The draws of the next batch in draw order, or None while it has to wait."""
@@ -220,8 +217,11 @@ class Scheduler:
         """Whether the next batch cannot be filled: its draws are used up, and too few of them can be trained on."""
         return self._draws_used_up() and self.num_buffered + len(self._filtered) < self.limits.batch_size
 
-    def take(self) -> list[int]:
-        """Take the next batch, which must be there. Its draws are trained in step `taken`, as counted afterwards."""
+    def take(self, wait_s: float = 0.0, seconds: float = 0.0) -> list[int]:
+        """Take the next batch, which must be there. Its draws are trained in step `taken`, as counted afterwards.
+
+        seconds: since the batch before was taken, for wait_s of which training waited for this one.
+        """
         self.check()
         chosen = self.next_batch()
         assert chosen is not None, f"no batch: {self}"
@@ -230,6 +230,12 @@ class Scheduler:
             self._move(draw, self.taken)
             self._buffered.pop(draw, None)
         self._filtered, self._num_given_up = [], 0
+        self._is_awaited = False
+        # In a window a batch that leaves finished groups over has waited for one at its deadline, as it would have at
+        # any depth. In the order of draws it may always have waited for one that began too late.
+        lacked_groups = not self._buffered or self.limits.order == "fifo"
+        self.depth.adapt(wait_s if lacked_groups else 0.0, seconds)
+        self._note_depth()
         return chosen
 
     def in_state(self, state: State) -> list[int]:
@@ -274,8 +280,7 @@ class Scheduler:
         self._buffered = {int(draw): int(version) for draw, version in buffered}
         self._filtered = [int(draw) for draw in fillers]
         self._num_given_up = num_given_up
-        self._first_new_draw = self.num_drawn
-        # Checkpoints from before there was a depth have none.
+        # A checkpoint from before there was a depth has none.
         if "depth" in state:
             self.depth.load_state_dict(state["depth"])
         self.check()
@@ -315,9 +320,8 @@ class Scheduler:
         )
 
     def _exceeds_depth(self) -> bool:
-        """Whether there are untrained groups enough without the next one, which is new."""
-        was_interrupted = bool(self._pending) and self._pending[0] < self._first_new_draw
-        return self.num_untrained >= self.depth.groups and not was_interrupted
+        """Whether there are untrained groups enough for training that is busy."""
+        return not self._is_awaited and self.num_untrained >= self.depth.groups
 
     def _note_depth(self) -> None:
         if self._has_room() and self._exceeds_depth():

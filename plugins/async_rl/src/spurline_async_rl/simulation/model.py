@@ -36,11 +36,13 @@ _Phase = Literal["wait", "train", "transfer", "pause"]
 @dataclass(frozen=True)
 class SimulatedRun:
     """records: of each step, as a real run leaves them. work: by draw, in the order of admission, what each group got
-    done with each version of the weights, in the attempt that counts."""
+    done with each version of the weights, in the attempt that counts. depths: by step, the depth of admission after
+    its batch was taken."""
 
     records: Sequence[StepRecord]
     work: Mapping[int, Mapping[int, float]]
     limits: SchedulerLimits
+    depths: Mapping[int, float]
 
     @property
     def seconds(self) -> float:
@@ -132,12 +134,12 @@ class Model:
         self._phase: _Phase = "wait"
         self._began: dict[_Phase, float] = {"wait": 0.0}
         self._phase_end = math.inf
-        # Since the last publish.
-        self._waited, self._published_at = 0.0, 0.0
+        self._taken_at = 0.0
         self._groups: list[GroupSpan] = []
         self._spans: list[Span] = []
         self._levels: list[Level] = []
         self._taken: dict[int, Taken] = {}
+        self._depths: dict[int, float] = {}
         self._records: list[StepRecord] = []
         self._proceed()
 
@@ -183,7 +185,8 @@ class Model:
             level = replace(before[-1].levels[-1], at=zero)
             first = replace(records[0], groups=(*earlier, *records[0].groups), levels=(level, *records[0].levels))
             records = [_moved(record, -zero) for record in (first, *records[1:])]
-        return SimulatedRun(records, self.work, self.limits)
+        depths = {record.step: self._depths[record.step] for record in records}
+        return SimulatedRun(records, self.work, self.limits, depths)
 
     def _record_step(self) -> None:
         """Close the record of the step that has ended, if one has."""
@@ -198,11 +201,16 @@ class Model:
         self._admit()
         if self._phase == "wait" and not self.is_over():
             if self.scheduler.next_batch() is not None:
-                self._taken[self.step + 1] = Taken(self.step + 1, self.now, tuple(self.scheduler.take()))
+                waited, since = self.now - self._began["wait"], self.now - self._taken_at
+                self._taken[self.step + 1] = Taken(self.step + 1, self.now, tuple(self.scheduler.take(waited, since)))
+                self._taken_at, self._depths[self.step + 1] = self.now, self.scheduler.depth.value
                 self._begin("train", self._workload.step_s(self.step + 1, self.limits.batch_size))
                 self._admit()
             elif self.scheduler.is_exhausted():
                 raise RunFailedError(f"Step {self.step + 1} cannot be filled: {self.scheduler}")
+            else:
+                self.scheduler.await_batch()
+                self._admit()
         if self._levels and self._levels[-1].at == self.now:
             self._levels.pop()
         self._levels.append(Level(self.now, self.scheduler.num_running, self.scheduler.num_buffered))
@@ -257,7 +265,6 @@ class Model:
         self._engines.paused = phase == "pause"
 
     def _note_span(self, kind: SpanKind, began: float) -> None:
-        self._waited += self.now - began if kind == "wait" else 0.0
         if self.now > began:
             self._spans.append(Span(kind, began, self.now))
 
@@ -270,8 +277,7 @@ class Model:
             if self._phase == "pause":
                 for draw in self._running:
                     self._note_work(draw)
-                self.scheduler.publish(self.step + 1, self._waited, self.now - self._published_at)
-                self._waited, self._published_at = 0.0, self.now
+                self.scheduler.publish(self.step + 1)
             self._begin("wait", math.inf)
             self.end_step()
 

@@ -72,6 +72,7 @@ def metrics_of(run: SimulatedRun) -> list[dict[str, float]]:
             "time/sync_pause": seconds.get("pause", 0.0),
             "staleness/mean": sum(age * work for age, work in ages.items()) / (sum(ages.values()) or 1.0),
             "staleness/max": max(ages, default=0),
+            "async/depth": run.depths[record.step],
         }
         if record.levels:
             line |= {"async/running": record.levels[-1].running, "async/buffered": record.levels[-1].buffered}
@@ -136,8 +137,8 @@ def _plot(traces: Sequence[Trace], x_axis: dict[str, Any], label: str, **layout:
 
 
 _WIDTH = 120
-_HEADINGS = ("", "S", "B", "K", "E", "steps/s", "of possible", "staleness", "by age", "training", "generation")
-_BELOW = ("", "", "", "", "", "", "", "mean/max", "0, 1, ...", "waits", "waits")
+_HEADINGS = ("", "S", "B", "K", "E", "D", "steps/s", "of possible", "staleness", "by age", "training", "generation")
+_BELOW = ("", "", "", "", "", "", "", "", "mean/max", "0, 1, ...", "waits", "waits")
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -157,7 +158,9 @@ def print_comparison(comparison: Comparison) -> None:
         table.add_row(f"other {name}" if name != before else "", *_cells(other))
         before = name
     console.print(table, soft_wrap=False)
-    console.print("S max_staleness, B prompts_per_step, K max_concurrent_groups, E engines\n")
+    console.print(
+        "S max_staleness, B prompts_per_step, K max_concurrent_groups, E engines, D depth (~: auto, its mean)\n"
+    )
     for line in comparison.lines:
         console.print(line)
 
@@ -170,6 +173,7 @@ def _cells(prediction: Prediction) -> list[str]:
         str(knobs.batch_size),
         str(knobs.max_running),
         str(knobs.engines),
+        f"{'~' if knobs.depth == 'auto' else ''}{figures.depth:.0f}",
         f"{figures.steps_per_second:.3g}",
         # Chance can make the groups of a window lighter than all groups are.
         f"{min(1.0, prediction.efficiency):.0%}",

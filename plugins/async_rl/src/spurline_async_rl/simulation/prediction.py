@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from spurline_async_rl.simulation.model import Model, SimulatedRun
@@ -24,6 +25,8 @@ _ALIKE = 0.99
 _BALANCED = 1.15
 """Sides whose capacities differ by less are called balanced."""
 _WORTH_SAYING = 1.02
+_AS_FRESH = 0.1
+"""Updates by which tokens may be older and still count as fresh."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Figures:
     groups_per_second, steps_per_second: trained. staleness: share of the trained work by age, its mean and maximum in
     updates; masked_share of it lost its loss to its age. trainer_idle: share of the time spent waiting for a batch.
     generation_blocked: share of the places for running groups that stood empty as admission was blocked, pauses not
-    counted; generation_paused: share of the time engines stood still. buffered: mean number of finished groups.
+    counted; generation_paused: share of the time engines stood still. buffered: mean number of finished groups. depth:
+    mean depth of admission, in groups.
     """
 
     seconds: float
@@ -47,6 +51,7 @@ class Figures:
     generation_blocked: float
     generation_paused: float
     buffered: float
+    depth: float
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,7 @@ def figures_of(run: SimulatedRun) -> Figures:
         generation_blocked=max(0.0, 1 - pauses / seconds - running / (limits.max_running * seconds)),
         generation_paused=pauses / seconds,
         buffered=buffered / seconds,
+        depth=fmean(run.depths.values()) if run.depths else 0.0,
     )
 
 
@@ -190,6 +196,7 @@ def alternatives(knobs: Knobs) -> list[tuple[str, Knobs]]:
     batch, engines = knobs.batch_size, knobs.engines
     changed = [("S", replace(knobs, max_staleness=bound)) for bound in _ladder_of_bounds(knobs)]
     changed += [("K", replace(knobs, max_running=groups)) for groups in _ladder_of_groups(knobs)]
+    changed += [("D", other) for other in with_other_depths(knobs)]
     changed += [("B", replace(knobs, batch_size=max(1, round(batch * factor)))) for factor in (0.5, 2.0)]
     changed += [("E", knobs.with_engines(max(1, round(engines * factor)))) for factor in (0.5, 2.0)]
     return [(name, other) for name, other in changed if other.is_allowed and other != knobs]
@@ -201,6 +208,16 @@ def search(predict: Predictor, knobs: Knobs) -> list[Prediction]:
     tried = [replace(bound, max_running=groups) for bound in bounds for groups in _ladder_of_groups(bound)]
     chosen = [other for other in tried if other.is_allowed]
     return [predict(other) for other in (chosen if knobs in chosen else [knobs, *chosen])]
+
+
+def with_other_depths(knobs: Knobs) -> list[Knobs]:
+    """The knobs with each depth worth a try; none where no weights may be old, as the depth is a batch there."""
+    if knobs.max_staleness == 0:
+        return []
+    numbers = {
+        min(knobs.most_running, groups) for groups in (knobs.batch_size + knobs.max_running, 2 * knobs.batch_size)
+    }
+    return [replace(knobs, depth=depth) for depth in ("auto", *sorted(numbers), "full")]
 
 
 def _ladder_of_groups(knobs: Knobs) -> list[int]:
@@ -230,7 +247,8 @@ def advice(predict: Predictor, current: Prediction, found: Sequence[Prediction])
     found: what `search` tried.
     """
     best = recommended([current, *found])
-    return [_on_sides(current), *_on_settings(current, best, found), *_on_engines(predict, current)]
+    settings = [*_on_settings(current, best, found), *_on_depth(predict, best)]
+    return [_on_sides(current), *settings, *_on_engines(predict, current)]
 
 
 def _on_sides(current: Prediction) -> str:
@@ -263,6 +281,24 @@ def _on_settings(current: Prediction, best: Prediction, found: Sequence[Predicti
             f"would be {other.per_s / best.per_s:.0%} of that."
         )
     return lines
+
+
+def _on_depth(predict: Predictor, best: Prediction) -> list[str]:
+    """Whether another depth makes tokens fresher, or the run faster, with otherwise the best settings."""
+    tried = [best, *map(predict, with_other_depths(best.knobs))]
+    fastest = max(item.per_s for item in tried)
+    alike = [item for item in tried if item.per_s >= _ALIKE * fastest]
+    then = min(alike, key=lambda item: item.figures.mean_staleness)
+    # A number is as good as the times it was made for; `auto` follows them.
+    autos = [item for item in alike if item.knobs.depth == "auto"]
+    then = next((item for item in autos if item.figures.mean_staleness < then.figures.mean_staleness + _AS_FRESH), then)
+    fresher = best.figures.mean_staleness - then.figures.mean_staleness
+    if then.knobs == best.knobs or (then.per_s < _WORTH_SAYING * best.per_s and fresher < _AS_FRESH):
+        return []
+    return [
+        f"Set source.depth: {then.knobs.depth}: {then.per_s / best.per_s:.2f} times the throughput, tokens "
+        f"{then.figures.mean_staleness:.2f} updates old instead of {best.figures.mean_staleness:.2f}."
+    ]
 
 
 def _on_engines(predict: Predictor, current: Prediction) -> list[str]:

@@ -37,9 +37,9 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     and wait less for the slowest; more keep the engines busier; `spurline simulate` shows the trade. null is all of
     prompts_per_step at max_staleness 0, and a quarter of it otherwise."""
     depth: Annotated[Literal["auto", "full"] | Annotated[int, Field(gt=0)], OnResume.FREE] = "auto"
-    """Untrained groups that generation runs ahead with: under way and finished, from prompts_per_step to
-    prompts_per_step x (max_staleness + 1), the most that the bound allows, which is `full`. Fewer are fresher where
-    training is the slower side. `auto` follows the run: as few as keep the trainer busy."""
+    """Untrained groups, finished and under way, up to which further ones start while the trainer is busy; while it
+    waits, max_staleness alone limits them. From prompts_per_step to prompts_per_step x (max_staleness + 1), which is
+    `full`. Fewer are fresher where training is the slower side. `auto` follows the run: as few as keep it busy."""
     order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
     """`window`: train on what is finished, a group overtaking another only where that cannot make it too old. `fifo`:
     train in the order of the draws, so that which groups make a batch does not depend on time."""

@@ -66,14 +66,15 @@ class Producer:
         self._stopped = False
         self._admit()
 
-    def publish(self, version: int, wait_s: float = 0.0, seconds: float = 0.0) -> None:
-        """All engines generate with these weights; more groups may start. wait_s, seconds: as of the scheduler."""
-        self.scheduler.publish(version, wait_s, seconds)
+    def publish(self, version: int) -> None:
+        """All engines generate with these weights; more groups may start."""
+        self.scheduler.publish(version)
         self._admit()
 
-    def take(self, step: int) -> tuple[Collected, int] | None:
+    def take(self, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> tuple[Collected, int] | None:
         """The groups of this step and the retries they took, or None while they are not there.
 
+        seconds: since the groups of the step before were taken, for wait_s of which these were not there.
         Raises what ended generation, and RunFailedError when the step cannot be filled.
         """
         scheduler = self.scheduler
@@ -84,9 +85,11 @@ class Producer:
         if scheduler.next_batch() is None:
             if scheduler.is_exhausted():
                 raise self._exhausted()
+            scheduler.await_batch()
+            self._admit()
             return None
         filtered = {*scheduler.filtered}
-        draws = scheduler.take()
+        draws = scheduler.take(wait_s, seconds)
         groups = tuple(self._groups[draw] for draw in draws)
         every = tuple(self._groups.pop(draw) for draw in sorted(filtered | {*draws}))
         costs, self._costs = self._costs, dict.fromkeys(self._costs, 0)

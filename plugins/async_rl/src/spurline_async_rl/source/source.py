@@ -85,9 +85,7 @@ class AsyncRolloutSource(PromptSource):
         self._updates = 0
         self._synced: dict[str, float] = {}
         """Metrics of publishes that no step has got yet."""
-        self._taken_at = self._published_at = time.perf_counter()
-        self._missed_s = 0.0
-        """Since the publish at `_published_at`, how long batches that were asked for were not there."""
+        self._taken_at = time.perf_counter()
 
     def summary(self) -> Mapping[str, object]:
         facts = super().summary()
@@ -249,15 +247,16 @@ class AsyncRolloutSource(PromptSource):
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
         """The groups of this step, and the attempts that were made again for them."""
         watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
-        missed_at: float | None = None
+        missing_since: float | None = None
         while True:
             self._changed.clear()
-            taken = watchdog.result(self._loop.submit(self._producer.take, step))
+            now = time.perf_counter()
+            # Not from the first question on: that a busy loop answers it late is no lack of groups.
+            wait_s = 0.0 if missing_since is None else now - missing_since
+            taken = watchdog.result(self._loop.submit(self._producer.take, step, wait_s, now - self._taken_at))
             if taken is not None:
-                # The time that asking takes is no fault of the groups, however busy the loop is.
-                self._missed_s += 0.0 if missed_at is None else time.perf_counter() - missed_at
                 return taken
-            missed_at = missed_at or time.perf_counter()
+            missing_since = missing_since or time.perf_counter()
             self._serve_restarted_engines()
             watchdog.wait(self._changed)
 
@@ -292,7 +291,7 @@ class AsyncRolloutSource(PromptSource):
     def _generate(self) -> None:
         """Let groups start with the weights that colocated engines have now; others have got theirs already."""
         if self._colocation is not None:
-            self._tell_published()
+            self._loop.call(self._producer.publish, self._updates)
             self._loop.call(self._producer.start)
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
@@ -312,11 +311,5 @@ class AsyncRolloutSource(PromptSource):
         """Every engine generates with the weights as they are now; more groups may start."""
         assert self._publisher is not None, "not started"
         report = self._publisher.publish(self._updates, self._backend)
-        self._tell_published()
+        self._loop.call(self._producer.publish, self._updates)
         return report
-
-    def _tell_published(self) -> None:
-        """More groups may start; how many depends on how long batches were waited for since the last publish."""
-        before, self._published_at = self._published_at, time.perf_counter()
-        missed_s, self._missed_s = self._missed_s, 0.0
-        self._loop.call(self._producer.publish, self._updates, missed_s, self._published_at - before)

@@ -169,7 +169,7 @@ def _level_traces(record: RunRecord) -> list[Trace]:
     for metric, name, color in (
         ("async/running", "under way", "--series-2"),
         ("async/buffered", "finished, untrained", "--series-1"),
-        ("async/depth", "depth: most untrained for a new one", "--series-6"),
+        ("async/depth", "depth of admission", "--series-6"),
     ):
         steps, counts = record.series(metric)
         if steps:
