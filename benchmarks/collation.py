@@ -14,8 +14,8 @@ Candidates per layout, which take turns on one thread:
   read.
 The limits on reference loops are held against core's reference. The loops they were set against took 4 us a token; the
 per-token loops come closer to that (1 us), so their ratios are printed with the same limits, but decide nothing.
-Rollouts are trajectory records, as training has them, and joining them counts. "fast, joined before" has them in flat
-arrays already, which no run does; it is printed to say what joining costs, and decides nothing.
+Rollouts are trajectory records for all candidates but "fast, flat groups", which is given what sources of rollouts have
+when a batch is due: groups of 8 attempts in flat arrays. For the others joining the records counts.
 
 All candidates are compared with the reference, dtypes included, before any clock runs. Compilation is not timed. Exits
 with 0 whether or not gates are met, and says which are not.
@@ -168,6 +168,9 @@ def measure(layout: str, name: str, inputs: Inputs, repeats: int, reference_repe
     if layout == "packed":
         fallback = timings["numpy fallback"]
         gates.append(speedup_gate(f"packed {name}: numpy fallback, times faster than row slices", slices, fallback, 3))
+    if layout == "rollouts":
+        flat, warm_fill = timings["fast, flat groups"], timings["warm fill"]
+        gates.append(cost_gate(f"rollouts {name}, flat groups: times a warm fill", flat, warm_fill, 1.5))
     loops = speedup_gate(f"{title}per-token loops", timings["per-token loops"], fast, against_loops)
     return Measured(timings, sum(column.nbytes for column in warm), gates, loops)
 

@@ -1,7 +1,9 @@
 """What the tokens of vLLM cost the event loop of the process that gets them.
 
 A recorded stream of an engine's messages goes through vLLM's own client code, the engine, its member and a response's
-Progress; CPU seconds of the thread, divided by the tokens. Run it with the tests' support modules at hand:
+Progress; CPU seconds of the thread, divided by the tokens. With --actor all of that but the last two is in a Ray actor,
+whose engine gives every request a token 33 times a second, and the seconds are those of the controller. It needs the
+support modules of the tests:
 
     PYTHONPATH=tests/support python benchmarks/vllm_stream.py --requests 256 --tokens 512
 """
@@ -13,15 +15,24 @@ import asyncio
 import gc
 import json
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import ray
 from recorded_vllm import RecordedEngine, step_output
 
+from spurline.config.run_config import ModelConfig
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline.testing.inputs import tiny_tokenizer
+from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.progress import Progress
+from spurline_async_rl.engines.vllm import ray as engines_on_ray
+from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
 from spurline_async_rl.engines.vllm.member import VllmMember
+from spurline_async_rl.engines.vllm.ray import EngineActor
+
+_STEP_S = 0.03
 
 
 def main() -> None:
@@ -29,27 +40,31 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="in flight, with a token each in every message")
     parser.add_argument("--tokens", type=int, default=512, help="of each response")
     parser.add_argument("--chunk-tokens", type=int, default=16)
+    parser.add_argument("--actor", action="store_true")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    if asked.actor:
+        measured = asyncio.run(measure_actor(asked.requests, asked.tokens, chunk_tokens=asked.chunk_tokens))
+        _print(measured, asked.json)
+        return
     # What is imported with the first request is no cost of a token.
-    asyncio.run(measure(8, 40))
+    asyncio.run(measure(8, 40, chunk_tokens=asked.chunk_tokens))
     gc.collect()
     gc.freeze()
     measured = asyncio.run(measure(asked.requests, asked.tokens, chunk_tokens=asked.chunk_tokens))
-    print(json.dumps(measured) if asked.json else "\n".join(f"{name}: {value:.2f}" for name, value in measured.items()))
+    _print(measured, asked.json)
+
+
+def _print(measured: dict[str, float], as_json: bool) -> None:
+    print(json.dumps(measured) if as_json else "\n".join(f"{name}: {value:.2f}" for name, value in measured.items()))
 
 
 async def measure(num_requests: int, num_tokens: int, **settings: Any) -> dict[str, float]:
     """Microseconds of loop CPU for a token, and for a request before its first."""
     engine = RecordedEngine(**settings)
     member: Any = VllmMember("engine 0", engine, tiny_tokenizer())
-    sampling = Sampling(max_new_tokens=num_tokens)
-    parts = [Progress() for _ in range(num_requests)]
     began = time.thread_time()
-    writing = [
-        asyncio.ensure_future(member.generate(GenerationRequest(list(range(200)), sampling, n, f"request {n}"), part))
-        for n, part in enumerate(parts)
-    ]
+    writing, parts = _written(member, num_requests, num_tokens)
     core: Any = engine.core
     while len(core.requests) < num_requests:
         await asyncio.sleep(0)
@@ -69,6 +84,66 @@ async def measure(num_requests: int, num_tokens: int, **settings: Any) -> dict[s
         "us_per_token": spent / (num_requests * num_tokens) * 1e6,
         "us_per_request_before_its_first_token": set_up / num_requests * 1e6,
     }
+
+
+class RecordedActor(EngineActor):
+    """In the place of `EngineActor`; a step of its engine gives every request a token."""
+
+    def __init__(self, plain_spec: PlainSpec, log: str | None):
+        super().__init__(plain_spec, log)
+        self._engine = RecordedEngine(chunk_tokens=EngineSpec.from_plain(plain_spec).config.chunk_tokens)
+        self._core: Any = self._engine.core
+
+    async def start(self) -> tuple[int, int, str, str, str, str]:
+        self._steps = asyncio.create_task(self._step())
+        return self._engine.max_model_len, self._engine.vocabulary, "float32", "recorded", "here", "here"
+
+    async def _step(self) -> None:
+        made: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(_STEP_S)
+            outputs: list[Any] = []
+            for request in self._core.requests.values():
+                count = made[request.request_id] = made.get(request.request_id, 0) + 1
+                longest = request.sampling_params.max_tokens
+                if count <= longest:
+                    reason = "length" if count == longest else None
+                    outputs.append(step_output(request.request_id, [50 + count % 200], [-0.5], reason))
+            if outputs:
+                self._core.receive(self._core.encoded(outputs))
+
+
+async def measure_actor(num_requests: int, num_tokens: int, **settings: Any) -> dict[str, float]:
+    """Microseconds of CPU in the controller for a token: of its event loop, and of all its threads with Ray's own."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    engines_on_ray.EngineActor = RecordedActor
+    place = SimpleNamespace(reserve=_nothing, actor_options=lambda _: {"num_cpus": 1}, release=print)
+    spec = EngineSpec(VllmEngineConfig(**settings), ModelConfig(path="recorded"))
+    engine = engines_on_ray.RayEngine(spec, cast(Any, place))
+    await engine.start()
+    member = VllmMember("engine 0", engine, tiny_tokenizer())
+    await asyncio.gather(*_written(member, 8, 40)[0])
+    gc.collect()
+    gc.freeze()
+    of_loop, of_all = time.thread_time(), time.process_time()
+    writing, parts = _written(member, num_requests, num_tokens)
+    await asyncio.gather(*writing)
+    of_loop, of_all = time.thread_time() - of_loop, time.process_time() - of_all
+    assert all(len(part) == num_tokens for part in parts)
+    num = num_requests * num_tokens
+    return {"us_per_token": of_loop / num * 1e6, "us_per_token_of_all_threads": of_all / num * 1e6}
+
+
+async def _nothing() -> None:
+    pass
+
+
+def _written(member: Any, num_requests: int, num_tokens: int) -> tuple[list[asyncio.Future[Any]], list[Progress]]:
+    """The responses under way, and what has come of them."""
+    sampling, prompt = Sampling(max_new_tokens=num_tokens), list(range(200))
+    parts = [Progress() for _ in range(num_requests)]
+    asked = [GenerationRequest(prompt, sampling, n, f"request {n}") for n in range(num_requests)]
+    return [asyncio.ensure_future(member.generate(*pair)) for pair in zip(asked, parts, strict=True)], parts
 
 
 def _raise_failed(tasks: list[asyncio.Future[Any]]) -> None:

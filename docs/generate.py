@@ -56,6 +56,7 @@ COVERED = (
     "spurline.update.configs",
     "spurline.rl.configs",
     "spurline.rl.concurrency",
+    "spurline.rl.flat_turns",
     "spurline.rl.prompt_source",
     "spurline.rl.trajectory",
     "spurline.rl.advantages.configs",

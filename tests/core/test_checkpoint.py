@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
-from spurline.run.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
+from spurline.run.checkpoint import MANIFEST, CheckpointStore, open_checkpoint, read_state
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
 
@@ -154,7 +155,7 @@ def test_foreign_folders_and_other_versions_are_refused(store: CheckpointStore, 
         open_checkpoint(tmp_path / "nowhere")
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.raises(CheckpointError, match="layout version 99; this spurline reads version 1"):
+    with pytest.raises(CheckpointError, match="layout version 99; this spurline reads versions 1, 2"):
         open_checkpoint(path)
     (path / MANIFEST).write_text(json.dumps({"format": "something else"}))
     with pytest.raises(CheckpointError, match="another format"):
@@ -203,14 +204,49 @@ def test_going_back_sets_later_checkpoints_aside(store: CheckpointStore) -> None
     assert [path.name for path in store.paths()] == ["step-00000005"]
 
 
+KILLED_IN_A_PART = """
+import os, signal, sys
+from pathlib import Path
+from spurline.protocols.stateful import StateParts
+from spurline.run.checkpoint import CheckpointStore, write_state
+def parts(until):
+    for number in range(3):
+        if number == until:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield {"number": number}
+store = CheckpointStore(Path(sys.argv[1]))
+for step, until in ((1, None), (2, 1)):
+    write = lambda folder: write_state(folder / "source", {"groups": StateParts(lambda: parts(until))})
+    store.save(step, write, {"config": {}, "versions": {}})
+"""
+
+
+@pytest.mark.processes
+def test_a_kill_between_two_parts_of_a_state_leaves_the_checkpoint_before(store: CheckpointStore) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED_IN_A_PART, str(store.root)], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [*store.root.glob(".writing-*/source.parts/0/00000.json")]
+    store.clean()
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
+    parts: Any = read_state(latest.path / "source")["groups"]
+    assert [part["number"] for part in parts] == [0, 1, 2]
+    assert [path.name for path in store.root.iterdir() if path.is_dir()] == ["step-00000001"]
+
+
 WRITER = """
 import sys
 from pathlib import Path
-from spurline.run.checkpoint import CheckpointStore
+import numpy as np
+from spurline.protocols.stateful import StateParts
+from spurline.run.checkpoint import CheckpointStore, write_state
 def write(folder):
     (folder / "backend").mkdir()
     for part in range(20):
         (folder / "backend" / f"{part}.bin").write_bytes(bytes([part]) * 50_000)
+    parts = StateParts(lambda: ({"tokens": np.full(9, number)} for number in range(5)))
+    write_state(folder / "components" / "source" / "any", {"groups": parts})
 store = CheckpointStore(Path(sys.argv[1]))
 for step in range(1, 10_000):
     if step == 2:
@@ -238,6 +274,8 @@ def test_killing_the_writer_at_any_instant_leaves_a_good_latest_checkpoint(tmp_p
         store.clean()
         latest = store.latest()
         assert latest is not None
+        parts: Any = read_state(latest.path / "components" / "source" / "any")["groups"]
+        assert [part["tokens"].tolist() for part in parts] == [[number] * 9 for number in range(5)]
         assert latest.config == {"step": latest.step}
         assert 1 <= len(store.paths()) <= 3
         previous = latest.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.padded import RolloutsCollator
+from spurline.data.configs import RolloutsCollatorConfig
+from spurline.protocols.advantage import Advantage
 from spurline.protocols.backend import Role
-from spurline.rl.trajectory import Group, Trajectory, Turn
+from spurline.protocols.collator import ParallelLayout
+from spurline.rl.trajectory import Group, Trajectory, Turn, merge_turns, with_turns
+from spurline.testing.inputs import PAD
 
 Row = dict[str, NDArray[Any]]
 """One row without padding: column -> values [tokens]."""
@@ -51,9 +56,9 @@ class FakeBackend:
         return found
 
 
-def make_groups(prompts: int, samples: int) -> list[Group]:
+def make_groups(prompts: int, samples: int, seed: int = 3) -> list[Group]:
     """Attempts of 2 or 3 turns, each of which goes on from the last, but for sample 1; some tokens are not trained."""
-    random = np.random.default_rng(3)
+    random = np.random.default_rng(seed)
     groups: list[Group] = []
     for prompt in range(prompts):
         attempts = []
@@ -144,6 +149,34 @@ class Oracle:
             for name, values in columns.items():
                 rows[-1][name][place] = values
         return rows
+
+
+def batch_of_records(
+    groups: Sequence[Group], advantage: Advantage, *, scope: int, merged: bool, carry: Sequence[str]
+) -> TrainingBatch:
+    """The batch but for what models say, made record by record: every turn gets its columns, and core's readable
+    collator lays the turns out.
+
+    scope: groups that are compared together. carry: names of the groups' numbers to lay out.
+    """
+    scopes = [groups[start : start + scope] for start in range(0, len(groups), scope)]
+    computed = [group for given in scopes for group in advantage.advantages(given)]
+    batch = _laid_out(computed, merged)
+    for name in carry:
+        numbers = [
+            replace(turn, advantages=np.full(len(turn.response_ids), group.columns[name], np.float32))
+            for group in groups
+            for attempt in group.trajectories
+            for turn in attempt.turns
+        ]
+        batch = batch.with_tokens(**{name: _laid_out(with_turns(groups, numbers), merged).tokens["advantages"]})
+    return batch
+
+
+def _laid_out(groups: Sequence[Group], merged: bool) -> TrainingBatch:
+    attempts = [attempt for group in groups for attempt in group.trajectories]
+    rows = [merge_turns(attempt) if merged else attempt for attempt in attempts]
+    return RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout()).collate_rollouts(rows)
 
 
 def _add_gae(attempts: Sequence[Sequence[Row]]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -191,3 +193,44 @@ def test_time_without_an_engine_does_not_count_against_an_attempt():
 
     assert isinstance(outcome(time.monotonic), Group), "down all the time"
     assert isinstance(outcome(lambda: 0.0), GivenUpPrompt)
+
+
+def test_what_is_shut_down_with_its_event_loop_is_not_made_again():
+    started: list[int] = []
+
+    async def waits(task: Task, policy: PolicyHandle) -> Trajectory:
+        started.append(task.sample)
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    async def leave() -> None:
+        group = asyncio.ensure_future(make_runner(waits, max_concurrent=2).run_group(Prompt(0)))
+        while len(started) < 2:
+            await asyncio.sleep(0)
+        assert not group.done()
+
+    asyncio.run(leave())
+    assert started == [0, 1]
+
+
+def test_groups_are_freed_without_the_garbage_collector():
+    failed: set[tuple[str, int]] = set()
+
+    async def fails_once(task: Task, policy: PolicyHandle) -> Trajectory:
+        trajectory = await answer(task, policy)
+        if task.sample == 1 and (task.uid, 1) not in failed:
+            failed.add((task.uid, 1))
+            return replace(trajectory, rewards={"length": float("nan")})
+        return trajectory
+
+    async def observe() -> list[weakref.ref[Any]]:
+        runner = make_runner(fails_once, max_concurrent=2)
+        groups = await runner.run_groups([Prompt(number) for number in range(4)])
+        return [weakref.ref(trajectory) for group in groups for trajectory in group.trajectories]  # type: ignore[union-attr]
+
+    gc.disable()
+    try:
+        left = [trajectory() for trajectory in asyncio.run(observe())]
+    finally:
+        gc.enable()
+    assert [trajectory is None for trajectory in left] == [True] * 12

@@ -177,12 +177,12 @@ async def results_of(
             await pool.resume()
 
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             await trainer.publish(version=0)
-            disturbing = asyncio.create_task(disturb())
-            results = await asyncio.gather(*map(pool.generate, requests))
-            await disturbing
-            return results
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(disturb())
+                writing = [tasks.create_task(pool.generate(request)) for request in requests]
+            return [task.result() for task in writing]
     finally:
         await pool.close()
         serving.cancel()

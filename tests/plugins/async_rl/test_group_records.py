@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
 from spurline.run.checkpoint import read_state, write_state
+from spurline_async_rl.source import recordings
 from spurline_async_rl.source.recordings import groups_of, groups_state
 
 FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
@@ -84,6 +88,42 @@ def assert_same(restored: list[Group], originals: list[Group]) -> None:
 @given(groups())
 def test_groups_come_back_bit_for_bit(originals: list[Group]) -> None:
     assert_same(groups_of(groups_state(originals)), originals)
+
+
+@given(originals=groups(), num_bytes=st.integers(1, 200))
+@settings(max_examples=30)
+def test_groups_come_back_from_blocks_of_any_size(originals: list[Group], num_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr(recordings, "_BLOCK_BYTES", num_bytes)
+        write_state(Path(folder) / "groups", groups_state(originals))
+        assert_same(groups_of(read_state(Path(folder) / "groups")), originals)
+
+
+def test_writing_a_full_buffer_takes_little_memory_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "_BLOCK_BYTES", 1 << 20)
+    tokens = 2**12
+    columns = (np.zeros(tokens, dtype) for dtype in (np.int32, np.uint8, np.float32, np.int32, np.float32))
+    turn = Turn(np.ones(8, np.int32), *columns)
+    originals = [
+        Group(f"u@{draw}", draw, tuple(Trajectory(f"u@{draw}", sample, (turn,)) for sample in range(16)))
+        for draw in range(32)
+    ]
+    tracemalloc.start()
+    write_state(tmp_path / "groups", groups_state(originals))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 0.1 * 32 * 16 * tokens * 17
+    assert len([*(tmp_path / "groups.parts").rglob("*.safetensors")]) > 10
+    assert_same(groups_of(read_state(tmp_path / "groups")), originals)
+
+
+def test_groups_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
+    turn = Turn(np.array([1, 2]), np.array([3, 4, 5]), np.array([1, 1, 0]), logprobs=np.array([-0.1, -0.2, -0.3]))
+    group = Group("rows:7@9", 9, (Trajectory("rows:7@9", 0, (turn, turn), {"right": 0.1}, {"prompt": "é"}),))
+    blocks: Any = groups_state([group])["blocks"]
+    # All groups were one block then, and it was the state.
+    write_state(tmp_path / "groups", {**next(iter(blocks)), "version": 3})
+    assert_same(groups_of(read_state(tmp_path / "groups")), [group])
 
 
 def test_groups_come_back_from_disk_bit_for_bit(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,9 @@ def limits(**changes: Any) -> SchedulerLimits:
     return SchedulerLimits(**(given_limits | changes))
 
 
-def make_producer(groups: Any, changed: asyncio.Event, given_limits: SchedulerLimits) -> Producer:
-    return Producer(groups, groups, Scheduler(given_limits), Timeline(None), filters=True, notify=changed.set)
+def make_producer(groups: Any, changed: asyncio.Event, given_limits: SchedulerLimits, **settings: Any) -> Producer:
+    timeline = Timeline(None)
+    return Producer(groups, groups, Scheduler(given_limits), timeline, filters=True, notify=changed.set, **settings)
 
 
 async def next_groups(producer: Producer, changed: asyncio.Event, step: int) -> tuple[Any, int]:
@@ -253,3 +255,42 @@ def test_groups_are_held_back_while_training_is_busy_and_not_while_it_waits() ->
         await producer.close()
 
     asyncio.run(run())
+
+
+def test_finished_groups_are_made_ready_on_a_thread_that_ends_with_the_producer() -> None:
+    threads: set[threading.Thread] = set()
+
+    def ready(group: Group) -> Group:
+        threads.add(threading.current_thread())
+        return replace(group, columns={"ready": group.draw})
+
+    async def first() -> Any:
+        changed = asyncio.Event()
+        producer = make_producer(ScriptedGroups(), changed, limits(), ready=ready)
+        producer.start()
+        collected, _ = await next_groups(producer, changed, 1)
+        await producer.close()
+        return collected
+
+    collected = asyncio.run(first())
+    assert [group.columns for group in collected.groups] == [{"ready": 0}, {"ready": 1}]
+    [thread] = threads
+    assert thread is not threading.main_thread()
+    assert not thread.is_alive()
+
+
+def test_an_error_while_a_group_is_made_ready_reaches_the_training_thread() -> None:
+    def ready(group: Group) -> Group:
+        raise DataError(f"the rewards of draw {group.draw} sum up to nan")
+
+    async def first() -> Any:
+        changed = asyncio.Event()
+        producer = make_producer(ScriptedGroups(), changed, limits(max_running=1), ready=ready)
+        producer.start()
+        try:
+            return await next_groups(producer, changed, 1)
+        finally:
+            await producer.close()
+
+    with pytest.raises(DataError, match="the rewards of draw 0 sum up to nan"):
+        asyncio.run(first())

@@ -119,18 +119,18 @@ class Schedule:
 @given(st.data())
 def test_chunks_have_the_tokens_logprobs_versions_and_experts_of_one_by_one_delivery(data: st.DataObject) -> None:
     async def main() -> None:
-        chunk_tokens = data.draw(st.integers(1, 6), "chunk_tokens")
+        chunk_tokens = data.draw(st.sampled_from([1, 3, 6, 16]), "chunk_tokens")
         schedule = Schedule(
             data.draw(st.integers(1, 4), "requests"),
             chunk_tokens=chunk_tokens,
-            log_stats=data.draw(st.booleans(), "vLLM counts"),
+            log_stats=data.draw(st.sampled_from([False, False, False, True]), "vLLM counts"),
         )
         with_experts = data.draw(st.booleans(), "experts")
         await schedule.begin()
-        for _ in range(data.draw(st.integers(0, 25), "events")):
+        for _ in range(data.draw(st.integers(5, 25), "events")):
             if not schedule.live:
                 break
-            kind = data.draw(st.sampled_from(["step"] * 6 + ["settle", "update", "abort"]))
+            kind = data.draw(st.sampled_from(["step"] * 6 + ["settle", "update", "update", "abort"]))
             if kind == "step":
                 live = st.sampled_from(schedule.live)
                 gives = {number: data.draw(st.integers(1, 3)) for number in data.draw(st.sets(live, min_size=1))}
@@ -162,6 +162,42 @@ def test_chunks_have_the_tokens_logprobs_versions_and_experts_of_one_by_one_deli
             asked.check()
         assert not schedule.engine._streams._by_request
         assert not schedule.engine._streams._by_internal_id
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_what_there_is_of_a_chunk_is_handed_over_before_an_update_and_has_the_older_version(settles: bool) -> None:
+    async def main() -> None:
+        schedule = Schedule(3, chunk_tokens=100)
+        await schedule.begin()
+        for _ in range(3):
+            for gives in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1, 2: 1}, {1: 1, 2: 2}):
+                schedule.step(gives, {})
+                if settles:
+                    await schedule.settle()
+            await schedule.update()
+        schedule.step({0: 1, 1: 2, 2: 3}, {0: "stop", 1: "length", 2: "stop"})
+        for asked in schedule.asked:
+            assert await asked.writing == asked.reason
+            asked.check()
+            assert set(asked.versions) == {0, 1, 2, 3}
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_an_update_waits_for_those_that_are_woken_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM wakes so many, and lets others run before it wakes the next."""
+    monkeypatch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1")
+
+    async def main() -> None:
+        schedule = Schedule(40, chunk_tokens=100)
+        await schedule.begin()
+        for _ in range(2):
+            schedule.step(dict.fromkeys(range(40), 1), {})
+        await schedule.update()
+        for asked in schedule.asked:
+            asked.writing.cancel()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 

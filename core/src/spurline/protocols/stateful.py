@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from spurline.errors import CheckpointError
@@ -19,13 +19,29 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, object]:
         """Nested dicts and lists of JSON values and numpy arrays of numbers; keys are text.
 
-        Arrays are stored as such, each under its keys: `weights/embed`. A tuple comes back as a list.
+        Arrays are stored as such, each under its keys: `weights/embed`. A tuple comes back as a list. What is too large
+        to be there twice goes into `StateParts`, which come back as such.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned."""
         ...
+
+
+class StateParts(Iterable[Mapping[str, object]]):
+    """A sequence in a component's state that is never there as a whole, but part by part.
+
+    A checkpoint writes each part before it asks for the next one. Those it gives back are read from its files one after
+    another, as they are iterated over: in `load_state_dict`, not later, for checkpoints are deleted.
+    make: an iterator over the parts from the first one on, each a state like any other, whenever it is called.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Mapping[str, object]]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Mapping[str, object]]:
+        return self._make()
 
 
 def refuse_other_data(state: Mapping[str, object], fingerprint: str, message: str) -> None:

@@ -188,7 +188,7 @@ class _GroupAttempts:
     def __init__(self, runner: GroupRunner, prompt: Draw) -> None:
         self._runner = runner
         self._done = asyncio.get_running_loop().create_future()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._missing = runner.samples_per_prompt
         self._trajectories: list[Trajectory | None] = [None] * self._missing
         self._jobs = [_Attempt(self, _task_of(prompt, sample)) for sample in range(self._missing)]
@@ -217,21 +217,24 @@ class _GroupAttempts:
             await tasks.end(jobs)
             # Jobs and their group refer to each other; without them, both are freed at once.
             jobs.clear()
-        if self._error is not None:
-            raise self._error
-        return cast("list[Trajectory]", self._trajectories)
+        error, self._error = self._error, None
+        if error is None:
+            return cast("list[Trajectory]", self._trajectories)
+        try:
+            raise error
+        finally:
+            # It refers to this frame by its traceback.
+            del error
 
-    def ended(self, job: _Attempt, outcome: Callable[[], Trajectory]) -> None:
+    def ended(self, job: _Attempt, trajectory: Trajectory | None, error: BaseException | None) -> None:
         """An attempt came to an end: note it, make it again, or end the group."""
         if self.is_over:
             return
-        try:
-            trajectory = self._judge(job, outcome)
-        except Exception as error:  # noqa: BLE001 - raised where the group is waited for
-            self._error = error
-            self._done.set_result(None)
-            return
-        if trajectory is None:
+        if error is not None:
+            self._error = self._last_word(job, error)
+            if self._error is not None:
+                self._done.set_result(None)
+                return
             self._runner.count_retry(job.asked.uid)
             job.attempt += 1
             self._runner.tasks.submit(job)
@@ -241,20 +244,19 @@ class _GroupAttempts:
         if self._missing == 0:
             self._done.set_result(None)
 
-    def _judge(self, job: _Attempt, outcome: Callable[[], Trajectory]) -> Trajectory | None:
-        """The trajectory, or None where the attempt is made again. Errors as of `run`."""
-        try:
-            return outcome()
-        except PrefixError as error:
-            raise _GiveUp(_explain_failure(job.asked, job.attempt, error)) from error
-        except DataError as error:
-            raise explain_bad_row(job.asked.location, error) from error
-        except Exception as error:
-            if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
-                raise
-            if job.attempt == self._runner.retries:
-                raise _GiveUp(_explain_failure(job.asked, job.attempt, error)) from error
-        return None
+    def _last_word(self, job: _Attempt, error: BaseException) -> BaseException | None:
+        """What the group ends with after this failure, as of `run`; None where the attempt is made again."""
+        final: Exception
+        if isinstance(error, DataError) and not isinstance(error, PrefixError):
+            final = explain_bad_row(job.asked.location, error)
+        elif not isinstance(error, Exception) or _ends_the_run(error):
+            return error
+        elif isinstance(error, PrefixError) or job.attempt == self._runner.retries:
+            final = _GiveUp(_explain_failure(job.asked, job.attempt, error))
+        else:
+            return None
+        final.__cause__ = error
+        return final
 
 
 class _Attempt(Job[Trajectory]):
@@ -279,8 +281,13 @@ class _Attempt(Job[Trajectory]):
     def run(self) -> Coroutine[Any, Any, Trajectory]:
         return self._group.runner.attempt(self.asked, self.attempt)
 
-    def ended(self, outcome: Callable[[], Trajectory]) -> None:
-        self._group.ended(self, outcome)
+    def ended(self, result: Trajectory | None, error: BaseException | None) -> None:
+        self._group.ended(self, result, error)
+
+
+def _ends_the_run(error: Exception) -> bool:
+    """Whether it is about the configuration, a component or the engine, not about the attempt or its row."""
+    return isinstance(error, SpurlineError) and not isinstance(error, (AttemptFailedError, PrefixError))
 
 
 def _task_of(prompt: Draw, sample: int) -> Task:

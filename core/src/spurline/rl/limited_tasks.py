@@ -7,11 +7,10 @@ waits for a place has no task yet, and one timer watches over all time limits.
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from spurline.protocols.environment import AttemptFailedError
 from spurline.rl import concurrency
@@ -46,11 +45,12 @@ class Job(ABC, Generic[T]):
         """The work; asked for when there is a place."""
 
     @abstractmethod
-    def ended(self, outcome: Callable[[], T]) -> None:
+    def ended(self, result: T | None, error: BaseException | None) -> None:
         """Called on the event loop when the task has ended, or goes on although it was cancelled at its time limit.
 
-        outcome: returns the result, or raises the error: AttemptFailedError after the time limit and when its own code
-        cancelled it, RunFailedError when it goes on. Must not raise.
+        error: None where there is a result; AttemptFailedError after the time limit and when its own code cancelled it,
+        RunFailedError when it goes on. It is not raised on the way: its traceback would hold what it passes through.
+        Must not raise.
         """
 
 
@@ -106,28 +106,23 @@ class LimitedTasks(Generic[T]):
 
     def _end_of(self, task: asyncio.Task[T]) -> None:
         """A task is done."""
-        # What is raised on the way out of a task that nobody waits for must not be told again as never retrieved.
-        was_cancelled = task.cancelled() or (task.exception(), False)[1]
+        # Retrieved, so that asyncio does not tell again what is raised on the way out of a task nobody waits for.
+        error = None if task.cancelled() else task.exception()
         if job := self._running.pop(task, None):
-            if was_cancelled:
+            if task.cancelled():
                 # As a CancelledError it would end the run without a word, and it was not this run's doing.
                 error = AttemptFailedError(f"{job.what} was cancelled from within.")
-                self._tell(job, lambda: _throw(error))
-            else:
-                self._tell(job, task.result)
+            self._tell(job, task.result() if error is None else None, error)
         elif job := self._timed_out.pop(task, None):
-            self._tell_timed_out(job)
+            text = f"{job.what} did not end within {self._timeout_s:g} s ({self._setting})."
+            self._tell(job, None, AttemptFailedError(text))
 
-    def _tell_timed_out(self, job: Job[T]) -> None:
-        error = AttemptFailedError(f"{job.what} did not end within {self._timeout_s:g} s ({self._setting}).")
-        self._tell(job, lambda: _throw(error))
-
-    def _tell(self, job: Job[T], outcome: Callable[[], T]) -> None:
+    def _tell(self, job: Job[T], result: T | None, error: BaseException | None) -> None:
         """Tell a job of its end, and give its place to another."""
         self._free += 1
         # Neither its result nor, where it goes on, the task is anything to wait for.
         job.task = None
-        job.ended(outcome)
+        job.ended(result, error)
         self._fill_places()
         if not self._running and self._timer is not None:
             self._timer.cancel()
@@ -157,13 +152,8 @@ class LimitedTasks(Generic[T]):
         """A task that was cancelled at its time limit has had the time to end."""
         if task in self._timed_out and not task.done():
             job = self._timed_out.pop(task)
-            error = concurrency.still_runs(job.what, concurrency.CANCEL_TIMEOUT_S)
-            self._tell(job, lambda: _throw(error))
+            self._tell(job, None, concurrency.still_runs(job.what, concurrency.CANCEL_TIMEOUT_S))
 
     def _clock(self) -> float:
         """Seconds that count against time limits: those in which an engine could generate."""
-        return time.monotonic() - self._seconds_down()
-
-
-def _throw(error: Exception) -> NoReturn:
-    raise error
+        return asyncio.get_running_loop().time() - self._seconds_down()

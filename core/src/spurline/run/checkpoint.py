@@ -12,8 +12,8 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
 name it, for people and scripts; `best` names the one whose evaluation was the best, where one is kept. The state of a
 component is nested dicts and lists of JSON values and numpy arrays: NAME.json holds the structure and refers to the
-arrays (tokens and logprobs of finished rollouts, say), which NAME.safetensors holds under the names of their keys,
-`groups/3/tokens`.
+arrays, which NAME.safetensors holds under the names of their keys, `weights/embed`. `StateParts` in it (finished
+rollouts, say) are states of their own, NAME.parts/0/00000.json and so on, written and read one after another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,9 +35,12 @@ from safetensors.numpy import load_file, save_file
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError, listing
 from spurline.files import give_default_permissions, sync_file, write_json, write_text
+from spurline.protocols.stateful import StateParts
 
 FORMAT = "spurline-checkpoint"
-VERSION = 1
+VERSION = 2
+_READABLE = (1, VERSION)
+"""Version 1 is from before states had parts."""
 MANIFEST = "manifest.json"
 _BY_WRITER = "digest_by_writer"
 """Key of a file's entry in the manifest, where its writer hashed it."""
@@ -294,15 +298,20 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} is not valid JSON ({error}).") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a Spurline checkpoint: its {MANIFEST} has another format.")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in _READABLE:
         raise CheckpointError(
-            f"Checkpoint {path} has layout version {manifest.get('version')}; this spurline reads version {VERSION}. "
+            f"Checkpoint {path} has layout version {manifest.get('version')}; this spurline reads "
+            f"versions {listing(map(str, _READABLE))}. "
             f"It was saved by spurline {manifest.get('versions', {}).get('spurline', '?')}: use that version."
         )
     return manifest
 
 
 _REFERENCE = "__array__"
+"""Key of what stands for an array in the structure; its value is the array's name."""
+_PARTS = "__parts__"
+"""Key of what stands for `StateParts`; its value is their number in the state, and the name of their folder."""
+_STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
 _RESERVED_NAMES = ("", "__metadata__")
 """What safetensors keeps for itself, or would be no name."""
 
@@ -310,20 +319,16 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def write_state(path: Path, state: Mapping[str, object], owner: str | None = None) -> None:
-    """Write `path`.json and, when there are arrays, `path`.safetensors, where each has the name of its keys.
+    """Write `path`.json; arrays to `path`.safetensors, where each has the name of its keys; parts below `path`.parts.
 
+    There is a state when its JSON file is there, which is written last.
     owner: whose state it is, for messages; by default the last two parts of the path.
     Raises RunFailedError naming the value that cannot be saved.
     """
-    arrays: dict[str, NDArray[Any]] = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         if not isinstance(state, Mapping):
             raise TypeError(f"it is a {type(state).__qualname__}")
-        structure, arrays_path = _state_paths(path)
-        write_json(structure, {"state": _take_out(state, arrays, ())})
-        if arrays:
-            save_file(arrays, arrays_path)
+        _write(path, state, ())
     except SafetensorError as error:
         raise CheckpointWriteError(f"{path.name}: {error}") from error
     except TypeError as error:
@@ -333,38 +338,92 @@ def write_state(path: Path, state: Mapping[str, object], owner: str | None = Non
         ) from error
 
 
+def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...]) -> None:
+    """keys: the way to this state, if it is a part of another one."""
+    structure, arrays_path, parts_path = _state_paths(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A state that was here belongs together with its arrays and parts: it ends with them.
+    structure.unlink(missing_ok=True)
+    arrays_path.unlink(missing_ok=True)
+    if parts_path.exists():
+        shutil.rmtree(parts_path)
+    taken = _TakenOut({}, [])
+    content = taken.replaced(state, keys)
+    if taken.arrays:
+        save_file(taken.arrays, arrays_path)
+    counts = [_write_parts(parts_path / str(number), *found) for number, found in enumerate(taken.parts)]
+    write_json(structure, {"state": content, **({"parts": counts} if counts else {})})
+
+
+def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...]) -> int:
+    """Returns how many there are."""
+    count = 0
+    for part in parts:
+        _write(_part_path(folder, count), part, (*keys, str(count)))
+        count += 1
+    return count
+
+
 def read_state(path: Path) -> dict[str, object]:
-    """What `write_state` wrote. Raises FileNotFoundError when there is none."""
-    structure, arrays_path = _state_paths(path)
-    content = json.loads(structure.read_text(encoding="utf-8"))["state"]
-    return _put_back(content, load_file(arrays_path) if arrays_path.exists() else {})
+    """What `write_state` wrote, but parts, which are read while they are iterated over.
+
+    Raises FileNotFoundError when there is none.
+    """
+    structure, arrays_path, parts_path = _state_paths(path)
+    content = json.loads(structure.read_text(encoding="utf-8"))
+    parts = [
+        StateParts(partial(_read_parts, parts_path / str(number), count))
+        for number, count in enumerate(content.get("parts", []))
+    ]
+    return _put_back(content["state"], load_file(arrays_path) if arrays_path.exists() else {}, parts)
 
 
-def _state_paths(path: Path) -> tuple[Path, Path]:
+def _read_parts(folder: Path, count: int) -> Iterator[Mapping[str, object]]:
+    return (read_state(_part_path(folder, number)) for number in range(count))
+
+
+def _state_paths(path: Path) -> tuple[Path, Path, Path]:
     # Not with_suffix: a component's name may hold dots.
-    return path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.safetensors")
+    structure, arrays, parts = (path.with_name(path.name + suffix) for suffix in (".json", ".safetensors", ".parts"))
+    return structure, arrays, parts
 
 
-def _take_out(value: Any, arrays: dict[str, NDArray[Any]], keys: tuple[str, ...]) -> Any:
-    """The value with references in place of arrays, which are put into `arrays`. keys: the way to it."""
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biuf":
-            raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
-        name = _free_name("/".join(keys), arrays)
-        arrays[name] = np.asarray(value, order="C")
-        return {_REFERENCE: name}
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"{_way(keys)} has the key {key!r}, which is no text")
-            if key == _REFERENCE:
-                raise TypeError(f"{_way(keys)} has the key {key!r}, which stands for an array in the file")
-        return {key: _take_out(item, arrays, (*keys, key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_take_out(item, arrays, (*keys, str(number))) for number, item in enumerate(value)]
-    if not isinstance(value, _PLAIN):
-        raise TypeError(f"{_way(keys)} is a {type(value).__module__}.{type(value).__qualname__}")
-    return value
+def _part_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}"
+
+
+@dataclass(frozen=True)
+class _TakenOut:
+    """What is not written into the structure of a state: arrays by name, and parts with the way to them."""
+
+    arrays: dict[str, NDArray[Any]]
+    parts: list[tuple[StateParts, tuple[str, ...]]]
+
+    def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
+        """The value with references in place of what is taken out of it. keys: the way to it."""
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind not in "biuf":
+                raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
+            name = _free_name("/".join(keys), self.arrays)
+            self.arrays[name] = np.asarray(value, order="C")
+            return {_REFERENCE: name}
+        if isinstance(value, StateParts):
+            self.parts.append((value, keys))
+            return {_PARTS: len(self.parts) - 1}
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str):
+                    raise TypeError(f"{_way(keys)} has the key {key!r}, which is no text")
+                if key in _STANDS_FOR:
+                    raise TypeError(
+                        f"{_way(keys)} has the key {key!r}, which stands for {_STANDS_FOR[key]} in the file"
+                    )
+            return {key: self.replaced(item, (*keys, key)) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.replaced(item, (*keys, str(number))) for number, item in enumerate(value)]
+        if not isinstance(value, _PLAIN):
+            raise TypeError(f"{_way(keys)} is a {type(value).__module__}.{type(value).__qualname__}")
+        return value
 
 
 def _way(keys: tuple[str, ...]) -> str:
@@ -382,11 +441,13 @@ def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
     return name
 
 
-def _put_back(value: Any, arrays: Mapping[str, NDArray[Any]]) -> Any:
+def _put_back(value: Any, arrays: Mapping[str, NDArray[Any]], parts: Sequence[StateParts]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_REFERENCE}:
             return arrays[value[_REFERENCE]]
-        return {name: _put_back(item, arrays) for name, item in value.items()}
+        if value.keys() == {_PARTS}:
+            return parts[value[_PARTS]]
+        return {name: _put_back(item, arrays, parts) for name, item in value.items()}
     if isinstance(value, list):
-        return [_put_back(item, arrays) for item in value]
+        return [_put_back(item, arrays, parts) for item in value]
     return value

@@ -58,7 +58,9 @@ class HookStates:
         """Put into the states kept so far, and into those still to come, what the checkpoint has for them."""
         self._checkpoint = checkpoint
         folder = checkpoint.path / FOLDER
-        self._saved = {str(path.relative_to(folder))[: -len(".json")] for path in folder.rglob("*.json")}
+        # Deeper ones are parts of states.
+        files = [*folder.glob("*.json"), *folder.glob("*/*.json")]
+        self._saved = {str(path.relative_to(folder))[: -len(".json")] for path in files}
         for key in self._kept:
             self._restore(key)
 

@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
-from spurline.protocols.advantage import Advantage
+from spurline.protocols.advantage import Advantage, ComparesSamples
 from spurline.rl.trajectory import Group, Trajectory, Turn
 
 _WRITTEN = ("advantages", "returns")
@@ -71,6 +72,16 @@ class AdvantageContract:
         result = [replace(group, trajectories=group.trajectories[::-1]) for group in result][::-1]
         for one, other in zip(_turns(self.make_advantage().advantages(groups)), _turns(result), strict=True):
             np.testing.assert_allclose(_advantages(one), _advantages(other), rtol=1e-5, atol=1e-6)
+
+    def test_numbers_per_sample_are_those_that_its_turns_get(self) -> None:
+        advantage, groups = self.make_advantage(), self.groups()
+        samples = advantage.sample_advantages(groups) if isinstance(advantage, ComparesSamples) else None
+        if samples is None:
+            pytest.skip("its advantages are computed token by token")
+        for group, values in zip(advantage.advantages(groups), samples, strict=True):
+            for trajectory, value in zip(group.trajectories, values.tolist(), strict=True):
+                for turn in trajectory.turns:
+                    assert _advantages(turn).tolist() == [np.float32(value)] * len(turn.response_ids)
 
     def test_a_better_sample_never_has_the_lower_advantage(self) -> None:
         for group in self.make_advantage().advantages(_one_token_groups(self.carry)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import TokenView
-from spurline.protocols.collator import Collator, ParallelLayout, RolloutCollator
+from spurline.protocols.collator import CollatesFlat, Collator, ParallelLayout, RolloutCollator
+from spurline.rl.flat_turns import FlatTurns
 from spurline.rl.trajectory import Trajectory
 from spurline.testing.inputs import fuzzing, make_store, make_trajectories, make_view
 
@@ -176,6 +179,32 @@ class RolloutCollatorContract:
         trajectories[place] = replace(trajectories[place], turns=(replace(first, **missing), *others))
         batch = self.make_collator(PAD, layout).collate_rollouts(trajectories)
         assert_batches_equal(batch, reference.collate_rollouts(trajectories))
+
+    @given(
+        turns=_turns_strategy,
+        layout=layout_strategy,
+        cuts=st.lists(st.integers(0, 6), max_size=6),
+        columns=st.sets(st.sampled_from(_TURN_COLUMNS)),
+        seed=st.integers(0, 9),
+    )
+    @fuzzing(40)
+    def test_blocks_of_flat_turns_give_the_same_batch(
+        self, turns: Any, layout: ParallelLayout, cuts: list[int], columns: set[str], seed: int
+    ) -> None:
+        collator = self.make_collator(PAD, layout)
+        if not isinstance(collator, CollatesFlat):
+            pytest.skip("it lays out records only")
+        trajectories = make_trajectories(turns, seed, routed_experts=True)
+        first, *others = trajectories[0].turns
+        missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}
+        trajectories[0] = replace(trajectories[0], turns=(replace(first, **missing), *others))
+        bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
+        blocks = [FlatTurns.of(trajectories[start:stop]) for start, stop in itertools.pairwise(bounds)]
+        tokens = [weakref.ref(block.tokens) for block in blocks]
+        batch = collator.collate_flat(blocks)
+        del blocks
+        assert not any(block() for block in tokens), "the batch keeps tokens of its blocks in memory"
+        assert_batches_equal(batch, collator.collate_rollouts(trajectories))
 
     def test_no_trajectories_give_padding_rows_alone(self) -> None:
         batch = self.make_collator(PAD, ParallelLayout(data=3)).collate_rollouts([])

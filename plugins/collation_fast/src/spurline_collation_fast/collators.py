@@ -158,15 +158,13 @@ _PIECE_TOKENS = 1 << 18
 def _pieces(blocks: Sequence[FlatTurns]) -> Iterator[list[FlatTurns]]:
     """The blocks in order: large ones alone, small ones with their neighbours."""
     piece: list[FlatTurns] = []
-    room = 0
+    joined = last = 0
     for block in blocks:
         size = len(block.tokens)
-        if piece and (size > room or size >= _OWN_PIECE_TOKENS):
+        if piece and (max(last, size) >= _OWN_PIECE_TOKENS or joined + size > _PIECE_TOKENS):
             yield piece
-            piece = []
-        room = (room if piece else _PIECE_TOKENS) - size
+            piece, joined = [], 0
         piece.append(block)
-        if size >= _OWN_PIECE_TOKENS:
-            room = 0
+        joined, last = joined + size, size
     if piece:
         yield piece

@@ -37,6 +37,9 @@ def simulate(
         float | None, typer.Option(min=1e-6, help="Mean time of a group, from its start to its slowest attempt's end.")
     ] = None,
     sigma: Annotated[float, typer.Option(min=0, max=4, help="Spread of group times: sigma of their logarithm.")] = 0.0,
+    attempt_sigma: Annotated[
+        float | None, typer.Option(min=0, max=4, help="Spread of attempts' lengths; by default that of groups.")
+    ] = None,
     stragglers: Annotated[
         str | None,
         typer.Option(metavar="SHARExFACTOR", help="Groups that take longer: 0.01x10 is 1% ten times as long."),
@@ -74,12 +77,15 @@ def simulate(
     from spurline_async_rl.simulation.workload import given_workload
 
     loaded = load_config(config, overrides or [])
-    knobs = knobs_of(loaded)
+    source = simulated_source(loaded)
+    knobs = knobs_of(source)
     if from_run is not None:
         workload = measured_workload(from_run)
     else:
         workload = given_workload(knobs, group_seconds, step_seconds, loaded.origin)
     workload = workload.with_groups(knobs, group_seconds, sigma, stragglers, saturation)
+    if from_run is None or attempt_sigma is not None:
+        workload = workload.with_attempts(source.samples_per_prompt, attempt_sigma, sigma)
     workload = workload.with_steps(knobs, step_seconds).with_left_out(left_out)
     if publish_seconds is not None or pause_seconds is not None:
         workload = workload.with_publishes(publish_seconds, pause_seconds)
@@ -102,6 +108,7 @@ class GeneratesWhileTraining(Protocol):
 
     max_staleness: int
     prompts_per_step: int
+    samples_per_prompt: int
     groups_at_once: int
     publish_every: int
     order: Literal["fifo", "window"]
@@ -110,10 +117,9 @@ class GeneratesWhileTraining(Protocol):
     engine: RolloutEngineConfig
 
 
-def knobs_of(loaded: LoadedConfig) -> Knobs:
-    """What the config chooses. Raises UserError for a run of another source."""
+def simulated_source(loaded: LoadedConfig) -> GeneratesWhileTraining:
+    """Settings of the source. Raises UserError for a run of another one."""
     from spurline.errors import UserError
-    from spurline_async_rl.simulation.workload import Knobs
 
     source = loaded.config.source
     if not isinstance(source, GeneratesWhileTraining):
@@ -121,6 +127,13 @@ def knobs_of(loaded: LoadedConfig) -> Knobs:
             f"{loaded.origin}: source.name is {source.name}, but only source async_rollouts can be simulated. Add "
             "async_rl to `plugins` and set source.name: async_rollouts; `--set source.name=async_rollouts` tries it."
         )
+    return source
+
+
+def knobs_of(source: GeneratesWhileTraining) -> Knobs:
+    """What the config chooses."""
+    from spurline_async_rl.simulation.workload import Knobs
+
     return Knobs(
         max_staleness=source.max_staleness,
         batch_size=source.prompts_per_step,

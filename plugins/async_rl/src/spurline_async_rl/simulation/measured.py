@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from spurline.errors import UserError
+from spurline.protocols.report_panel import RunRecord
 from spurline.report.record import read_record
-from spurline_async_rl.simulation.workload import Speed, Times, Workload, saturating
+from spurline_async_rl.simulation.workload import Attempts, Speed, Times, Workload, fitted_sigma, saturating
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, read_timeline
 
 _FEWEST_GROUPS = 8
@@ -66,9 +67,33 @@ def measured_workload(run_dir: Path) -> Workload:
         speed_basis,
     ]
     batch_size = max((len(taken.draws) for record in records for taken in record.taken), default=1)
+    attempts = _attempts(run, batch_size)
+    if attempts.sigma > 0:
+        basis.append(
+            f"the {attempts.count} attempts of a group end at different times: lengths spread with sigma "
+            f"{attempts.sigma:.2g}, going by the mean and the longest of each step"
+        )
     return Workload(
-        Times(work), Times(train_s), batch_size, speed, filtered, quarantined, publish_s - pause_s, pause_s, basis
+        Times(work),
+        Times(train_s),
+        batch_size,
+        speed,
+        filtered,
+        quarantined,
+        publish_s - pause_s,
+        pause_s,
+        attempts,
+        basis,
     )
+
+
+def _attempts(run: RunRecord, batch_size: int) -> Attempts:
+    """How many attempts a group had, and how far their lengths were spread; not at all where that was not measured."""
+    source: dict[str, Any] = run.config.get("source") or {}
+    count = int(source.get("samples_per_prompt", 1))
+    means, longest = dict(zip(*run.series("response/length"), strict=True)), run.series("response/length/max")
+    ratios = [length / means[step] for step, length in zip(*longest, strict=True) if means.get(step, 0) > 0]
+    return Attempts(count, fitted_sigma(fmean(ratios), batch_size * count) if ratios else 0.0)
 
 
 def _speed(groups: Sequence[GroupSpan], seconds: Sequence[float], beside: Sequence[float]) -> tuple[Speed, str]:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
-from spurline_async_rl.simulation.workload import Fate, Speed, Workload
+from spurline_async_rl.simulation.workload import Attempts, Fate, Speed, Workload
 from spurline_async_rl.timeline.records import (
     STATE_NAMES,
     GroupSpan,
@@ -37,12 +37,13 @@ _Phase = Literal["wait", "train", "transfer", "pause"]
 class SimulatedRun:
     """records: of each step, as a real run leaves them. work: by draw, in the order of admission, what each group got
     done with each version of the weights, in the attempt that counts. depths: by step, the depth of admission after
-    its batch was taken."""
+    its batch was taken. attempts: of a group."""
 
     records: Sequence[StepRecord]
     work: Mapping[int, Mapping[int, float]]
     limits: SchedulerLimits
     depths: Mapping[int, float]
+    attempts: Attempts
 
     @property
     def seconds(self) -> float:
@@ -186,7 +187,7 @@ class Model:
             first = replace(records[0], groups=(*earlier, *records[0].groups), levels=(level, *records[0].levels))
             records = [_moved(record, -zero) for record in (first, *records[1:])]
         depths = {record.step: self._depths[record.step] for record in records}
-        return SimulatedRun(records, self.work, self.limits, depths)
+        return SimulatedRun(records, self.work, self.limits, depths, self._workload.attempts)
 
     def _record_step(self) -> None:
         """Close the record of the step that has ended, if one has."""

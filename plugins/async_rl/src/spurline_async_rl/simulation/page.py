@@ -56,7 +56,7 @@ class _Drawn:
 
 
 def metrics_of(run: SimulatedRun) -> list[dict[str, float]]:
-    """One line for each step, as in metrics.jsonl of a real run; the work of a group stands for its tokens."""
+    """One line for each step, as in metrics.jsonl of a real run; amounts of work stand for tokens."""
     by_step: dict[int, dict[int, float]] = {record.step: {} for record in run.records}
     for step, age, work in trained_work(run):
         by_step[step][age] = by_step[step].get(age, 0.0) + work

@@ -33,8 +33,8 @@ _AS_FRESH = 0.1
 class Figures:
     """A run in numbers.
 
-    groups_per_second, steps_per_second: trained. staleness: share of the trained work by age, its mean and maximum in
-    updates; masked_share of it lost its loss to its age. trainer_idle: share of the time spent waiting for a batch.
+    groups_per_second, steps_per_second: trained. staleness: share of the trained tokens by age, its mean and maximum in
+    updates; masked_share of them lost their loss to their age. trainer_idle: share of the time waiting for a batch.
     generation_blocked: share of the places for running groups that stood empty as admission was blocked, pauses not
     counted; generation_paused: share of the time engines stood still. buffered: mean number of finished groups. depth:
     mean depth of admission, in groups.
@@ -168,12 +168,16 @@ def figures_of(run: SimulatedRun) -> Figures:
 
 
 def trained_work(run: SimulatedRun) -> Iterator[tuple[int, int, float]]:
-    """Step, age and amount of everything that was trained on."""
+    """Step, age and amount of everything that was trained on. A token counts as much as any other."""
     steps = trained_steps(run.records)
     for draw, parts in run.work.items():
-        if draw in steps:
-            for version, work in parts.items():
-                yield steps[draw], staleness_of(steps[draw], version), work
+        if draw not in steps:
+            continue
+        whole, before, made = sum(parts.values()) or 1.0, 0.0, 0.0
+        for version in sorted(parts):
+            before += parts[version]
+            made_before, made = made, run.attempts.made_by(before / whole)
+            yield steps[draw], staleness_of(steps[draw], version), (made - made_before) * whole
 
 
 def _areas(run: SimulatedRun) -> tuple[float, float]:

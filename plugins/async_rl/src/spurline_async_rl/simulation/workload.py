@@ -11,10 +11,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from statistics import NormalDist
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spurline.errors import UserError
 from spurline_async_rl.scheduling.depth import Depth
@@ -24,6 +27,7 @@ from spurline_async_rl.timeline.records import GroupState
 _LARGEST = 4096
 """Groups on one engine up to which a saturated one gets slower; more are taken to be as slow as these."""
 _DRAWS_PER_GROUP = 8
+_GROUPS_SAMPLED = 1000
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,42 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Attempts:
+    """How the tokens of a group are spread over its time, which is that of its longest attempt.
+
+    All attempts begin with the group, and each makes tokens until its end: many at first, and few while the longest is
+    left alone. count: of a group. sigma: of the logarithm of their lengths, which are taken to be lognormal.
+    """
+
+    count: int = 1
+    sigma: float = 0.0
+
+    def made_by(self, time: float) -> float:
+        """Share of a group's tokens that are made when this share of its time is over."""
+        if self.count == 1 or self.sigma == 0:
+            return time
+        return float(np.interp(time, *self._curve))
+
+    @cached_property
+    def _curve(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Shares of the time, and of the tokens, over many groups together."""
+        normal = np.random.default_rng(0).standard_normal((_GROUPS_SAMPLED, self.count))
+        lengths = np.exp(self.sigma * normal)
+        longest = lengths.max(axis=1, keepdims=True)
+        times = np.linspace(0, 1, 65)
+        return times, np.array([np.minimum(lengths, time * longest).sum() for time in times]) / lengths.sum()
+
+
+def fitted_sigma(longest: float, num_attempts: int) -> float:
+    """Spread of lognormal lengths of which the longest of so many is usually so many times as long as the mean."""
+    if longest <= 1 or num_attempts < 2:
+        return 0.0
+    # The median of the maximum, exp(sigma z), over the mean, exp(sigma^2 / 2); the smaller root.
+    z = NormalDist().inv_cdf(0.5 ** (1 / num_attempts))
+    return z - math.sqrt(max(0.0, z * z - 2 * math.log(longest)))
+
+
+@dataclass(frozen=True)
 class Fate:
     """What becomes of a drawn prompt. work: of one attempt, in the unit of the engines' speed. outcome: shows when its
     attempts are over, `unreadable` when it is drawn. retries: attempts of as much work that fail before."""
@@ -152,7 +192,7 @@ class Workload:
     group_s: of a group, on an engine that is not saturated. train_s: from one batch to the next without waiting or
     publishing, for batches of `batch_size` groups. speed: how fast groups get on, by how many are on their engine.
     filtered, quarantined: shares of the groups. transfer_s, pause_s: of a publish, with engines going on and standing
-    still; the trainer waits for both. basis: where the numbers come from.
+    still; the trainer waits for both. attempts: of a group. basis: where the numbers come from.
     """
 
     group_s: Callable[[int], float]
@@ -163,6 +203,7 @@ class Workload:
     quarantined: float = 0.0
     transfer_s: float = 0.0
     pause_s: float = 0.0
+    attempts: Attempts = Attempts()
     basis: Sequence[str] = ()
 
     def but(self, told: str, **changes: Any) -> Self:
@@ -198,6 +239,17 @@ class Workload:
             return self
         told = f"{step_s:g} s for a step of {knobs.batch_size} groups, as given"
         return self.but(told, train_s=Times([step_s]), batch_size=knobs.batch_size)
+
+    def with_attempts(self, count: int, sigma: float | None, group_sigma: float) -> Workload:
+        """With so many attempts in a group, whose lengths spread as given, or else as the groups' times do."""
+        attempts = Attempts(count, group_sigma if sigma is None else sigma)
+        if attempts.count == 1 or attempts.sigma == 0:
+            return replace(self, attempts=attempts)
+        why = "as given" if sigma is not None else "taken to be as of groups"
+        told = (
+            f"the {count} attempts of a group are of different lengths, lognormal with sigma {attempts.sigma:g}, {why}"
+        )
+        return self.but(told, attempts=attempts)
 
     def with_left_out(self, share: float | None) -> Workload:
         """With what is given of groups that make way for others, if anything is. Raises UserError for no share."""

@@ -119,7 +119,8 @@ class Producer:
         """keep_groups: whether finished groups may be trained on; otherwise their prompts are tried again."""
         self.scheduler.load_state_dict(state, keep_groups=keep_groups)
         self._costs = {name: int(count) for name, count in state["costs"].items()}
-        self._groups = {group.draw: group for group in groups_of(state["groups"])} if keep_groups else {}
+        groups = groups_of(state["groups"]) if keep_groups else ()
+        self._groups = {group.draw: self._ready(group) for group in groups}
 
     def _admit(self) -> None:
         """Start every group that may start."""

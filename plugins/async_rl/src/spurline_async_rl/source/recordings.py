@@ -1,7 +1,8 @@
 """Keep the groups that a run trained on, and train on them again.
 
-Groups are written as plain arrays and JSON, for checkpoints and recordings, and come back bit for bit. The arrays of
-all turns are joined by field, with the length of each: a few long arrays instead of thousands of short ones.
+Groups are written as plain arrays and JSON, for checkpoints and recordings, and come back bit for bit. They come in
+blocks, so that no more than one is there a second time while it is written or read. The arrays of all turns of a block
+are joined by field, with the length of each: a few long arrays instead of thousands of short ones.
 Source `recorded_rollouts` generates nothing, so that a run becomes a pure function of its config and the recording: to
 find out what a change of the loss does on equal data, and to prove that training on asynchronous rollouts is exact.
 """
@@ -9,7 +10,7 @@ find out what a change of the loss does on equal data, and to prove that trainin
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
+from spurline.protocols.stateful import StateParts
 from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
@@ -37,8 +39,36 @@ RECORDED_GROUPS = "groups"
 """Folder of the recorded groups, in the run directory."""
 
 
+_BLOCK_BYTES = 32 << 20
+"""Groups are collected into one block until their arrays take up this much."""
+
+
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """Nested dicts and lists of JSON values and arrays, as component state may be."""
+    """State as that of a component may be. Blocks are made from the groups as they are written."""
+    return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)))}
+
+
+def groups_of(state: Mapping[str, Any]) -> list[Group]:
+    """The groups that `groups_state` was given."""
+    # Earlier checkpoints and recordings hold all groups as one block.
+    return [group for block in state.get("blocks", [state]) for group in _groups_of_block(block)]
+
+
+def _blocks(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
+    block: list[Group] = []
+    num_bytes = 0
+    for group in groups:
+        block.append(group)
+        arrays = (getattr(turn, name) for turn in turns_of([group]) for name in _FIELDS)
+        num_bytes += sum(array.nbytes for array in arrays if array is not None)
+        if num_bytes >= _BLOCK_BYTES:
+            yield block
+            block, num_bytes = [], 0
+    if block:
+        yield block
+
+
+def _block_state(groups: Sequence[Group]) -> dict[str, object]:
     turns = turns_of(groups)
     return {
         "groups": [
@@ -55,8 +85,7 @@ def groups_state(groups: Sequence[Group]) -> dict[str, object]:
     }
 
 
-def groups_of(state: Mapping[str, object]) -> list[Group]:
-    """The groups that `groups_state` was given."""
+def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
     fields = cast("Mapping[str, Mapping[str, Any]]", state["fields"])
     columns = {name: iter(_split(joined)) for name, joined in fields.items()}
     reasons = iter(cast("Sequence[Any]", state["finish_reasons"]))

@@ -29,6 +29,7 @@ from spurline.run.checkpoint import write_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
+from spurline_async_rl.source.garbage import WORTHWHILE_ATTEMPTS, QuietCollector
 from spurline_async_rl.source.load import LoopLoad
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
@@ -56,6 +57,8 @@ class AsyncRolloutSource(PromptSource):
         self._config = config
         self._context = context
         self._loop = LoopThread("spurline-rollouts")
+        # As many steps as it takes to fill the buffer.
+        self._collector = QuietCollector(settles_after=config.max_staleness + 2)
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
@@ -118,12 +121,16 @@ class AsyncRolloutSource(PromptSource):
         else:
             self._publisher.start_engines()
             self._advance()
+        if self._config.groups_at_once * self._config.samples_per_prompt >= WORTHWHILE_ATTEMPTS:
+            self._collector.quiet()
+        if self._colocation is None:
             self._loop.call(self._producer.start)
         self._loop.call(self._load.start)
         self._taken_at = time.perf_counter()
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
+        self._collector.tidy()
         self._timeline.began("wait")
         # The update that follows brings new weights.
         with self._engines_turn(keep_weights=False):
@@ -213,6 +220,7 @@ class AsyncRolloutSource(PromptSource):
 
     def close(self) -> None:
         """End generation, engines and threads. What fails on the way never hides the error that ended the run."""
+        self._collector.restore()
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
             # Nothing on it can be ended in order; what runs elsewhere ends with this process.

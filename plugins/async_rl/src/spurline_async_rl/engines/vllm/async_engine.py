@@ -80,8 +80,8 @@ class AsyncEngine:
 
         asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
         adapter = None if self._spec.adapter is None else adapter_request()
-        stream = self._streams.open(request_id, each_step=each_step)
         outputs = self._llm.generate(asked, _sampling_params(sampling, seed), request_id, lora_request=adapter)
+        stream = self._streams.open(request_id, each_step=each_step)
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

@@ -1,0 +1,137 @@
+"""A batch has the bits that its records have, whether groups are flat or not, and whoever lays out and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from preparation_oracle import FakeBackend, batch_of_records, make_groups
+
+from spurline.data.batch import TrainingBatch
+from spurline.data.collators.padded import RolloutsCollator
+from spurline.data.configs import RolloutsCollatorConfig
+from spurline.losses.configs import PpoConfig
+from spurline.protocols.collator import ParallelLayout
+from spurline.protocols.environment import EnvironmentConfig
+from spurline.protocols.rollout_engine import RolloutEngineConfig
+from spurline.rl.advantages.configs import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig, RlooConfig
+from spurline.rl.advantages.group_relative import DrGrpo, Grpo, Rloo
+from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
+from spurline.rl.configs import RolloutSourceConfig
+from spurline.rl.preparation import Preparation
+from spurline.rl.trajectory import Group, Trajectory
+from spurline.testing.inputs import PAD
+from spurline.update.configs import ByPromptConfig
+from spurline_collation_fast.collators import FastRolloutsCollator
+
+RANKS = 3
+
+
+class OnlyRecords:
+    """A plugin's collator that knows records alone."""
+
+    def __init__(self, config: Any, pad_token_id: int, layout: ParallelLayout) -> None:
+        self._collator = FastRolloutsCollator(config, pad_token_id, layout)
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        return self._collator.collate_rollouts(trajectories)
+
+
+class OnlyTurns:
+    """A plugin's advantage that writes to turns alone."""
+
+    needs: frozenset[str] = frozenset()
+
+    def advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
+        return Rloo(RlooConfig()).advantages(groups)
+
+    def describe(self) -> str:
+        return "As rloo."
+
+
+ADVANTAGES = (
+    Grpo(GrpoConfig()),
+    DrGrpo(DrGrpoConfig()),
+    ReinforcePlusPlus(ReinforcePlusPlusConfig()),
+    ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch", gamma=0.9)),
+    OnlyTurns(),
+)
+
+
+def make_preparation(collator: Any, advantage: Any, per_step: int, per_minibatch: int, **source: Any) -> Preparation:
+    layout = ParallelLayout(data=RANKS)
+    loss = SimpleNamespace(needs=frozenset())
+    made = {
+        "collator": collator(RolloutsCollatorConfig(), PAD, layout),
+        "advantage": advantage,
+        "loss": loss,
+    }
+    config = RolloutSourceConfig(
+        environment=EnvironmentConfig(name="any"),
+        engine=RolloutEngineConfig(name="any"),
+        prompts_per_step=per_step,
+        samples_per_prompt=2,
+        advantage=GrpoConfig(),
+        **source,
+    )
+    minibatches = ByPromptConfig(prompts_per_minibatch=per_minibatch)
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(collator=RolloutsCollatorConfig(), loss=PpoConfig(), minibatches=minibatches),
+        host=SimpleNamespace(registry=SimpleNamespace(create=lambda kind, *_, **__: made[kind])),
+        layout=layout,
+        tokenizer=SimpleNamespace(pad_token_id=PAD),
+    )
+    return Preparation(config, context)
+
+
+@given(
+    prompts=st.integers(1, 4),
+    samples=st.integers(2, 3),
+    per_minibatch=st.integers(1, 2),
+    seed=st.integers(0, 99),
+    advantage=st.sampled_from(ADVANTAGES),
+    collator=st.sampled_from([RolloutsCollator, FastRolloutsCollator, OnlyRecords]),
+    turns=st.sampled_from(["separate", "merged"]),
+    scope=st.sampled_from(["batch", "minibatch"]),
+    ready=st.lists(st.booleans(), min_size=4, max_size=4),
+    carry=st.lists(st.sampled_from(["weight", "hardness"]), unique=True),
+)
+@settings(max_examples=60)
+def test_columns_are_those_of_the_records_bit_for_bit(
+    prompts: int,
+    samples: int,
+    per_minibatch: int,
+    seed: int,
+    advantage: Any,
+    collator: Any,
+    turns: Any,
+    scope: Any,
+    ready: list[bool],
+    carry: list[str],
+) -> None:
+    numbers = [{name: seed / 7 + len(name) * draw for name in carry} for draw in range(prompts)]
+    groups = [replace(group, columns=numbers[group.draw]) for group in make_groups(prompts, samples, seed)]
+    per_minibatch = min(per_minibatch, prompts)
+    preparation = make_preparation(
+        collator, advantage, prompts, per_minibatch, turns=turns, advantage_scope=scope, carry=tuple(carry)
+    )
+    given_groups = [preparation.ready(group) if ready[group.draw] else group for group in groups]
+    backend: Any = FakeBackend(RANKS)
+    batch = preparation.prepare(given_groups, backend)
+    size = per_minibatch if scope == "minibatch" else prompts
+    expected = batch_of_records(groups, advantage, scope=size, merged=turns == "merged", carry=carry)
+    assert set(batch.tokens) == {*expected.tokens, "old_logprobs"}
+    for name, column in expected.tokens.items():
+        assert batch.tokens[name].dtype == column.dtype, name
+        assert torch.equal(batch.tokens[name], column), name
+    for name, column in expected.segments.items():
+        assert batch.segments[name].values.tolist() == column.values.tolist(), name
+        assert batch.segments[name].offsets.tolist() == column.offsets.tolist(), name
+    trained = expected.tokens["advantages"][expected.tokens["loss_weights"] != 0].double()
+    assert batch.info["advantage/mean"] == pytest.approx(float(trained.mean()), abs=1e-9)
