@@ -272,9 +272,11 @@ def test_finished_groups_are_made_ready_on_a_thread_that_ends_with_the_producer(
         producer.start()
         collected, _ = await next_groups(producer, changed, 1)
         await producer.close()
-        return collected
+        return producer, collected
 
-    collected = asyncio.run(first())
+    # The thread must end although the producer is still there.
+    producer, collected = asyncio.run(first())
+    assert producer.scheduler.taken == 1
     assert [group.columns for group in collected.groups] == [{"ready": 0}, {"ready": 1}]
     [thread] = threads
     assert thread is not threading.main_thread()

@@ -67,7 +67,7 @@ class FlatTurns:
             parts = [*map(attrgetter(name), turns)]
             if _are_given(parts) or name == "loss_mask":
                 columns[name] = _joined(parts, num_response, dtype)
-        experts = [turn.routed_experts for turn in turns]
+        experts: list[Any] = [turn.routed_experts for turn in turns]
         if _are_given(experts):
             lengths = [prompt + response for prompt, response in zip(num_prompt, num_response, strict=True)]
             assert [*map(len, experts)] == lengths, "a turn has not the experts of each of its tokens"
