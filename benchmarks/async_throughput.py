@@ -1,123 +1,205 @@
-"""How much of its engines and its trainer the asynchronous source keeps busy, beside what `spurline simulate` predicts.
+"""How much of its engines and its trainer the asynchronous source keeps busy, and how old its tokens get.
 
-    python benchmarks/async_throughput.py [--json] [--steps 40] [--step-seconds 1.0] [--only-gates] [--plot FILE.html]
+    python benchmarks/async_throughput.py [--json] [--steps 60] [--step-seconds 1.0] [--at-once 6] [--only-gates]
+                                          [--plot FILE.html]
 
 Real code with paced parts: the sources with all they do to rollouts, an engine that sleeps as long as a group takes
-(lognormal, sigma 1, by its draw) and a trainer that sleeps for a step. Both can do the same: K groups at once take
-K / B of a step each, so that engines finish a batch in the time of a step, however many groups share them. Reported is
-the throughput relative to that capacity, over the steps after the first few, while nothing ends; the model on its
-virtual clock gets the same groups. At K = B / 8 a group takes an eighth of a step: steps of less than 200 ms, or a busy
-machine, would measure Python instead of waiting, which the last column shows (milliseconds of a step that are neither).
+(lognormal, sigma 1, by its draw) and a trainer that sleeps for a step. K groups at once take K / B of a step each, so
+that engines finish a batch in the time of a step, however many groups share them; a case may give engines more or less
+than that. Reported is the throughput relative to the slower of the two, and the mean age of the tokens trained on, in
+updates, over the steps after the first few, while nothing ends; the model of `spurline simulate` on its virtual clock
+gets the same groups.
+
+Runs only sleep, so several go on at once, each in a process of its own. At K = B / 8 a group takes an eighth of a step:
+steps of less than 200 ms, or a busy machine, would measure Python instead of waiting, which the last column shows
+(milliseconds of a step that are neither waiting nor training).
 
 Gates: at S = 2, K = B / 8 at least 0.93; with 1% of the groups ten times as long at least 1.9 times the synchronous
 source; every throughput of the asynchronous source within 10% of what the model predicts, told what steps and groups
-took. Runs of less than 40 steps (20 in the curves) differ by more: one straggler more or less makes a step.
+took. With engines that can do 1.25 or 2 times what the trainer can, S = 4 and K = B / 4: `depth: auto` has tokens at
+most 1.7 updates old on average and at least 99% of the throughput of `depth: full`; with engines that can do 0.8 of it,
+at least 99% too. Runs of less than 40 steps differ by more: one straggler more or less makes a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from paced_runs import SIGMA, TINY, B, Case, Result, measure
-from throughput_plot import Point, write_curves
+from throughput_plot import Curve, write_curves
 from timing import Gate, gates_as_json, print_gates
 
 BOUNDS = (0, 1, 2, 4)
 PARTS = (16, 8, 4, 2, 1)
 """K = B / part; beyond, up to B * (S + 1)."""
+GENERATION = (0.8, 1.0, 1.25, 2.0)
+DEPTHS = ("auto", "full")
+
+Results = Mapping[Case, Result]
 
 
-def gates(plain: Result, late: Result, synchronous: Result, every: Sequence[Result]) -> list[Gate]:
-    worst = max(every, key=lambda result: result.off)
-    return [
-        Gate("S = 2, K = B / 8: share of the capacity", plain.efficiency, 0.93, True),
-        Gate("1% ten times as long: times the synchronous source", late.efficiency / synchronous.efficiency, 1.9, True),
-        Gate(f"furthest from what its record predicts ({describe(worst.case)})", worst.off, 0.10, False),
-    ]
+class Cases:
+    """base: what the others are variations of."""
+
+    def __init__(self, steps: int, step_s: float) -> None:
+        self.base = Case(2, B // 8, steps=steps, step_s=step_s)
+        self.synchronous = replace(self.base, max_staleness=None)
+        self.late, self.late_synchronous = (
+            replace(case, straggler_share=0.01) for case in (self.base, self.synchronous)
+        )
+        self.half = replace(self.base, max_running=B // 2)
+
+    @property
+    def throughput(self) -> Sequence[Case]:
+        return [self.base, self.synchronous, self.late, self.late_synchronous, self.half]
+
+    def of_depth(self, generation: float, depth: str) -> Case:
+        return replace(self.base, max_staleness=4, max_running=B // 4, generation=generation, depth=depth)
+
+    @property
+    def depth(self) -> Sequence[Case]:
+        """`auto` and `full` next to each other, so that what else the machine does disturbs both."""
+        return [self.of_depth(generation, depth) for generation in GENERATION for depth in DEPTHS]
+
+    @property
+    def over_k(self) -> Sequence[Case]:
+        groups = sorted({max(1, B // part) for part in PARTS} | {2 * B, 3 * B})
+        # The largest K wait most of the time: fewer steps of them are as telling.
+        steps = {number: self.base.steps if number < B else max(20, self.base.steps // 2) for number in groups}
+        return [
+            replace(self.base, max_running=number, steps=steps[number], depth=depth)
+            for number in groups
+            for depth in DEPTHS
+        ]
+
+    @property
+    def over_s(self) -> Sequence[Case]:
+        return [
+            self.synchronous,
+            *(replace(self.base, max_staleness=bound, depth=depth) for bound in BOUNDS for depth in DEPTHS),
+        ]
+
+    def gates(self, results: Results) -> list[Gate]:
+        late, late_synchronous = results[self.late], results[self.late_synchronous]
+        worst = max(results.values(), key=lambda result: result.off)
+        gates = [
+            Gate("S = 2, K = B / 8: share of the capacity", results[self.base].efficiency, 0.93, True),
+            Gate(
+                "1% ten times as long: times the synchronous source",
+                late.efficiency / late_synchronous.efficiency,
+                1.9,
+                True,
+            ),
+            Gate(f"furthest from what its record predicts ({describe(worst.case)})", worst.off, 0.10, False),
+        ]
+        for generation in GENERATION:
+            auto, full = (results[self.of_depth(generation, depth)] for depth in DEPTHS)
+            of_engines = f"engines {generation:g} times the trainer"
+            if generation != 1:
+                gates.append(Gate(f"{of_engines}: throughput of auto over full", auto.per_s / full.per_s, 0.99, True))
+            if generation > 1:
+                gates.append(
+                    Gate(f"{of_engines}: mean age with auto (full {full.mean_age:.2f})", auto.mean_age, 1.7, False)
+                )
+        return gates
+
+    def curves(self, results: Results) -> Sequence[Curve]:
+        """What the page draws, by row."""
+        at_k, engines = f"K = {self.base.max_running}", "engines and trainer can do the same"
+        return [
+            Curve(
+                "Groups at once, K",
+                f"S = 2, {engines}",
+                [(case.max_running, results[case]) for case in self.over_k],
+                is_log=True,
+            ),
+            Curve(
+                "Bound, S",
+                f"{at_k}, {engines}",
+                [
+                    ("sync" if case.max_staleness is None else str(case.max_staleness), results[case])
+                    for case in self.over_s
+                ],
+            ),
+            Curve(
+                "What engines can do, relative to the trainer",
+                f"S = 4, K = {B // 4}",
+                [(str(case.generation), results[case]) for case in self.depth],
+            ),
+        ]
 
 
 def describe(case: Case) -> str:
-    source = "synchronous" if case.max_staleness is None else f"S = {case.max_staleness}"
-    late = f", {case.straggler_share:.0%} ten times as long" if case.straggler_share else ""
-    return f"{source}, K = {case.max_running}{late}"
+    source = "synchronous" if case.max_staleness is None else f"S = {case.max_staleness}, {case.depth}"
+    late = ", 1% late" if case.straggler_share else ""
+    engines = "" if case.generation == 1 else f", engines x {case.generation:g}"
+    return f"{source}, K = {case.max_running}{engines}{late}"
 
 
-def curve_cases(base: Case) -> dict[str, list[Case]]:
-    """Over K at the base's bound, and over S at the base's K."""
-    bound = base.max_staleness or 0
-    groups = sorted({max(1, B // part) for part in PARTS} | {2 * B, B * (bound + 1)})
-    # The largest K waits six of seven steps: fewer of them are as telling.
-    shorter = replace(base, steps=max(20, base.steps // 2))
-    return {
-        "over K": [replace(shorter, max_running=number) for number in groups],
-        "over S": [replace(shorter, max_staleness=other) for other in (None, *BOUNDS)],
-    }
-
-
-def run_all(cases: Iterable[Case], folder: Path, *, quiet: bool) -> list[Result]:
-    results: list[Result] = []
-    for case in cases:
-        results.append(measure(case, run_folder(folder, case)))
-        if not quiet:
-            print(row(results[-1]), flush=True)
-    return results
-
-
-def run_folder(folder: Path, case: Case) -> Path:
-    return folder / f"{case.max_staleness}-{case.max_running}-{case.straggler_share:g}"
+def run_all(cases: Iterable[Case], folder: Path, at_once: int) -> Iterator[Result]:
+    """Each different one once, in the order given, so many at a time."""
+    different = list(dict.fromkeys(cases))
+    folders = [folder / str(number) for number in range(len(different))]
+    # Processes of their own, so that none waits for another's interpreter.
+    with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(measure, different, folders)
 
 
 def row(result: Result) -> str:
+    told, record = result.predicted, result.from_record
+    recorded = f"{record.efficiency:11.3f} {record.mean_age:5.2f} {result.off:6.1%}" if record else " " * 24
     return (
-        f"  {describe(result.case):<42} {result.efficiency:9.3f} {result.predicted:9.3f} {result.from_record:12.3f} "
-        f"{result.off:7.1%} {result.overhead_s * 1000:9.1f}"
+        f"  {describe(result.case):<36} {result.efficiency:9.3f} {result.mean_age:5.2f} {told.efficiency:10.3f} "
+        f"{told.mean_age:5.2f} {recorded} {result.waits:6.1%} {result.overhead_s * 1000:9.1f}"
     )
 
 
-def points(results: Iterable[Result], *, over: str) -> list[Point]:
-    """over: the field of the case that is the axis."""
-    named = [(getattr(item.case, over), item) for item in results]
-    return [Point("synchronous" if x is None else x, item.efficiency, item.predicted) for x, item in named]
+HEAD = (
+    f"{'shares of the capacity, ages in updates':<38} {'measured':>9} {'age':>5} {'predicted':>10} {'age':>5} "
+    f"{'from record':>11} {'age':>5} {'off':>6} {'waits':>6} {'other, ms':>9}"
+)
 
 
 def main() -> None:
     """Print the figures and whether the gates are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--step-seconds", type=float, default=1.0)
+    parser.add_argument("--at-once", type=int, default=6, help="runs at a time")
     parser.add_argument("--only-gates", action="store_true", help="leave the curves out")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     if not TINY.exists():
         parser.error(f"{TINY} is missing; make it with: python examples/make_tiny_model.py {TINY}")
-    base = Case(2, B // 8, steps=arguments.steps, step_s=arguments.step_seconds)
-    synchronous = replace(base, max_staleness=None)
-    late, late_synchronous = (replace(case, straggler_share=0.01) for case in (base, synchronous))
+    cases = Cases(arguments.steps, arguments.step_seconds)
+    wanted = [*cases.throughput, *cases.depth]
+    if not arguments.only_gates:
+        wanted += [*cases.over_k, *cases.over_s]
     if not arguments.json:
-        heads = f"{'measured':>9} {'predicted':>9} {'from record':>12} {'off':>7} {'other, ms':>9}"
-        print(f"{'throughput, share of the capacity':<44} {heads}")
+        print(HEAD)
+    results: dict[Case, Result] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        main_results = run_all([base, synchronous, late, late_synchronous], folder, quiet=arguments.json)
-        wanted = {} if arguments.only_gates else curve_cases(base)
-        curves = {title: run_all(cases, folder / title, quiet=arguments.json) for title, cases in wanted.items()}
-        if arguments.plot is not None and curves:
-            told = f"B = {B}, engines and trainer of the same capacity, lognormal times of sigma {SIGMA:g}"
-            over_k = points(curves["over K"], over="max_running")
-            over_s = points(curves["over S"], over="max_staleness")
-            write_curves(arguments.plot, over_k, over_s, told, run_folder(folder, base))
-    every = [*main_results, *(item for results in curves.values() for item in results)]
-    found = gates(main_results[0], main_results[2], main_results[3], every)
+        for result in run_all(wanted, Path(name), arguments.at_once):
+            results[result.case] = result
+            if not arguments.json:
+                print(row(result), flush=True)
+    found = cases.gates(results)
+    if arguments.plot is not None and not arguments.only_gates:
+        told = f"B = {B}, lognormal times of sigma {SIGMA:g}, steps of {arguments.step_seconds:g} s"
+        write_curves(arguments.plot, cases.curves(results), told)
     if arguments.json:
-        results = [{**asdict(item), "off": item.off} for item in every]
-        told = {"figures": results, "gates": gates_as_json(found), "batch_size": B, "sigma": SIGMA}
-        print(json.dumps(told, indent=2))
+        figures = [{**asdict(item), "off": item.off} for item in results.values()]
+        print(
+            json.dumps({"figures": figures, "gates": gates_as_json(found), "batch_size": B, "sigma": SIGMA}, indent=2)
+        )
         return
     print_gates(found)
 

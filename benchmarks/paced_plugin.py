@@ -7,7 +7,9 @@ the model of it have the same groups before them.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +34,7 @@ from spurline_async_rl.simulation.workload import Times
 PLUGIN = Plugin("paced", api=API_VERSION)
 INSTALLED = InstalledPlugin("paced", __name__, "benchmarks", "0")
 
+_TOKEN = 5
 _DRAW = re.compile(r"@(\d+) sample ")
 
 
@@ -45,6 +48,8 @@ class PacedEngineConfig(RolloutEngineConfig):
     """Of the logarithm of the time."""
     straggler_share: float = Field(default=0.0, ge=0, le=1)
     straggler_factor: float = Field(default=10.0, gt=0)
+    mean_tokens: int = Field(default=16, gt=0)
+    """Tokens of a response that takes as long as the mean; others have more or fewer in proportion to their time."""
 
     def seconds(self) -> Times:
         """By draw."""
@@ -53,7 +58,7 @@ class PacedEngineConfig(RolloutEngineConfig):
 
 
 class PacedEngine(TakesWeights):
-    """Two tokens for every request, the first when it begins and the second when it ends.
+    """Tokens that come evenly over the time of a request, each with the version of weights that was there then.
 
     Takes weights without looking at them, or shares those of a backend that has none.
     """
@@ -62,29 +67,38 @@ class PacedEngine(TakesWeights):
 
     def __init__(self, config: PacedEngineConfig, run: Any, tokenizer: Any) -> None:
         self._seconds = config.seconds()
-        self._tokens = np.array([5, tokenizer.eos_token_id], np.int32)
-        self._version = 0
+        self._tokens_per_s = config.mean_tokens / config.mean_s
+        self._end_token = tokenizer.eos_token_id
+        # When each version came, on the monotonic clock.
+        self._came_at = [-math.inf]
+        self._versions = [0]
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         found = _DRAW.search(request.name)
         assert found, request.name
-        began = self._version
-        await asyncio.sleep(self._seconds(int(found[1])))
-        logprobs = np.full(2, -0.5, np.float32)
-        versions = np.array([began, self._version], np.int32)
-        return GenerationResult(self._tokens, logprobs, logprobs, versions, "stop")
+        seconds = self._seconds(int(found[1]))
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        num_tokens = max(1, round(self._tokens_per_s * seconds))
+        made_at = began + (np.arange(num_tokens) + 0.5) * (time.monotonic() - began) / num_tokens
+        versions = np.array(self._versions, np.int32)[np.searchsorted(self._came_at, made_at, side="right") - 1]
+        tokens = np.full(num_tokens, _TOKEN, np.int32)
+        tokens[-1] = self._end_token
+        logprobs = np.full(num_tokens, -0.5, np.float32)
+        return GenerationResult(tokens, logprobs, logprobs, versions, "stop")
 
     async def begin_update(self, version: int) -> None: ...
 
     async def load_bucket(self, bucket: WeightBucket) -> None: ...
 
     async def finish_update(self, version: int) -> None:
-        self._version = version
+        self.set_version(version)
 
     def share(self, backend: Backend) -> None: ...
 
     def set_version(self, version: int) -> None:
-        self._version = version
+        self._came_at.append(time.monotonic())
+        self._versions.append(version)
 
     async def pause(self) -> None: ...
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +22,7 @@ from spurline import load_config
 from spurline.plugins.host import installed_plugins
 from spurline.protocols.backend import Backend
 from spurline.run.build import build_data
+from spurline_async_rl.scheduling.depth import Depth
 from spurline_async_rl.simulation.measured import measured_workload
 from spurline_async_rl.simulation.prediction import Predictor
 from spurline_async_rl.simulation.workload import WORK_IN_SECONDS, Knobs, Times, Workload
@@ -34,11 +38,14 @@ SIGMA = 1.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. max_staleness: None is core's synchronous source."""
+    """What is measured. max_staleness: None is core's synchronous source. generation: what engines can do, relative to
+    what the trainer can."""
 
     max_staleness: int | None
     max_running: int
     straggler_share: float = 0.0
+    depth: Depth = "auto"
+    generation: float = 1.0
     steps: int = 40
     step_s: float = 1.0
 
@@ -49,27 +56,41 @@ class Case:
 
     @property
     def engine(self) -> paced_plugin.PacedEngineConfig:
-        mean_s = self.step_s * self.max_running / B
+        mean_s = self.step_s * self.max_running / B / self.generation
         return paced_plugin.PacedEngineConfig(mean_s=mean_s, sigma=SIGMA, straggler_share=self.straggler_share)
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """Fields as of Result."""
+
+    efficiency: float
+    mean_age: float
+
+
+@dataclass(frozen=True)
 class Result:
-    """efficiency: measured throughput relative to what engines and trainer could do. predicted: by the model, told how
-    long they sleep. from_record: by the model, told what the run recorded that both took, Python included; 0 for the
-    synchronous source, which records nothing. overhead_s: of a step, what is neither waiting for
-    groups nor training."""
+    """per_s: groups that were trained on in a second. efficiency: that relative to what the slower of engines and
+    trainer could do. mean_age: of the trained tokens, in updates. waits: share of the time that the trainer waited for
+    groups. overhead_s: of a step, what is neither that nor training.
+
+    predicted: by the model, told how long they sleep. from_record: by the model, told what the run recorded that both
+    took, Python included; None for the synchronous source, which records nothing.
+    """
 
     case: Case
+    per_s: float
     efficiency: float
-    predicted: float
-    from_record: float
+    mean_age: float
+    waits: float
     overhead_s: float
+    predicted: Predicted
+    from_record: Predicted | None
 
     @property
     def off(self) -> float:
         """How far the measured throughput is from the one predicted from the record."""
-        return abs(self.efficiency / self.from_record - 1) if self.from_record else 0.0
+        return abs(self.efficiency / self.from_record.efficiency - 1) if self.from_record else 0.0
 
 
 def measure(case: Case, folder: Path) -> Result:
@@ -77,32 +98,54 @@ def measure(case: Case, folder: Path) -> Result:
     loaded = load_config(settings(case, folder), available={**installed_plugins(), "paced": paced_plugin.INSTALLED})
     trainer = cast("Backend", paced_plugin.PacedTrainer())
     ends: list[float] = []
-    overheads: list[float] = []
+    waits: list[float] = []
+    tokens_by_age: list[Counter[int]] = []
     with ExitStack() as stack:
         source = build_data(loaded, stack).source
         source.start(1, trainer)
         for step in range(1, case.cold_steps + case.steps + 1):
-            begin = time.perf_counter()
             batch = source.build(step)
-            waited = batch.info["time/generate"]
+            waits.append(batch.info["time/generate"])
+            tokens_by_age.append(_tokens_by_age(batch.info))
             batch.release()
             time.sleep(case.step_s)
             source.after_update(step, trainer)
             ends.append(time.perf_counter())
-            overheads.append(ends[-1] - begin - waited - case.step_s)
-    seconds = ends[-1] - ends[case.cold_steps - 1]
-    capacity = min(B / case.step_s, generation_per_s(case))
-    found = case.steps * B / seconds / capacity
+    cold = case.cold_steps
+    seconds = ends[-1] - ends[cold - 1]
+    overheads = [
+        after - before - wait - case.step_s for (before, after), wait in zip(pairwise(ends), waits[1:], strict=True)
+    ]
+    by_age = sum(tokens_by_age[cold:], Counter[int]())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(loaded.resolved()))
-    recorded = recorded_per_s(case, folder)
-    return Result(case, found, predicted_per_s(case) / capacity, recorded / capacity, statistics.median(overheads))
+    per_s = case.steps * B / seconds
+    return Result(
+        case,
+        per_s,
+        efficiency=per_s / capacity(case),
+        mean_age=sum(age * count for age, count in by_age.items()) / max(1, by_age.total()),
+        waits=sum(waits[cold:]) / seconds,
+        overhead_s=statistics.median(overheads[cold - 1 :]),
+        predicted=predicted(case),
+        from_record=predicted_from_record(case, folder),
+    )
+
+
+def _tokens_by_age(info: Mapping[str, float]) -> Counter[int]:
+    prefix = "staleness/tokens_"
+    return Counter({int(name.removeprefix(prefix)): int(info[name]) for name in info if name.startswith(prefix)})
 
 
 def settings(case: Case, folder: Path) -> dict[str, Any]:
     """Config of the run. Its steps go on beyond those measured, so that no batch is the last one."""
     is_async = case.max_staleness is not None
-    choices = {"max_staleness": case.max_staleness, "max_concurrent_groups": case.max_running, "correction": "tis"}
+    choices = {
+        "max_staleness": case.max_staleness,
+        "max_concurrent_groups": case.max_running,
+        "depth": case.depth,
+        "correction": "tis",
+    }
     return {
         "plugins": ["collation_fast", "async_rl", "paced"],
         "run_dir": str(folder),
@@ -125,24 +168,25 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def generation_per_s(case: Case) -> float:
-    """Groups that engines finish in a second when they always have as many as they may: of the very groups drawn."""
+def capacity(case: Case) -> float:
+    """Groups in a second of the slower of engines and trainer: engines finish as many, of the very groups drawn, when
+    they always have as many as they may."""
     seconds = case.engine.seconds()
     draws = B * (case.cold_steps + case.steps)
-    return case.max_running / (sum(seconds(draw) for draw in range(draws)) / draws)
+    return min(B / case.step_s, case.max_running / (sum(seconds(draw) for draw in range(draws)) / draws))
 
 
-def predicted_per_s(case: Case) -> float:
-    """Trained groups in a second, by the model; at staleness 0 that is the synchronous source, as none is left out."""
-    workload = Workload(case.engine.seconds(), Times([case.step_s]), B)
-    return Predictor(workload, case.steps)(_knobs(case)).figures.groups_per_second
+def predicted(case: Case) -> Predicted:
+    """By the model, told how long engines and trainer sleep; at staleness 0 that is the synchronous source, as no group
+    is left out."""
+    return _predicted(case, Workload(case.engine.seconds(), Times([case.step_s]), B))
 
 
-def recorded_per_s(case: Case, folder: Path) -> float:
-    """Trained groups in a second, by the model, with steps as the run recorded them and groups as much longer than the
-    engine's sleep as they were on average; 0 where there is no record."""
+def predicted_from_record(case: Case, folder: Path) -> Predicted | None:
+    """By the model, with steps as the run recorded them and groups as much longer than the engine's sleep as they were
+    on average."""
     if case.max_staleness is None:
-        return 0.0
+        return None
     seconds = case.engine.seconds()
     groups = [group for record in read_timeline(folder / TIMELINE_FILE) for group in record.groups]
     late_s = statistics.fmean(group.ended - group.began - seconds(group.draw) for group in groups)
@@ -150,9 +194,10 @@ def recorded_per_s(case: Case, folder: Path) -> float:
     def group_s(draw: int) -> float:
         return seconds(draw) + max(0.0, late_s)
 
-    workload = replace(measured_workload(folder), group_s=group_s, speed=WORK_IN_SECONDS)
-    return Predictor(workload, case.steps)(_knobs(case)).figures.groups_per_second
+    return _predicted(case, replace(measured_workload(folder), group_s=group_s, speed=WORK_IN_SECONDS))
 
 
-def _knobs(case: Case) -> Knobs:
-    return Knobs(case.max_staleness or 0, B, case.max_running)
+def _predicted(case: Case, workload: Workload) -> Predicted:
+    knobs = Knobs(case.max_staleness or 0, B, case.max_running, depth=case.depth)
+    figures = Predictor(workload, case.steps)(knobs).figures
+    return Predicted(figures.groups_per_second / capacity(case), figures.mean_staleness)

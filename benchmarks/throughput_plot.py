@@ -1,68 +1,81 @@
-"""The page of `async_throughput.py --plot`: measured and predicted throughput over K and over S, and one timeline."""
+"""The page of `async_throughput.py --plot`: throughput and mean age of tokens, measured and predicted, by knob."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from paced_runs import Predicted, Result
 
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import Trace, figure, series_color
 from spurline.report.markup import block, caption, columns
 from spurline.report.page import write_report
-from spurline_async_rl.timeline.configs import TimelinePanelConfig
-from spurline_async_rl.timeline.panels import TimelinePanel
 
 
 @dataclass(frozen=True)
-class Point:
-    """One case: where it is on the axis, and its shares of the capacity."""
+class Curve:
+    """What one knob does. axis: its name. told: what the others are. points: with its value; for each there may be one
+    of each depth."""
 
-    x: int | str
-    measured: float
-    predicted: float
+    axis: str
+    told: str
+    points: Sequence[tuple[int | str, Result]]
+    is_log: bool = False
 
 
-def write_curves(out: Path, over_k: Sequence[Point], over_s: Sequence[Point], told: str, run_dir: Path) -> Path:
-    """told: what the curves were measured with. run_dir: the run whose timeline is drawn."""
-    panels = [_CurvePanel(over_k, over_s, told), TimelinePanel(TimelinePanelConfig())]
-    return write_report(RunRecord(run_dir, [], {}, {"status": "finished"}), panels, out)
+def write_curves(out: Path, curves: Sequence[Curve], told: str) -> Path:
+    """told: what all curves were measured with."""
+    panels = [_CurvePanel(curve, told) for curve in curves]
+    num_steps = max(item.case.steps for curve in curves for _, item in curve.points)
+    record = RunRecord(out.absolute().with_suffix(""), [{"step": num_steps}], {}, {"status": "finished"})
+    return write_report(record, panels, out)
 
 
 class _CurvePanel:
-    title = "Share of the capacity"
-
-    def __init__(self, over_k: Sequence[Point], over_s: Sequence[Point], told: str) -> None:
-        self._over_k = over_k
-        self._over_s = over_s
+    def __init__(self, curve: Curve, told: str) -> None:
+        self.title = curve.axis
+        self._curve = curve
         self._told = told
 
     def render(self, record: RunRecord) -> str | None:
-        groups = [point.x for point in self._over_k]
-        left = _curve(self._over_k, {"type": "log", "title": {"text": "Groups at once, K"}, "tickvals": groups})
-        right = _curve(self._over_s, {"type": "category", "title": {"text": "Bound, S"}})
-        return block(caption(self._told), columns(left, right), wide=True)
+        share = {"title": {"text": "Share of the capacity"}, "range": [0, 1.05], "tickformat": ".0%"}
+        age = {"title": {"text": "Mean age, updates"}, "rangemode": "tozero"}
+        left = _plot(self._curve, lambda item: item.efficiency, share)
+        right = _plot(self._curve, lambda item: item.mean_age, age)
+        return block(caption(f"{self._curve.told}; {self._told}"), columns(left, right), wide=True)
 
 
-def _curve(points: Sequence[Point], x_axis: Mapping[str, Any]) -> str:
-    series = (
-        ("measured", [point.measured for point in points], "solid"),
-        ("predicted", [point.predicted for point in points], "dot"),
-    )
-    traces: list[Trace] = [
-        {
-            "type": "scatter",
+def _plot(curve: Curve, value: Callable[[Result | Predicted], float], y_axis: dict[str, Any]) -> str:
+    traces = [trace for number, depth in enumerate(("full", "auto")) for trace in _traces(curve, depth, number, value)]
+    x_axis: dict[str, Any] = {"title": {"text": curve.axis}, "type": "log" if curve.is_log else "category"}
+    if curve.is_log:
+        x_axis["tickvals"] = sorted({x for x, _ in curve.points})
+    layout = {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "x unified"}
+    return figure(traces, layout, label=f"{y_axis['title']['text']} by {curve.axis}")
+
+
+def _traces(curve: Curve, depth: str, number: int, value: Callable[[Result | Predicted], float]) -> list[Trace]:
+    """The synchronous source, which has no depth, belongs to both."""
+    found = [(x, item) for x, item in curve.points if item.case.depth == depth or item.case.max_staleness is None]
+    color = series_color(number)
+    shared: Trace = {"type": "scatter", "x": [x for x, _ in found], "hovertemplate": "%{y:.3f}"}
+    return [
+        shared
+        | {
+            "name": f"{depth}, measured",
             "mode": "lines+markers",
-            "name": name,
-            "x": [point.x for point in points],
-            "y": values,
-            "line": {"color": series_color(index), "dash": dash},
-            "marker": {"color": series_color(index)},
-            "hovertemplate": "%{y:.3f}",
-        }
-        for index, (name, values, dash) in enumerate(series)
+            "y": [value(item) for _, item in found],
+            "line": {"color": color},
+            "marker": {"color": color},
+        },
+        shared
+        | {
+            "name": f"{depth}, predicted",
+            "mode": "lines",
+            "y": [value(item.predicted) for _, item in found],
+            "line": {"color": color, "dash": "dot"},
+        },
     ]
-    y_axis = {"title": {"text": "Share of the capacity"}, "range": [0, 1.05], "tickformat": ".0%"}
-    layout = {"xaxis": dict(x_axis), "yaxis": y_axis, "hovermode": "x unified"}
-    return figure(traces, layout, label="Share of the capacity")

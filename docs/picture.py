@@ -1,7 +1,10 @@
-"""Take the picture of a report that README.md shows.
+"""Take the pictures of reports that README.md and the documentation show.
 
     make quickstart
     python docs/picture.py runs/rl_sort/report.html docs/images/report.png
+
+    python benchmarks/async_throughput.py --plot async_throughput.html
+    python docs/picture.py async_throughput.html docs/images/async_throughput.png --height 1290
 
 Needs Chromium or Chrome on the PATH, and nothing of Spurline: the page is drawn as a reader's browser draws it.
 """
@@ -26,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, help="report.html of a run")
     parser.add_argument("picture", type=Path, help="PNG to write")
+    parser.add_argument("--height", type=int, default=HEIGHT, help="pixels")
     arguments = parser.parse_args()
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
@@ -36,7 +40,7 @@ def main() -> int:
         return 2
     command = [
         *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-        f"--window-size={WIDTH},{HEIGHT}",
+        f"--window-size={WIDTH},{arguments.height}",
         f"--virtual-time-budget={DRAWING_MS}",
         f"--screenshot={arguments.picture.resolve()}",
         arguments.report.resolve().as_uri(),
