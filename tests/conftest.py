@@ -27,12 +27,14 @@ import pytest  # noqa: E402 - transformers reads the environment when a test imp
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
+from warm_children import WarmChildren  # noqa: E402
 
 from spurline.config import loading  # noqa: E402
 from spurline.config.assembly import assemble  # noqa: E402
 from spurline.config.run_config import RunConfig  # noqa: E402
 from spurline.config.section import Section  # noqa: E402
 from spurline.plugins.registry import Registry  # noqa: E402
+from spurline.ranks import child  # noqa: E402
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
@@ -77,6 +79,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--reverse"):
         items.reverse()
+
+
+@pytest.fixture(scope="session")
+def forked_children() -> Generator[WarmChildren, None, None]:
+    children = WarmChildren()
+    yield children
+    children.close()
+
+
+@pytest.fixture(scope="module")
+def warm_children(forked_children: WarmChildren) -> Generator[None, None, None]:
+    """Engines and workers of this module need no imports, except in long runs, which start them as the product does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not SOAK:
+            patch.setattr(child, "subprocess", forked_children)
+        yield
 
 
 STARTED: list[str] = []

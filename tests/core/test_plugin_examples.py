@@ -36,12 +36,16 @@ def lines_of(text: str) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("example", TUTORIALS.values())
-def test_tests_of_the_example_pass(example: str) -> None:
-    folder = ROOT / "examples" / example
-    paths = [str(folder / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+def test_tests_of_the_examples_pass() -> None:
+    folders = [ROOT / "examples" / example for example in TUTORIALS.values()]
+    paths = [
+        *(str(folder / "src") for folder in folders),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "tests")]
+    # One process for all, as importing torch takes as long as the tests.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    command += [str(folder / "tests") for folder in folders]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 

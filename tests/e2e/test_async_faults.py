@@ -60,7 +60,7 @@ def test_environments_that_raise_and_hang_cost_prompts_but_lose_none(faulty_conf
 def test_a_run_killed_again_and_again_trains_on_every_prompt_once(
     faulty_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns
 ) -> None:
-    kills = 20 if os.environ.get("SPURLINE_SOAK") else 5
+    kills = 20 if os.environ.get("SPURLINE_SOAK") else 3
     faulty_config |= {"steps": 20 * kills, "checkpoint": {"every_steps": 3}}
     path = write_config(faulty_config)
     instants = random.Random(5)

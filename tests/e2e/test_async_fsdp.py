@@ -18,7 +18,7 @@ from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from async_runs import assert_every_prompt_ended_once
+from every_run import SOAK
 from run_helpers import read_metrics, train_command, wait_for
 from vllm_engines import SMALL_VLLM, vllm_models
 
@@ -74,14 +75,23 @@ class KillEngineAtStep3:
                 process.send_signal(signal.SIGKILL)
 
 
-def test_a_run_goes_on_after_its_engine_is_killed_with_the_tokens_of_the_right_weights(
-    vllm_config: dict[str, Any],
+@pytest.mark.parametrize(
+    "kills",
+    [
+        False,
+        # Every run kills an engine of `test_vllm_engine.py`, and child engines of runs.
+        pytest.param(True, marks=pytest.mark.skipif(not SOAK, reason="starts another engine; SPURLINE_SOAK=1")),
+    ],
+)
+def test_a_run_trains_on_tokens_of_the_right_weights_also_after_its_engine_was_killed(
+    vllm_config: dict[str, Any], kills: bool
 ) -> None:
     loaded = load_config(vllm_config)
     killer = KillEngineAtStep3()
-    loaded.host.attach(killer, "kill-engine")
+    if kills:
+        loaded.host.attach(killer, "kill-engine")
     Run(loaded).train()
-    assert killer.killed, "no engine process was found"
+    assert bool(killer.killed) == kills, "no engine process was found"
     assert_every_prompt_ended_once(vllm_config)
     lines = read_metrics(vllm_config["run_dir"])
     assert lines[0]["staleness/max"] == 0
@@ -93,7 +103,7 @@ def test_a_run_goes_on_after_its_engine_is_killed_with_the_tokens_of_the_right_w
     assert engine_processes(os.getpid()) == []
 
 
-@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="starts three engines; SPURLINE_SOAK=1")
+@pytest.mark.skipif(not SOAK, reason="starts three engines; SPURLINE_SOAK=1")
 def test_a_controller_that_is_killed_leaves_no_engine_and_loses_no_prompt(
     vllm_config: dict[str, Any], write_config: WriteConfig
 ) -> None:

@@ -21,7 +21,7 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 WriteConfig = Callable[[dict[str, Any]], Path]
 

@@ -1,9 +1,8 @@
 """The quickstart's reinforcement learning, from its own warm-up: nine in ten held-out prompts, whatever the seed, and
-whether one process trains or ranks."""
+whether one process trains or ranks. In every run it has fewer steps, and gets that much less far."""
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -11,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_run import SOAK
 from run_helpers import read_metrics
 
 ROOT = Path(__file__).parents[2]
-SEEDS = (0, 1, 2) if os.environ.get("SPURLINE_SOAK") else (0,)
+SEEDS = (0, 1, 2) if SOAK else (0,)
+STEPS, REACHED = (80, 0.9) if SOAK else (24, 0.8)
 ON_RANKS = {"plugins": "[collation_fast,fsdp_backend]", "backend.name": "fsdp", "backend.ranks": 2}
 
 
@@ -22,8 +23,9 @@ ON_RANKS = {"plugins": "[collation_fast,fsdp_backend]", "backend.name": "fsdp", 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("backend", [{}, ON_RANKS], ids=["local", "fsdp"])
-def test_grpo_takes_a_weak_sorter_to_nine_in_ten(
+# That ranks learn what one process learns is in `test_fsdp_runs.py`, step by step.
+@pytest.mark.parametrize("backend", [{}, ON_RANKS] if SOAK else [{}], ids=["local", "fsdp"] if SOAK else ["local"])
+def test_grpo_makes_a_weak_sorter_a_good_one(
     spurline: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -42,9 +44,9 @@ def test_grpo_takes_a_weak_sorter_to_nine_in_ten(
         runpy.run_path("examples/make_tiny_model.py", run_name="__main__")
     overrides: dict[str, object] = {"run_dir": tmp_path / "warmup", "model.path": tmp_path / "tiny"}
     train("sft_sort.yaml", overrides | {"steps": 180, "schedule": "constant"})
-    train("rl_sort.yaml", {"run_dir": tmp_path / "rl", "model.path": tmp_path / "warmup/model"})
+    train("rl_sort.yaml", {"run_dir": tmp_path / "rl", "model.path": tmp_path / "warmup/model", "steps": STEPS})
     before = read_metrics(tmp_path / "warmup")[-1]["eval/exact_match"]
     after = read_metrics(tmp_path / "rl")[-1]["eval/pass@1"]
     assert 0.1 <= before <= 0.65, f"the warm-up should leave a model that is right now and then, not {before:.0%}"
-    assert after >= 0.9, (before, after)
+    assert after >= REACHED, (before, after)
     assert (tmp_path / "rl/report.html").exists()

@@ -361,7 +361,7 @@ def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_d
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     rl_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
 ) -> None:
-    kills = 100 if os.environ.get("SPURLINE_SOAK") else 20
+    kills = 100 if os.environ.get("SPURLINE_SOAK") else 8
     rl_config["source"] |= {"prompts_per_step": 2, "samples_per_prompt": 2}
     rl_config["minibatches"]["prompts_per_minibatch"] = 1
     config = rl_config | {"steps": 7 * kills, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}

@@ -40,7 +40,8 @@ def add_machine(cluster: Any) -> Any:
 
 
 def _machine() -> dict[str, Any]:
-    return {"num_cpus": CPUS, "num_gpus": GPUS}
+    # Nobody reads what the monitor of logs sends to drivers, and it looks for news all the time.
+    return {"num_cpus": CPUS, "num_gpus": GPUS, "include_log_monitor": False}
 
 
 @contextmanager

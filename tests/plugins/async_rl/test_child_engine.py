@@ -14,7 +14,7 @@ from spurline.protocols.weight_sync import WeightSync
 from spurline.testing import EngineUpdateContract, RolloutEngineContract
 from spurline.testing.engine_update_contract import ModelPair
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 Result = TypeVar("Result")
 

@@ -22,7 +22,7 @@ from spurline.protocols.rollout_engine import GenerationResult
 from spurline.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 from spurline_async_rl.engines.child.member import ChildProcessEngine
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 Result = TypeVar("Result")
 NUM_KILLS = 20 if os.environ.get("SPURLINE_SOAK") else 2

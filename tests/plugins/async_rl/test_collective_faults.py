@@ -28,7 +28,7 @@ from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("warm_children")]
 
 BUCKET_BYTES = 16 << 20
 NUM_KILLS = 20 if os.environ.get("SPURLINE_SOAK") else 3

@@ -42,6 +42,8 @@ from spurline_collation_fast.tokenization.worker_choice import (
     workers_worth_starting,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 TOKENIZER = tiny_tokenizer()
 
 

@@ -30,9 +30,25 @@ Pair = tuple[Backend, Backend, ParallelLayout]
 
 
 class TestContext(BackendContract):
+    """In every run what ranks that share sequences compute; they save, write and lend as others do."""
+
     plugins = ("fsdp_backend",)
     backend_settings = on(2, context=2)
     keeps_open = True
+    in_every_run = (
+        "loss_and_gradient_norm",
+        "every_metric",
+        "gradients_equal",
+        "wrong_gradient_scale",
+        "packed_and_padded",
+        "alternate",
+        "uneven_work",
+        "logprobs_are",
+        "evaluation_sums",
+        "temperature",
+        "entropy",
+        "critic_learns",
+    )
 
 
 @pytest.mark.slow

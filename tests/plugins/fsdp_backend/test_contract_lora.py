@@ -37,7 +37,6 @@ IN_SHORT = (
     "facts",
     "temperature",
     "device_was_given",
-    "others_have",
 )
 
 

@@ -45,7 +45,6 @@ class TestPipeline(MegatronContract):
         "logprobs_are",
         "evaluation_sums",
         "critic_learns",
-        "continues_bit_for_bit",
     )
 
 

@@ -60,11 +60,12 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Break]:
 @pytest.mark.parametrize(
     ("mistake", "layout", "tied", "caught_by"),
     [
-        (
+        pytest.param(
             "gradients_below_the_output_layer_are_summed_over_tensor_ranks",
             TENSOR,
             False,
             {GRADIENTS: "gradient of", STEPS: "grad_norm", TEMPERATURES: "gradient of"},
+            marks=soak,
         ),
         pytest.param(
             "losses_are_divided_by_the_micro_batches",
