@@ -16,10 +16,12 @@ SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 def leave_out(folder: Path, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests below this folder that only long runs have. For `pytest_collection_modifyitems`."""
-    if SOAK:
-        return
     left_out = [item for item in items if folder in item.path.parents and not _is_in_every_run(item)]
-    if left_out:
+    if SOAK:
+        # Long runs choose tests by this mark.
+        for item in left_out:
+            item.add_marker(pytest.mark.slow)
+    elif left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
