@@ -2,10 +2,9 @@
 
 A recorded stream of an engine's messages goes through vLLM's own client code, the engine, its member and a response's
 Progress; CPU seconds of the thread, divided by the tokens. With --actor all of that but the last two is in a Ray actor,
-whose engine gives every request a token 33 times a second, and the seconds are those of the controller. It needs the
-support modules of the tests:
+whose engine gives every request a token 33 times a second, and the seconds are those of the controller.
 
-    PYTHONPATH=tests/support python benchmarks/vllm_stream.py --requests 256 --tokens 512
+    python benchmarks/vllm_stream.py [--json] [--requests 256] [--tokens 512] [--chunk-tokens 16] [--actor]
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ import argparse
 import asyncio
 import gc
 import json
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import ray
-from recorded_vllm import RecordedEngine, step_output
+import ray.cloudpickle
 
 from spurline.config.run_config import ModelConfig
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
@@ -31,6 +32,10 @@ from spurline_async_rl.engines.vllm import ray as engines_on_ray
 from spurline_async_rl.engines.vllm.launch import EngineSpec, PlainSpec
 from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.ray import EngineActor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+import recorded_vllm
+from recorded_vllm import RecordedEngine, step_output
 
 _STEP_S = 0.03
 
@@ -115,6 +120,8 @@ class RecordedActor(EngineActor):
 
 async def measure_actor(num_requests: int, num_tokens: int, **settings: Any) -> dict[str, float]:
     """Microseconds of CPU in the controller for a token: of its event loop, and of all its threads with Ray's own."""
+    # Actors do not look for modules where this script does.
+    ray.cloudpickle.register_pickle_by_value(recorded_vllm)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     engines_on_ray.EngineActor = RecordedActor
     place = SimpleNamespace(reserve=_nothing, actor_options=lambda _: {"num_cpus": 1}, release=print)

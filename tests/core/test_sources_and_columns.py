@@ -331,7 +331,7 @@ def test_groups_come_back_from_a_recording_with_their_columns() -> None:
     (older,) = blocks
     for entry in older["groups"]:
         del entry["columns"]
-    assert groups_of(older)[0].columns == {}
+    assert next(groups_of(older)).columns == {}
 
 
 class TestPlugin(PluginContract):

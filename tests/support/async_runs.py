@@ -51,7 +51,7 @@ def assert_every_prompt_ended_once(config: dict[str, Any]) -> Scheduler:
     )
     recorded: dict[int, int] = {}
     for step in range(1, steps + 1):
-        groups = groups_of(read_state(recorded_step(run_dir, step)))
+        groups = [*groups_of(read_state(recorded_step(run_dir, step)))]
         assert len(groups) == config["source"]["prompts_per_step"]
         for group in groups:
             assert group.draw not in recorded, f"draw {group.draw} was trained at {recorded[group.draw]} and {step}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -9,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,3 +111,19 @@ def test_an_array_with_gaps_is_joined_by_its_values() -> None:
     response = np.arange(8, dtype=np.int32)[::2]
     attempts = [Trajectory("p", 0, (Turn(np.array([7], np.int32), response, np.ones(4, np.uint8)),))]
     assert FlatTurns.of(attempts).tokens.tolist() == [7, 0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_group_is_freed_with_its_last_reference_whether_its_turns_merge_or_not(goes_on: bool) -> None:
+    second = [1, 2, 3] if goes_on else [1, 3, 2]
+    turns = tuple(Turn(prompt, [2], [1]) for prompt in ([1], second))  # type: ignore[arg-type]
+    group = Group("p", 0, (Trajectory("p", 0, turns),))
+    assert (group.merged is not group) == goes_on
+    assert len(group.merged.flat) == len(group.flat) - goes_on
+    freed = weakref.ref(group)
+    gc.disable()
+    try:
+        del group
+        assert freed() is None
+    finally:
+        gc.enable()

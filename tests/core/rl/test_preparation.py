@@ -59,7 +59,10 @@ def prepare(
         tokenizer=SimpleNamespace(pad_token_id=PAD),
     )
     backend: Any = FakeBackend(RANKS)
-    return Preparation(config, context).prepare(make_groups(PROMPTS, SAMPLES), backend), backend
+    preparation = Preparation(config, context)
+    # Some were prepared when they were finished, and some were not: read from a recording, for one.
+    groups = [preparation.ready(group) if group.draw % 2 else group for group in make_groups(PROMPTS, SAMPLES)]
+    return preparation.prepare(groups, backend), backend
 
 
 def assert_rows(batch: TrainingBatch, oracle: Oracle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -87,7 +88,7 @@ def assert_same(restored: list[Group], originals: list[Group]) -> None:
 
 @given(groups())
 def test_groups_come_back_bit_for_bit(originals: list[Group]) -> None:
-    assert_same(groups_of(groups_state(originals)), originals)
+    assert_same([*groups_of(groups_state(originals))], originals)
 
 
 @given(originals=groups(), num_bytes=st.integers(1, 200))
@@ -96,7 +97,7 @@ def test_groups_come_back_from_blocks_of_any_size(originals: list[Group], num_by
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setattr(recordings, "_BLOCK_BYTES", num_bytes)
         write_state(Path(folder) / "groups", groups_state(originals))
-        assert_same(groups_of(read_state(Path(folder) / "groups")), originals)
+        assert_same([*groups_of(read_state(Path(folder) / "groups"))], originals)
 
 
 def test_writing_a_full_buffer_takes_little_memory_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +115,20 @@ def test_writing_a_full_buffer_takes_little_memory_beside_it(tmp_path: Path, mon
     tracemalloc.stop()
     assert peak <= 0.1 * 32 * 16 * tokens * 17
     assert len([*(tmp_path / "groups.parts").rglob("*.safetensors")]) > 10
-    assert_same(groups_of(read_state(tmp_path / "groups")), originals)
+    assert_same([*groups_of(read_state(tmp_path / "groups"))], originals)
+
+
+def test_groups_are_read_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "_BLOCK_BYTES", 1)
+    turn = Turn(np.array([1]), np.array([2]), np.array([1]))
+    write_state(
+        tmp_path / "groups", groups_state([Group(f"u@{n}", n, (Trajectory(f"u@{n}", 0, (turn,)),)) for n in range(4)])
+    )
+    seen: list[weakref.ref[Group]] = []
+    for group in groups_of(read_state(tmp_path / "groups")):
+        assert sum(earlier() is not None for earlier in seen) <= 1, "beside this one, the one before at most"
+        seen.append(weakref.ref(group))
+    assert len(seen) == 4
 
 
 def test_groups_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
@@ -123,14 +137,14 @@ def test_groups_of_earlier_checkpoints_are_read(tmp_path: Path) -> None:
     blocks: Any = groups_state([group])["blocks"]
     # All groups were one block then, and it was the state.
     write_state(tmp_path / "groups", {**next(iter(blocks)), "version": 3})
-    assert_same(groups_of(read_state(tmp_path / "groups")), [group])
+    assert_same([*groups_of(read_state(tmp_path / "groups"))], [group])
 
 
 def test_groups_come_back_from_disk_bit_for_bit(tmp_path: Path) -> None:
     turn = Turn(np.array([1, 2]), np.array([3, 4, 5]), np.array([1, 1, 0]), logprobs=np.array([-0.1, -0.2, -0.3]))
     group = Group("rows:7@9", 9, (Trajectory("rows:7@9", 0, (turn, turn), {"right": 0.1}, {"prompt": "é"}),))
     write_state(tmp_path / "groups", groups_state([group]))
-    assert_same(groups_of(read_state(tmp_path / "groups")), [group])
+    assert_same([*groups_of(read_state(tmp_path / "groups"))], [group])
 
 
 def test_what_an_environment_logs_may_be_anything() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from spurline.rl.advantages.group_relative import DrGrpo, Grpo, Rloo
 from spurline.rl.advantages.reinforce_pp import ReinforcePlusPlus
 from spurline.rl.configs import RolloutSourceConfig
 from spurline.rl.preparation import Preparation
-from spurline.rl.trajectory import Group, Trajectory
+from spurline.rl.trajectory import Group, Trajectory, turns_of, with_turns
 from spurline.testing.inputs import PAD
 from spurline.update.configs import ByPromptConfig
 from spurline_collation_fast.collators import FastRolloutsCollator
@@ -135,3 +135,33 @@ def test_columns_are_those_of_the_records_bit_for_bit(
         assert batch.segments[name].offsets.tolist() == column.offsets.tolist(), name
     trained = expected.tokens["advantages"][expected.tokens["loss_weights"] != 0].double()
     assert batch.info["advantage/mean"] == pytest.approx(float(trained.mean()), abs=1e-9)
+
+
+class Halved(Grpo):
+    """A plugin's advantage, derived from one that gives a number per attempt."""
+
+    def advantages(self, groups: Sequence[Group]) -> list[Group]:
+        found = super().advantages(groups)
+        halves = [replace(turn, advantages=turn.advantages / 2) for turn in turns_of(found)]
+        return with_turns(found, halves)
+
+
+class Unweighted(FastRolloutsCollator):
+    """A plugin's collator, derived from one that reads flat arrays."""
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        batch = super().collate_rollouts(trajectories)
+        return batch.with_tokens(loss_weights=torch.zeros_like(batch.tokens["loss_weights"]))
+
+
+def test_what_a_subclass_overrides_is_not_passed_by() -> None:
+    groups, backend = make_groups(2, 3, seed=1), cast("Any", FakeBackend(RANKS))
+    whole, halved = (
+        make_preparation(FastRolloutsCollator, advantage(GrpoConfig()), 2, 1).prepare(groups, backend)
+        for advantage in (Grpo, Halved)
+    )
+    assert bool(whole.tokens["advantages"].any())
+    assert torch.equal(halved.tokens["advantages"], whole.tokens["advantages"] / 2)
+    unweighted = make_preparation(Unweighted, Grpo(GrpoConfig()), 2, 1).prepare(groups, backend)
+    assert bool(whole.tokens["loss_weights"].any())
+    assert not bool(unweighted.tokens["loss_weights"].any())

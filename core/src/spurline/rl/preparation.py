@@ -165,7 +165,7 @@ class Preparation:
 
     def _lay_out(self, groups: Sequence[Group]) -> TrainingBatch:
         rows = [self._rows_of(group) for group in groups]
-        if isinstance(self._collator, CollatesFlat):
+        if isinstance(self._collator, CollatesFlat) and _speaks_for(self._collator, "collate_flat", "collate_rollouts"):
             batch = self._collator.collate_flat([group.flat for group in rows])
         else:
             batch = self._collator.collate_rollouts(trajectories_of(rows))
@@ -227,7 +227,8 @@ class Preparation:
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         samples = self._sample_advantages(scopes)
         if samples is not None:
-            attempt_turns = _joined(group.flat.attempt_turns for group in groups)
+            # Not of the flat arrays: groups whose rewards were charged have none, and need none any more.
+            attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
         groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
         names = ["advantages"]
@@ -237,7 +238,9 @@ class Preparation:
 
     def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
         """One number per attempt where the advantage is that."""
-        if not isinstance(self._advantage, ComparesSamples):
+        if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
+            self._advantage, "sample_advantages", "advantages"
+        ):
             return None
         found = [np.empty(0)]
         for scope in scopes:
@@ -257,6 +260,13 @@ class Preparation:
             return batch, metrics
         factors, corrected = ratios.correct(self._correction)
         return batch.with_tokens(correction_factors=factors), {**metrics, **corrected}
+
+
+def _speaks_for(component: object, shortcut: str, method: str) -> bool:
+    """Whether the shortcut is as derived as the method: a subclass that overrides the method alone means its own."""
+    classes = type(component).__mro__
+    first = next((cls for cls in classes if shortcut in vars(cls) or method in vars(cls)), None)
+    return first is None or shortcut in vars(first)
 
 
 def _join_field(name: str, groups: Sequence[Group], columns: TurnColumns) -> Tensor:
@@ -300,7 +310,7 @@ def _refuse_taken_columns(names: Sequence[str]) -> None:
 
 def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
     """Each carried number of a prompt's row, on the response tokens of all turns of its group."""
-    turns = [len(group.flat) for group in groups]
+    turns = [len(turns_of([group])) for group in groups]
     return {
         name: columns.join(name, np.repeat([_column_of(group, name) for group in groups], turns).tolist())
         for name in names

@@ -104,12 +104,17 @@ class Group:
         returns.flags.writeable = False
         return returns
 
-    @cached_property
+    @property
     def merged(self) -> Group:
         """The group with the turns of each attempt merged where they can be; the same one where none can."""
+        return self._with_merged_turns or self
+
+    @cached_property
+    def _with_merged_turns(self) -> Group | None:
+        """None where none can be merged: a group that held itself would wait for the garbage collector."""
         merged = tuple(merge_turns(trajectory) for trajectory in self.trajectories)
         is_changed = any(new is not old for new, old in zip(merged, self.trajectories, strict=True))
-        return replace(self, trajectories=merged) if is_changed else self
+        return replace(self, trajectories=merged) if is_changed else None
 
 
 def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:

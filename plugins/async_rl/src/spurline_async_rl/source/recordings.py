@@ -48,10 +48,10 @@ def groups_state(groups: Sequence[Group]) -> dict[str, object]:
     return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)))}
 
 
-def groups_of(state: Mapping[str, Any]) -> list[Group]:
-    """The groups that `groups_state` was given."""
+def groups_of(state: Mapping[str, Any]) -> Iterator[Group]:
+    """The groups that `groups_state` was given, in order, of which no more than a block is read ahead."""
     # Earlier checkpoints and recordings hold all groups as one block.
-    return [group for block in state.get("blocks", [state]) for group in _groups_of_block(block)]
+    return (group for block in state.get("blocks", [state]) for group in _groups_of_block(block))
 
 
 def _blocks(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
