@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,8 +66,16 @@ def test_a_depth_that_was_chosen_stays(seen: list[Batch]) -> None:
     for batch in seen:
         told(full, batch)
         told(chosen, batch)
-    chosen.load_state_dict(AdmissionDepth("full", 3, 8, 4).state_dict())
+    chosen.load_state_dict({"value": 20.0, "held_back_ago": 0})
     assert (full.groups, chosen.groups) == (32, 11)
+
+
+@pytest.mark.parametrize("fixed", ["full", 11])
+def test_a_run_that_follows_the_trainer_from_now_on_begins_anew(fixed: Any) -> None:
+    """From the bound it would take hundreds of steps to come down."""
+    depth = AdmissionDepth("auto", 4, 32, 8)
+    depth.load_state_dict(AdmissionDepth(fixed, 4, 32, 8).state_dict())
+    assert depth.value == 40
 
 
 def test_no_time_between_batches_is_no_time_without_one() -> None:

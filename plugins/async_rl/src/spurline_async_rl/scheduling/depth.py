@@ -77,11 +77,13 @@ class AdmissionDepth:
             self._set(self.value + self._rise + _RISE_PER_WAIT * self._batch_size * share)
 
     def state_dict(self) -> dict[str, object]:
-        return {"value": self.value, "held_back_ago": self._held_back_ago}
+        """Empty for a fixed depth, which says nothing about how many groups are enough."""
+        return {"value": self.value, "held_back_ago": self._held_back_ago} if self._adapts else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the depth of another run, as far as this one's limits allow; a fixed depth stays what it is."""
-        if self._adapts:
+        """Go on with the depth of another run, as far as this one's limits allow; a fixed depth stays what it is, and
+        is nothing to go on with."""
+        if self._adapts and state:
             self._set(float(state["value"]))
             self._held_back_ago = int(state["held_back_ago"])
 
