@@ -135,8 +135,8 @@ def measure(size: Size, folder: Path) -> Measured:
     loaded.host.attach(measured, "controller")
     take = Producer.take
 
-    def taking(self: Producer, step: int) -> Any:
-        found = take(self, step)
+    def taking(self: Producer, *arguments: Any) -> Any:
+        found = take(self, *arguments)
         if found is not None:
             measured.taken()
         return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 from spurline import Run, load_config
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins import hookimpl
+from spurline_async_rl.source import source as source_module
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -253,3 +256,27 @@ def test_parameters_swapped_in_the_backend_are_not_measured_by_engines_that_have
         RunFailedError, match=r"run\.evaluate\('other'\): the answers come from engines with weights of"
     ):
         Run(loaded).train()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_large_run_has_its_own_rhythm_of_collections_and_leaves_the_collector_as_it_was(
+    async_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(source_module, "WORTHWHILE_ATTEMPTS", 2)
+    before = gc.get_threshold(), gc.get_freeze_count()
+    seen: list[tuple[bool, bool]] = []
+
+    class Watcher:
+        @hookimpl
+        def on_step_end(self) -> None:
+            seen.append((gc.get_threshold() != before[0], gc.get_freeze_count() > before[1]))
+            if fails:
+                raise RuntimeError("a hook failed")
+
+    loaded = load_config(async_config)
+    loaded.host.attach(Watcher(), "watcher")
+    with pytest.raises(Exception, match="a hook failed") if fails else nullcontext():
+        Run(loaded).train()
+    assert seen
+    assert all(entry == (True, True) for entry in seen)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before

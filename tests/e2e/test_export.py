@@ -152,7 +152,8 @@ def _assert_computes_alike(base: Path, adapter: Path, merged: Path) -> None:
     tokens = torch.randint(0, plain.config.vocab_size, (3, 17), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         unchanged, expected, got = (model.eval()(tokens).logits for model in (plain, whole, loaded))
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+    # One adds the adapter to the weights, the other to what they compute: float32 rounds differently.
+    torch.testing.assert_close(got, expected, atol=4e-6, rtol=0)
     assert float((expected - unchanged).abs().max()) > 1e-2, "training changed nothing that could be compared"
 
 

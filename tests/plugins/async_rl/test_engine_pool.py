@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_members import ScriptedMember, Trainer, World, reference
+from virtual_loop import run_virtually
 
 from spurline.errors import DataError, ModelError, RunFailedError
 from spurline.protocols.rollout_engine import (
@@ -25,8 +26,13 @@ from spurline.protocols.rollout_engine import (
     TensorPlace,
     WeightBucket,
 )
+from spurline.rl.trajectory import FinishReason
+from spurline_async_rl.engines import member as member_module
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, from_plain
+from spurline_async_rl.engines.configs import PoolConfig
+from spurline_async_rl.engines.member import EngineDiedError, PooledEngine
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.engines.progress import Progress
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 
@@ -268,6 +274,38 @@ def test_a_pause_does_not_count_as_time_without_progress() -> None:
     assert len(world.members) == 1
 
 
+class WritesSlowly(ScriptedMember):
+    """Writes its first token at 34 s, and the second 83 s later."""
+
+    async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
+        for seconds in (34, 83):
+            await asyncio.sleep(seconds)
+            progress.add([8], [0.0], [0.0], 0)
+        return "stop"
+
+
+def test_a_pause_between_two_looks_at_a_request_does_not_count_either() -> None:
+    async def main() -> None:
+        engine = PooledEngine(
+            WritesSlowly("engine 0", World()),
+            PoolConfig(name="scripted", generate_timeout_s=70),
+            (),
+            lambda: None,
+        )
+        life = asyncio.create_task(engine.live())
+        writing = asyncio.create_task(engine.generate(asked(0), Progress()))
+        # Looks are at 17.5, 35, 52.5 s and so on.
+        await asyncio.sleep(36)
+        await engine.control(Pause())
+        await asyncio.sleep(15)
+        await engine.control(Resume())
+        assert await writing == "stop"
+        engine.kill("it is over")
+        await life
+
+    run_virtually(main())
+
+
 def test_an_engine_that_does_not_pause_in_time_is_replaced() -> None:
     world = World()
 
@@ -350,6 +388,45 @@ def test_a_request_that_means_nothing_is_refused_and_hurts_no_engine() -> None:
 
     use(lambda: world.pool(1), body)
     assert len(world.members) == 1
+
+
+class HandsOverLate(ScriptedMember):
+    """Adds tokens to the progress only when it is cancelled; may go on then."""
+
+    clings = False
+
+    async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
+        progress.add([8], [0.0], [0.0], self.version)
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                # As what a member cancels takes some turns of the loop to end.
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                progress.add([9, 10], [0.0] * 2, [0.0] * 2, self.version)
+                if not self.clings:
+                    raise
+                self.clings = False
+
+
+@pytest.mark.parametrize("clings", [False, True])
+def test_what_a_dead_engine_has_already_given_its_member_is_kept(clings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "_HANDING_OVER_S", 0.05)
+
+    async def main() -> None:
+        member = HandsOverLate("engine 0", World())
+        member.clings = clings
+        engine = PooledEngine(member, PoolConfig(name="scripted"), (), lambda: None)
+        life = asyncio.create_task(engine.live())
+        progress = Progress()
+        asyncio.get_running_loop().call_later(0.01, engine.kill, "it ended")
+        with pytest.raises(EngineDiedError, match="it ended"):
+            await asyncio.wait_for(engine.generate(asked(0), progress), 5)
+        assert progress.token_ids.tolist() == [8, 9, 10]
+        await life
+
+    asyncio.run(main())
 
 
 def test_requests_of_one_prompt_go_to_one_engine_and_prompts_are_spread() -> None:

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spurline_async_rl.source import garbage
@@ -59,10 +59,11 @@ def fake(monkeypatch):
     return make
 
 
-calls = st.lists(st.tuples(st.sampled_from(["quiet", "tidy", "restore"]), st.integers(0, 2)), max_size=20)
+calls = st.lists(st.tuples(st.sampled_from(["quiet", "tidy", "restore"]), st.integers(0, 2)), min_size=6, max_size=20)
 
 
 @settings(max_examples=150, deadline=None)
+@example([("quiet", 0), ("quiet", 1), ("restore", 0), ("tidy", 1)], True, 0, [1])
 @given(calls, st.booleans(), st.sampled_from([0, 50]), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_after_any_runs_beside_each_other_the_collector_is_as_before(calls, enabled, frozen, peaks):
     collector = FakeCollector(enabled=enabled, frozen=frozen)

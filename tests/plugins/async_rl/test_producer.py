@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from spurline.rl.draws import Draw, SkippedRow
 from spurline.rl.group_runner import GivenUpPrompt, Outcome
 from spurline.rl.trajectory import Group, Trajectory, Turn
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
+from spurline_async_rl.source import producer as producer_module
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.recordings import groups_state
 from spurline_async_rl.timeline.recorder import Timeline
@@ -270,9 +272,11 @@ def test_finished_groups_are_made_ready_on_a_thread_that_ends_with_the_producer(
         producer.start()
         collected, _ = await next_groups(producer, changed, 1)
         await producer.close()
-        return collected
+        return producer, collected
 
-    collected = asyncio.run(first())
+    # The thread must end although the producer is still there.
+    producer, collected = asyncio.run(first())
+    assert producer.scheduler.taken == 1
     assert [group.columns for group in collected.groups] == [{"ready": 0}, {"ready": 1}]
     [thread] = threads
     assert thread is not threading.main_thread()
@@ -294,3 +298,24 @@ def test_an_error_while_a_group_is_made_ready_reaches_the_training_thread() -> N
 
     with pytest.raises(DataError, match="the rewards of draw 0 sum up to nan"):
         asyncio.run(first())
+
+
+def test_a_publish_that_lets_many_groups_start_leaves_room_for_others_between_them(monkeypatch):
+    monkeypatch.setattr(producer_module, "_ADMITTED_AT_ONCE", 3)
+
+    async def observe() -> list[int]:
+        groups = ScriptedGroups(delays=[1000] * 20)
+        producer = make_producer(groups, asyncio.Event(), limits(batch_size=10, max_running=20))
+        producer.start()
+        # What calls again meanwhile does not make it faster.
+        producer.publish(0)
+        levels = [producer.scheduler.num_running]
+        while levels[-1] < 20:
+            await asyncio.sleep(0)
+            levels.append(producer.scheduler.num_running)
+        await producer.close()
+        return levels
+
+    levels = asyncio.run(asyncio.wait_for(observe(), 30))
+    assert levels[0] == 6
+    assert all(after - before <= 3 for before, after in pairwise(levels))

@@ -57,9 +57,9 @@ def test_the_batch_is_that_of_the_reference(
     assert_batches_equal(batch, RolloutsCollator(config, 9, layout).collate_rollouts(attempts))
 
 
-@given(TURNS, st.lists(st.integers(0, 14), max_size=12))
-def test_pieces_hold_every_block_once_in_order_and_join_small_ones_alone(turns: Any, cuts: list[int]) -> None:
-    _, blocks = blocks_of(turns, cuts, 0)
+@given(st.lists(st.integers(1, OWN + 2), max_size=12))
+def test_pieces_hold_every_block_once_in_order_and_join_small_ones_alone(tokens: list[int]) -> None:
+    blocks = [FlatTurns.of(make_trajectories([[(0, count)]])) for count in tokens]
     pieces = [*collators._pieces(blocks)]
     assert [block for piece in pieces for block in piece] == blocks
     sizes = [[len(block.tokens) for block in piece] for piece in pieces]

@@ -26,7 +26,11 @@ def located(error: BaseException) -> str:
     """The exception and the innermost place it came through: `KeyError: 'unit' (rewards.py:12 in grade)`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    try:
+        text = str(error)
+    except Exception as unsaid:  # noqa: BLE001 - told; a class of somebody else's must not hide where it was raised
+        text = f"its text cannot be had, {type(unsaid).__name__}: {unsaid}"
+    return f"{type(error).__name__}: {text}{place}"
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:

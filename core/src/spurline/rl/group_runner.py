@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
@@ -183,12 +183,12 @@ class GroupRunner:
 class _GroupAttempts:
     """All attempts at one prompt: each again while it may be, and none left running when it is over."""
 
-    __slots__ = ("_done", "_error", "_jobs", "_missing", "_runner", "_trajectories")
+    __slots__ = ("_done", "_failed", "_jobs", "_missing", "_runner", "_trajectories")
 
     def __init__(self, runner: GroupRunner, prompt: Draw) -> None:
         self._runner = runner
         self._done = asyncio.get_running_loop().create_future()
-        self._error: BaseException | None = None
+        self._failed: tuple[_Attempt, BaseException] | None = None
         self._missing = runner.samples_per_prompt
         self._trajectories: list[Trajectory | None] = [None] * self._missing
         self._jobs = [_Attempt(self, _task_of(prompt, sample)) for sample in range(self._missing)]
@@ -217,44 +217,43 @@ class _GroupAttempts:
             await tasks.end(jobs)
             # Jobs and their group refer to each other; without them, both are freed at once.
             jobs.clear()
-        error, self._error = self._error, None
-        if error is None:
+        failed, self._failed = self._failed, None
+        if failed is None:
             return cast("list[Trajectory]", self._trajectories)
+        # Put into words here and not in `ended`: what an environment raises may fail to say what it is.
+        error = self._last_word(*failed)
         try:
             raise error
         finally:
-            # It refers to this frame by its traceback.
-            del error
+            # They refer to this frame by their tracebacks.
+            del error, failed
 
     def ended(self, job: _Attempt, trajectory: Trajectory | None, error: BaseException | None) -> None:
         """An attempt came to an end: note it, make it again, or end the group."""
         if self.is_over:
             return
-        if error is not None:
-            self._error = self._last_word(job, error)
-            if self._error is not None:
+        if error is None:
+            self._trajectories[job.asked.sample] = trajectory
+            self._missing -= 1
+            if self._missing == 0:
                 self._done.set_result(None)
-                return
+        elif _may_succeed(error) and job.attempt < self._runner.retries:
             self._runner.count_retry(job.asked.uid)
             job.attempt += 1
             self._runner.tasks.submit(job)
-            return
-        self._trajectories[job.asked.sample] = trajectory
-        self._missing -= 1
-        if self._missing == 0:
+        else:
+            self._failed = job, error
             self._done.set_result(None)
 
-    def _last_word(self, job: _Attempt, error: BaseException) -> BaseException | None:
-        """What the group ends with after this failure, as of `run`; None where the attempt is made again."""
+    def _last_word(self, job: _Attempt, error: BaseException) -> BaseException:
+        """What the group ends with after this failure, as of `run`."""
         final: Exception
         if isinstance(error, DataError) and not isinstance(error, PrefixError):
             final = explain_bad_row(job.asked.location, error)
-        elif not isinstance(error, Exception) or _ends_the_run(error):
-            return error
-        elif isinstance(error, PrefixError) or job.attempt == self._runner.retries:
+        elif isinstance(error, PrefixError) or _may_succeed(error):
             final = _GiveUp(_explain_failure(job.asked, job.attempt, error))
         else:
-            return None
+            return error
         final.__cause__ = error
         return final
 
@@ -285,9 +284,11 @@ class _Attempt(Job[Trajectory]):
         self._group.ended(self, result, error)
 
 
-def _ends_the_run(error: Exception) -> bool:
-    """Whether it is about the configuration, a component or the engine, not about the attempt or its row."""
-    return isinstance(error, SpurlineError) and not isinstance(error, (AttemptFailedError, PrefixError))
+def _may_succeed(error: BaseException) -> TypeGuard[Exception]:
+    """Whether it is about the attempt, so that another one may succeed: not about its row, the configuration, a
+    component or the engine."""
+    is_ours = isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError)
+    return isinstance(error, Exception) and not is_ours
 
 
 def _task_of(prompt: Draw, sample: int) -> Task:

@@ -70,6 +70,8 @@ State = Literal["starting", "awaiting", "ready", "dead"]
 
 _GIVEN_UP_CLOSE_S = 5.0
 """Seconds an engine that counts as dead may take to end before it is killed."""
+_HANDING_OVER_S = 1.0
+"""Seconds in which a member whose engine is dead may hand over tokens that it has already."""
 
 
 @dataclass(eq=False, slots=True)
@@ -231,6 +233,9 @@ class PooledEngine(ControlledEngine):
             return await awaited.answer
         except EngineDiedError as error:
             self.kill(str(error))
+            # Being cancelled, it adds to `progress` what has come of the response: no other engine has to write that
+            # anew.
+            await asyncio.wait({work}, timeout=_HANDING_OVER_S)
             raise
         finally:
             self.load -= 1
@@ -253,7 +258,10 @@ class PooledEngine(ControlledEngine):
             command = replace(command, bucket=replace(command.bucket, receiver=self.name))
         if await self._ask(str(command), self._member.control(command), command.limit) and command.ends:
             self._holds.discard(command.hold)
+            # Also a hold between two looks at its requests must not count.
             self._moved_at = asyncio.get_running_loop().time()
+            for awaited in self._awaited:
+                awaited.since = self._moved_at
             if command.hold == UPDATE:
                 self._become("ready")
         elif isinstance(command, Sleep) and not command.keep_weights:

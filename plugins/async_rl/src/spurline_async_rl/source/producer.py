@@ -24,6 +24,9 @@ from spurline_async_rl.source.staleness import version_range
 from spurline_async_rl.timeline.recorder import Timeline
 from spurline_async_rl.timeline.records import STATE_NAMES
 
+_ADMITTED_AT_ONCE = 32
+"""Groups: a publish may let thousands of attempts start, which for a second would be all that the loop does."""
+
 
 class Producer:
     """State between steps: that of the scheduler, finished groups, and what the next batch has cost so far.
@@ -60,6 +63,7 @@ class Producer:
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._failure: BaseException | None = None
         self._stopped = True
+        self._goes_on_admitting = False
 
     def start(self) -> None:
         """Begin to generate; called on the loop."""
@@ -123,13 +127,23 @@ class Producer:
         self._groups = {group.draw: self._ready(group) for group in groups}
 
     def _admit(self) -> None:
-        """Start every group that may start."""
+        """Start every group that may start: some at once, the others after what else the loop has to do."""
         try:
-            while not self._stopped and self._failure is None and self.scheduler.may_admit():
+            for _ in range(_ADMITTED_AT_ONCE):
+                if self._stopped or self._failure is not None or not self.scheduler.may_admit():
+                    break
                 self._start_next()
+            else:
+                if not self._goes_on_admitting:
+                    self._goes_on_admitting = True
+                    asyncio.get_running_loop().call_soon(self._go_on_admitting)
         except Exception as error:  # noqa: BLE001 - raised where the next batch is taken
             self._fail(error)
         self._timeline.level(self.scheduler.num_running, self.scheduler.num_buffered)
+
+    def _go_on_admitting(self) -> None:
+        self._goes_on_admitting = False
+        self._admit()
 
     def _start_next(self) -> None:
         number = self.scheduler.draw()

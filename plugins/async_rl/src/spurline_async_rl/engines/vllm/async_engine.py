@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from spurline.errors import DataError, ModelError, RunFailedError, listing
 from spurline.protocols.rollout_engine import Sampling
 from spurline.rl.concurrency import in_thread
+from spurline_async_rl.engines.chunks import longest_wait_s
 from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import adapter_request
@@ -163,7 +164,8 @@ class AsyncEngine:
         """Get what the engine sends from here on."""
         from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
 
-        self._streams = TokenStreams(self._llm, self._spec.config.chunk_tokens)
+        config = self._spec.config
+        self._streams = TokenStreams(self._llm, config.chunk_tokens, longest_wait_s(config.generate_timeout_s))
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop between two tokens. When it returns every delta of every token generated so far has been consumed.

@@ -21,9 +21,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from spurline.rl.trajectory import FinishReason
 from spurline_async_rl.engines.vllm.member import Delta
 
-_LONGEST_S = 1.0
-"""Seconds for which a token may wait for the others of its chunk."""
-
 
 class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
     """vLLM's `LogprobsLists` as they are sent. values: dtype, shape [tokens, 1], and bytes, or the frame with them."""
@@ -112,8 +109,9 @@ class TokenStream:
 class TokenStreams:
     """All requests of one engine; made before the first of them, on the engine's event loop."""
 
-    def __init__(self, llm: Any, chunk_tokens: int) -> None:
-        """llm: the AsyncLLM, which gets its messages from here from now on."""
+    def __init__(self, llm: Any, chunk_tokens: int, longest_s: float) -> None:
+        """llm: the AsyncLLM, which gets its messages from here from now on. longest_s: seconds for which a token may
+        wait for the others of its chunk."""
         core = llm.engine_core
         assert core.resources.output_queue_task is None, "vLLM reads messages already, with its own decoder"
         core.decoder = StepDecoder(core.decoder)
@@ -123,6 +121,7 @@ class TokenStreams:
         llm.output_processor.stream_interval = 1
         self._llm = llm
         self._chunk_tokens = chunk_tokens
+        self._longest_s = longest_s
         # vLLM counts what passes it.
         self._passes_all: bool = llm.log_stats
         self._by_request: dict[str, TokenStream] = {}
@@ -189,7 +188,7 @@ class TokenStreams:
                 output.new_logprobs = output.routed_experts = None
                 waking.append(output)
         if len(waking) < len(message.outputs) and self._reminder is None:
-            self._reminder = asyncio.get_running_loop().call_later(_LONGEST_S, self._remind)
+            self._reminder = asyncio.get_running_loop().call_later(self._longest_s, self._remind)
         message.outputs = waking
         return bool(waking) or message.scheduler_stats is not None
 
