@@ -74,7 +74,7 @@ def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("walk", "most", "change"),
-    [("sft", 34, None), ("rl", 46, dict), ("async", 59, asynchronous)],
+    [("sft", 34, None), ("rl", 50, dict), ("async", 67, asynchronous)],
     ids=["sft", "rl", "async"],
 )
 def test_one_sample_goes_through_files_of_the_tour_alone(

@@ -44,7 +44,8 @@ class Advantage(Protocol):
 class ComparesSamples(Advantage, Protocol):
     """An advantage that may be one number per attempt, the same for all its response tokens.
 
-    Sources then write it to the batch as it is, without an array for every turn.
+    Sources then write it to the batch as it is, without an array for every turn. A subclass that
+    overrides `advantages` alone is asked for those.
     """
 
     def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:

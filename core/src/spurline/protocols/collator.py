@@ -87,7 +87,10 @@ class RolloutCollator(Protocol):
 
 @runtime_checkable
 class CollatesFlat(RolloutCollator, Protocol):
-    """A rollout collator that reads flat arrays, which sources of rollouts have made when a batch is due."""
+    """A rollout collator that reads flat arrays, which sources of rollouts have made when a batch is due.
+
+    A subclass that overrides `collate_rollouts` alone is asked for that.
+    """
 
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """The batch that `collate_rollouts` makes of the same turns, which lie in these blocks one after another.
