@@ -135,8 +135,8 @@ def measure(size: Size, folder: Path) -> Measured:
     loaded.host.attach(measured, "controller")
     take = Producer.take
 
-    def taking(self: Producer, *arguments: Any) -> Any:
-        found = take(self, *arguments)
+    def taking(self: Producer, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> Any:
+        found = take(self, step, wait_s, seconds)
         if found is not None:
             measured.taken()
         return found
