@@ -188,6 +188,7 @@ def test_the_plan_states_the_bound(spurline: Spurline, write_config: WriteConfig
     told = " ".join(out.split())
     assert "No token is trained on that is more than 2 updates old" in told
     assert "At most 12 groups are ahead of training, 1 of them under way at a time" in told
+    assert "While the trainer is busy, as few as it needs (depth: auto)" in told
 
 
 def test_an_environment_that_blocks_everything_is_told_with_its_place_in_the_code(

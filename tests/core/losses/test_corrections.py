@@ -25,8 +25,8 @@ from spurline.losses.corrections import (
     SequenceRejection,
     TruncatedImportanceSampling,
 )
-from spurline.losses.log_ratios import correct_batch
-from spurline.protocols.correction import Correction
+from spurline.losses.log_ratios import LogRatios, correct_batch
+from spurline.protocols.correction import Corrected, Correction
 from spurline.testing.loss_contract import CorrectionContract
 
 CORRECTIONS: dict[str, Correction] = {
@@ -54,6 +54,26 @@ PLAIN: dict[str, Callable[[list[float]], list[float]]] = {
 @pytest.fixture(params=sorted(CORRECTIONS))
 def correction(request: pytest.FixtureRequest) -> Correction:
     return CORRECTIONS[request.param]
+
+
+class WorseFarSequencesRejected:
+    """The correction of docs/testing-plugins.md, which reads another column of the batch."""
+
+    def correct(self, ratios: LogRatios) -> Corrected:
+        far = ratios.spread(ratios.means().abs() > 0.02)
+        return Corrected((~(far & (ratios.column("advantages") < 0))).double())
+
+    def describe(self) -> str:
+        return "Leave out worse sequences that are 0.02 nats off per token."
+
+
+class TestACorrectionThatReadsAdvantages(CorrectionContract):
+    def make_correction(self) -> Correction:
+        return WorseFarSequencesRejected()
+
+    def test_the_sequences_of_the_contract_have_both_kinds(self) -> None:
+        factors, _ = correct_batch(self.batch(((0,), (1,), (2,), (3,), (4,))), self.make_correction())
+        assert set(factors.unique().tolist()) == {0.0, 1.0}
 
 
 class TestCorrections(CorrectionContract):

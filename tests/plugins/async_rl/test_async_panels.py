@@ -214,6 +214,12 @@ def test_the_load_of_the_event_loop_is_drawn_with_the_share_from_which_it_is_bus
     assert "the longest 2,000 ms" in str(fragment)
 
 
+def test_a_step_in_which_the_loop_was_not_looked_at_leaves_a_gap_on_the_logarithmic_axis() -> None:
+    lags = by_name(figures(controller(load(0.5), load(0.5, p50=0.0, p99=0.0, max=0.0), load(0.5)))[0])
+    assert [lags[name]["x"] for name in ("median", "99 %", "longest")] == [[1, 3]] * 3
+    assert lags["median"]["y"] == [0.001] * 2
+
+
 def test_a_run_without_an_event_loop_has_no_panel_of_it() -> None:
     assert controller({"loss": 1.0}) is None
 

@@ -322,7 +322,7 @@ def test_an_engine_that_does_not_pause_in_time_is_replaced() -> None:
     assert world.members[0].is_closed
 
 
-def test_the_run_fails_when_engines_have_died_too_often() -> None:
+def test_the_run_fails_when_engines_have_died_too_often(capsys: pytest.CaptureFixture[str]) -> None:
     world = World(dict.fromkeys(range(200), "raise before"))
 
     async def body(pool: EnginePool, trainer: Trainer) -> list[Any]:
@@ -334,6 +334,9 @@ def test_the_run_fails_when_engines_have_died_too_often() -> None:
         assert "3 engines have died" in str(outcome)
         assert "max_restarts is 2" in str(outcome)
     assert len(world.members) == 4
+    told = capsys.readouterr().err.splitlines()
+    assert ["(1 of at most 2, source.engine.max_restarts)" in told[0], "(2 of at most 2" in told[1]] == [True, True]
+    assert len(told) == 2
 
 
 def test_an_engine_that_does_not_start_in_time_is_tried_again() -> None:

@@ -143,6 +143,7 @@ class CorrectionContract:
             rollout = old + spread * torch.randn(length, generator=generator)
             trained = (torch.rand(length, generator=generator) < 0.7).float().numpy()
             extra = {"old_logprobs": old.numpy(), "rollout_logprobs": rollout.numpy()}
+            extra["advantages"] = np.full(length, 1 - number % 3, np.float32)
             sequences.append(Segment(np.ones(length, np.int32), trained, 0, f"prompt-{number}", extra=extra))
         laid_out: list[list[Segment]] = []
         for members in rows:

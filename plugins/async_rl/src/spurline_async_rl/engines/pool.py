@@ -10,6 +10,7 @@ What one engine does and may not do too long is `member.py`; how it is reached i
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -248,6 +249,12 @@ class EnginePool(ControlledEngine):
                         f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
                         f"{self._config.max_restarts}); the last one: {reason}"
                     )
+                print(
+                    f"An engine has died and another takes its place ({self._deaths} of at most "
+                    f"{self._config.max_restarts}, source.engine.max_restarts): {reason}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 self._engines[number] = self._new_engine(number)
         except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who asks)
             self._fail(error)

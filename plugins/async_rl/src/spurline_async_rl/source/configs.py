@@ -121,6 +121,10 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         ahead = f"At most {most} groups are ahead of training, {self.groups_at_once} of them under way at a time."
         if bound == 0:
             return [f"Every token is generated with the weights that are trained on it: synchronous. {ahead}"]
+        # Colocated engines generate only while the trainer is not busy, when depth holds nothing back.
+        if self.depth != "full" and not self.engine.is_colocated:
+            fewer = "as few as it needs" if self.depth == "auto" else f"at most {self.depth}"
+            ahead += f" While the trainer is busy, {fewer} (depth: {self.depth})."
         updates = "1 update" if bound == 1 else f"{bound} updates"
         kept = (
             "groups are trained on before they get older, and none is dropped"

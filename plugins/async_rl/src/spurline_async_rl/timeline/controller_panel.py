@@ -35,7 +35,9 @@ class ControllerPanel(Panel):
         return block(
             caption(f"{head}."),
             columns(
-                step_figure(_lag_traces(record), "Seconds", label="Lag of the event loop over steps", type="log"),
+                step_figure(
+                    _lag_traces(record), "Seconds waited for it", label="Lag of the event loop over steps", type="log"
+                ),
                 step_figure(busy, "Share of the time", label="CPU share", tickformat=".0%", rangemode="tozero"),
                 step_figure(
                     one_of_several("tokens", rate_steps, rates, "--series-3"),
@@ -49,8 +51,13 @@ class ControllerPanel(Panel):
 
 
 def _lag_traces(record: RunRecord) -> list[Trace]:
+    # A step that was over before the loop had been looked at has lags of 0, which a logarithmic axis has no place for.
+    looked_at = {step for step, lag in zip(*record.series("controller/lag_max"), strict=True) if lag > 0}
+
+    def lags(key: str) -> tuple[list[int], list[float]]:
+        points = zip(*record.series(f"controller/lag_{key}"), strict=True)
+        kept = [(step, lag) for step, lag in points if step in looked_at]
+        return [step for step, _ in kept], [lag for _, lag in kept]
+
     named = (("p50", "median", "--series-2"), ("p99", "99 %", "--series-1"), ("max", "longest", "--series-6"))
-    return [
-        line(name, *record.series(f"controller/lag_{key}"), color, mode="lines", hovertemplate="%{y:.3~s} s")
-        for key, name, color in named
-    ]
+    return [line(name, *lags(key), color, mode="lines", hovertemplate="%{y:.3~s} s") for key, name, color in named]

@@ -70,7 +70,7 @@ class StalenessPanel(Panel):
         for y_title, label, traces, tickformat in (
             ("Updates", "Staleness of trained tokens over steps", _staleness_traces(record), None),
             ("Share of the step", "Waiting over steps", _waiting_traces(record), ".0%"),
-            ("Groups", "Groups under way and buffered over steps", _level_traces(record), None),
+            ("Groups, a batch just taken", "Groups under way and buffered over steps", _level_traces(record), None),
         ):
             if traces:
                 plots.append(step_figure(traces, y_title, label=label, tickformat=tickformat, rangemode="tozero"))
