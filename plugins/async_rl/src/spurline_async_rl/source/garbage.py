@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 
 THRESHOLDS = 4_000, 5, 1_000_000
-"""Of `gc.set_threshold` in a run. Young objects are visited when 4,000 more have been made than freed, which in a steady
-run takes several times as many, and every sixth time also those that have survived it: up to 100 ms. The old ones are
-never visited without asking."""
+"""Of `gc.set_threshold` in a run. Young objects are visited when 4,000 more have been made than freed, which in a
+steady run takes several times as many, and every sixth time also those that have survived it: up to 100 ms. The old
+ones are never visited without asking."""
 WORTHWHILE_ATTEMPTS = 2048
 """Under way at a time. A full collection comes by itself when objects have grown by a quarter, which fewer never do."""
 _GROWTH = 1.5
