@@ -28,6 +28,21 @@ BLOCK_TOKENS = 1 << 16
 """Tokens of a block, whose float64 values are half a MiB."""
 
 
+class Scratch:
+    """Memory for values of all tokens of a batch that the next batch needs again: to touch fresh memory takes longer
+    than to compute what is written there."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[np.float64]] = {}
+
+    def floats(self, name: str, count: int) -> NDArray[np.float64]:
+        """float64 [count] of any values; the array that this name gave before is overwritten by this one."""
+        array = self._arrays.get(name)
+        if array is None or len(array) < count:
+            array = self._arrays[name] = np.empty(count, np.float64)
+        return array[:count]
+
+
 class LogRatios:
     """Log ratios of the tokens with loss of some rows; every sequence that has such tokens is there as a whole.
 
@@ -73,7 +88,7 @@ class LogRatios:
 class BatchLogRatios:
     """The log ratios of a whole batch, computed once.
 
-    values: float64 [N], those of all tokens with loss, row after row.
+    values: float64 [N], those of all tokens with loss, row after row; valid until the scratch serves another batch.
     Raises DataError when the batch lacks a column that they are made of.
     """
 
@@ -82,7 +97,7 @@ class BatchLogRatios:
         """Whether the batch has the columns."""
         return all(name in batch.tokens for name in COLUMNS)
 
-    def __init__(self, batch: TrainingBatch) -> None:
+    def __init__(self, batch: TrainingBatch, scratch: Scratch | None = None) -> None:
         missing = [name for name in COLUMNS if name not in batch.tokens]
         if missing:
             raise DataError(
@@ -93,7 +108,8 @@ class BatchLogRatios:
         self._where = _array(batch.tokens["loss_weights"]) != 0
         counts = np.count_nonzero(self._where, axis=1)
         self._starts = np.concatenate([[0], np.cumsum(counts)])
-        self.values: NDArray[np.float64] = np.empty(int(self._starts[-1]), np.float64)
+        self._scratch = scratch or Scratch()
+        self.values = self._scratch.floats("log ratios", int(self._starts[-1]))
         old, rollout = (_array(batch.tokens[name]) for name in COLUMNS)
         with np.errstate(invalid="ignore"):  # two logprobs of -inf have no ratio, which metrics and factors show as NaN
             for rows, tokens in self._blocks():
@@ -104,7 +120,7 @@ class BatchLogRatios:
         """The factors, float32 [R, L] and 1 on tokens without loss; means over the tokens with loss of the factors, as
         `correction/factor`, and of the metrics that the correction gives."""
         column = np.ones(self._where.shape, np.float32)
-        factors = np.empty(len(self.values), np.float64)
+        factors = self._scratch.floats("factors", len(self.values))
         sums: dict[str, float] = {}
         for rows, tokens in self._blocks():
             where = self._where[rows]

@@ -19,7 +19,7 @@ from torch import Tensor
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.tokenizer import pad_token_id
 from spurline.errors import ConfigError, DataError
-from spurline.losses.log_ratios import BatchLogRatios
+from spurline.losses.log_ratios import BatchLogRatios, Scratch
 from spurline.losses.policy_loss import kl_estimate
 from spurline.protocols.advantage import Advantage, ComparesSamples
 from spurline.protocols.backend import Backend, Role
@@ -105,6 +105,7 @@ class Preparation:
         loss: Loss = registry.create("loss", run.loss)
         self._needs_reference = config.kl_in_reward is not None or "reference_logprobs" in loss.needs
         self._needs_values = "values" in self._advantage.needs
+        self._scratch = Scratch()
         self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
@@ -254,8 +255,8 @@ class Preparation:
         """The batch with the factors that correct for its mismatch with the engine, and metrics of both."""
         if self._correction is None and not BatchLogRatios.can_be_made_of(batch):
             return batch, {}
-        ratios = BatchLogRatios(batch)
-        metrics = mismatch_metrics(ratios.values)
+        ratios = BatchLogRatios(batch, self._scratch)
+        metrics = mismatch_metrics(ratios.values, self._scratch)
         if self._correction is None:
             return batch, metrics
         factors, corrected = ratios.correct(self._correction)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
-from spurline.losses.log_ratios import BLOCK_TOKENS
+from spurline.losses.log_ratios import BLOCK_TOKENS, Scratch
 from spurline.losses.policy_loss import LARGEST_LOG_RATIO
 
 _Floats = NDArray[np.float64]
@@ -19,7 +19,7 @@ _Floats = NDArray[np.float64]
 _PERCENTILES = (1, 50, 99)
 
 
-def mismatch_metrics(log_ratios: _Floats) -> dict[str, float]:
+def mismatch_metrics(log_ratios: _Floats, scratch: Scratch | None = None) -> dict[str, float]:
     """How far the trainer's logprobs are from those the tokens were sampled with; nothing without tokens.
 
     `mismatch/logprob_diff` (mean of |trainer - rollout|, nats) and its `/max`, `mismatch/kl` (k3 estimate of
@@ -28,7 +28,7 @@ def mismatch_metrics(log_ratios: _Floats) -> dict[str, float]:
     """
     if not len(log_ratios):
         return {}
-    ratio = np.empty_like(log_ratios)
+    ratio = (scratch or Scratch()).floats("ratios", len(log_ratios))
     largest: list[np.float64] = []
 
     def sums(start: int, stop: int) -> _Floats:
