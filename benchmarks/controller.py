@@ -7,9 +7,13 @@ A real run of source `async_rollouts` with the collators of collation_fast; engi
 (sigma 1) of such a mean that engines finish a batch in the time of a step. The first step, which fills the engines, is
 left out, and the run is ended long before its last one, when fewer groups would start.
 
-Per attempt: CPU time of the event loop's thread. Hand-over: CPU time of the training thread from the moment the last
-group of a batch is there to the moment the backend is asked to update. Lag: how late a task that wants to run every
-5 ms does. Memory is that of the process after each step; a checkpoint's is the peak while its groups are written.
+Per attempt: CPU time of the event loop's thread, less that of the scripted engine. Hand-over: CPU time of the training
+thread from the moment the last group of a batch is there to the moment the backend is asked to update. Lag: how late a
+task that wants to run every 5 ms does. Memory is that of the process after each step; a checkpoint's is the peak while
+its groups are written.
+
+The gates count at full size alone, that of the defaults or more: what the loop does as time passes, whoever is under
+way, weighs the more on each attempt the fewer there are. Of 65,536 attempts at once no lag may be over 200 ms.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ ROOT = Path(__file__).parents[1]
 TINY = ROOT / "models" / "tiny-qwen3"
 SAMPLES = 16
 MAX_STALENESS = 4
+FULL_IN_FLIGHT = 24_576
+FULL_BATCH = 512 * SAMPLES * 2048
+"""Tokens."""
 MIB = 1 << 20
 
 
@@ -203,17 +210,17 @@ def figures(measured: Measured) -> dict[str, Any]:
 
 
 def gates(size: Size, found: Mapping[str, Any]) -> list[Gate]:
-    judged = [
-        Gate("CPU time of the event loop per attempt, us", found["loop_us_per_attempt"], 120, False),
-        Gate("hand-over of a batch, CPU s of the training thread", found["hand_over_cpu_s"], 1.5, False),
-        Gate("lag of the event loop, p99, ms", found["lag_p99_ms"], 50, False),
-    ]
+    judged: list[Gate] = []
+    if size.in_flight >= FULL_IN_FLIGHT:
+        judged.append(Gate("CPU time of the event loop per attempt, us", found["loop_us_per_attempt"], 120, False))
+    if size.prompts * SAMPLES * size.tokens >= FULL_BATCH:
+        judged.append(Gate("hand-over of a batch, CPU s of its thread", found["hand_over_cpu_s"], 1.5, False))
+    judged.append(Gate("lag of the event loop, p99, ms", found["lag_p99_ms"], 50, False))
+    if size.in_flight >= 65_536:
+        judged.append(Gate("longest lag of the event loop, ms", found["lag_max_ms"], 200, False))
     if size.checkpoint:
         grown = found["checkpoint_peak_mib"] / found["checkpoint_rss_mib"]
-        judged += [
-            Gate("longest lag of the event loop, ms", found["lag_max_ms"], 200, False),
-            Gate("memory while a checkpoint is written, times that before", grown, 1.1, False),
-        ]
+        judged.append(Gate("memory while a checkpoint is written, times that before", grown, 1.1, False))
     return judged
 
 
@@ -225,7 +232,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--in-flight", type=int, default=24576, help="attempts at once")
-    parser.add_argument("--step-seconds", type=float, default=6.0)
+    parser.add_argument("--step-seconds", type=float, default=1.5)
     parser.add_argument("--checkpoint", action="store_true", help="write one after the last step")
     arguments = parser.parse_args()
     if not TINY.exists():

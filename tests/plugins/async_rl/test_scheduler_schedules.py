@@ -32,6 +32,27 @@ def test_the_bound_holds_in_schedules_made_of_stragglers_and_restarts():
         run_schedule(random_schedule(seed))
 
 
+class LooksAtEveryGroup(Scheduler):
+    """Also where it is known without that a batch has to wait, which must come to the same."""
+
+    _knows_without = True
+
+    def _lacks_due_group(self) -> bool:
+        return self._knows_without and super()._lacks_due_group()
+
+    def next_batch(self) -> list[int] | None:
+        found = super().next_batch()
+        self._knows_without = False
+        assert super().next_batch() == found, self
+        self._knows_without = True
+        return found
+
+
+def test_a_batch_that_waits_for_a_due_group_would_wait_anyway():
+    for seed in range(300):
+        run_schedule(random_schedule(seed), LooksAtEveryGroup)
+
+
 class AdmitsOneTooMany(Scheduler):
     def may_admit(self) -> bool:
         limits = self.limits
@@ -63,11 +84,17 @@ class RunsOneTooMany(Scheduler):
 
 
 class OvertakesWithoutLookingAtDeadlines(Scheduler):
+    def _lacks_due_group(self) -> bool:
+        return False
+
     def _keeps_deadlines(self, chosen: set[int]) -> bool:
         return True
 
 
 class SeesDeadlinesOneBatchLate(Scheduler):
+    def _lacks_due_group(self) -> bool:
+        return False
+
     def _keeps_deadlines(self, chosen: set[int]) -> bool:
         self.taken -= 1
         try:

@@ -203,7 +203,7 @@ class Scheduler:
     def next_batch(self) -> list[int] | None:
         """The draws of the next batch in draw order, or None while it has to wait."""
         size = self.limits.batch_size
-        if self.num_buffered + len(self._filtered) < size:
+        if self.num_buffered + len(self._filtered) < size or self._lacks_due_group():
             return None
         chosen = self._candidates()[:size]
         missing = size - len(chosen)
@@ -341,6 +341,17 @@ class Scheduler:
             return sorted(self._buffered, key=lambda draw: (self._buffered[draw], draw))
         first_missing = min([*self._running, *self._pending], default=self.num_drawn)
         return [draw for draw in sorted(self._buffered) if draw < first_missing]
+
+    def _lacks_due_group(self) -> bool:
+        """Whether a group under way can be in no later batch than the next one, which then has to wait for it.
+
+        `_keeps_deadlines` says so too, but looks at every group; and while training waits, each that ends asks again.
+        """
+        if self.limits.at_bound == "mask" or not self._running:
+            return False
+        # In the order of admission, which is that of versions.
+        oldest = next(iter(self._running.values()))
+        return oldest + self.limits.max_staleness <= self.taken
 
     def _keeps_deadlines(self, chosen: set[int]) -> bool:
         """Whether the groups that are left can all be trained in time when these are taken now: (1) of the module."""

@@ -12,11 +12,13 @@ from statistics import median
 from spurline.run.health import BUSY_LOOP
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 
-_TOKEN_S_HERE = 15e-6
-"""CPU seconds of the event loop's thread per token of an engine that this process takes every step of: vLLM with 256
-responses at a time, 2,048 tokens long, on one core of a server."""
-_TOKEN_S_ELSEWHERE = 5e-6
-"""The same of an engine that sends chunks of 16 tokens from a process of its own."""
+_TOKEN_S_HERE = 10e-6
+"""CPU seconds of the event loop's thread per token of an engine that this process takes every step of: vLLM on CPU with
+256 responses of 143 tokens at a time took 9 to 11 us, all included, and its recorded messages 3.4 to 4.0 us
+(`benchmarks/vllm_stream.py`, a core of a busy server)."""
+_TOKEN_S_ELSEWHERE = 4e-6
+"""The same of an engine in a Ray actor, which sends chunks of 16 tokens: 3.8 us with responses of 256 tokens, 2.1 us
+with 1,024. Child processes take less."""
 _LAST_STEPS = 20
 
 
