@@ -4,7 +4,7 @@
 
 A real run of source `async_rollouts` with the collators of collation_fast; engine, environment and trainer are scripted
 (`scripted_plugin.py`) and cost next to nothing, so that what is measured is ours. Attempts take lognormal times
-(sigma 1) of such a mean that engines finish a batch in the time of a step. The first step, which fills the engines, is
+(sigma 0.5) of such a mean that engines finish a batch in the time of a step. The first step, which fills the engines, is
 left out, and the run is ended long before its last one, when fewer groups would start.
 
 Per attempt: CPU time of the event loop's thread, less that of the scripted engine. Hand-over: CPU time of the training
@@ -180,7 +180,7 @@ def settings(size: Size, folder: Path) -> dict[str, Any]:
             "environment": "scripted",
             "advantage": "grpo",
             "correction": "tis",
-            "engine": {"name": "scripted", "tokens": size.tokens, "mean_s": mean_s},
+            "engine": {"name": "scripted", "tokens": size.tokens, "mean_s": mean_s, "sigma": 0.5},
             "sampling": {"max_new_tokens": size.tokens},
         },
         "minibatches": {"name": "by_prompt", "prompts_per_minibatch": size.prompts},
