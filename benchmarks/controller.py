@@ -4,8 +4,8 @@
 
 A real run of source `async_rollouts` with the collators of collation_fast; engine, environment and trainer are scripted
 (`scripted_plugin.py`) and cost next to nothing, so that what is measured is ours. Attempts take lognormal times
-(sigma 0.5) of such a mean that engines finish a batch in the time of a step. The first step, which fills the engines, is
-left out, and the run is ended long before its last one, when fewer groups would start.
+(sigma 0.5) of such a mean that engines finish a batch in the time of a step. The first step, which fills the engines,
+is left out, and the run is ended long before its last one, when fewer groups would start.
 
 Per attempt: CPU time of the event loop's thread, less that of the scripted engine. Hand-over: CPU time of the training
 thread from the moment the last group of a batch is there to the moment the backend is asked to update. Lag: how late a
