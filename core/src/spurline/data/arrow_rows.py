@@ -26,6 +26,7 @@ from datasets.exceptions import DatasetsError
 from spurline.data.file_digest import digest_of_file, digest_of_files
 from spurline.data.hub import asked_once
 from spurline.errors import DataError
+from spurline.files import private_folder
 
 _BLOCK = 128
 """Rows converted to Python at once; one at a time is several times slower."""
@@ -130,8 +131,9 @@ def _csv_columns(path: Path) -> Features:
 def _cache_folder() -> Path:
     folder = Path(HF_DATASETS_CACHE)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    writable = folder if os.access(existing, os.W_OK) else Path(tempfile.gettempdir())
-    return writable / "spurline"
+    if os.access(existing, os.W_OK):
+        return folder / "spurline"
+    return private_folder(Path(tempfile.gettempdir(), f"spurline-datasets-{os.getuid()}"))
 
 
 @contextmanager
