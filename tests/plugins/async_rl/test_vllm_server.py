@@ -222,6 +222,21 @@ def test_weights_that_a_server_on_cpus_would_keep_old_copies_of_are_refused_with
         add_to_cpu()
 
 
+def test_links_among_files_of_weights_are_removed_and_what_they_point_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for name in ("spurline-weights-1-1.tmp", "spurline-weights-1-1.safetensors", "spurline-server-s"):
+        (weights / name).symlink_to(tmp_path / "precious")
+    (weights / "spurline-weights-folder").mkdir()
+    files = ServerFiles("s", on_cpu=False)
+    files.add(FileMaker(str(weights), checksum=False).make(1, 1, [("a", torch.ones(2))]))
+    assert files.model() == weights / "spurline-server-s"
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["thesis.txt"]
+    assert not any(path.is_symlink() for path in weights.iterdir())
+
+
 def test_a_server_that_cannot_load_the_files_ends_the_run_and_none_are_left(
     drive: Callable[..., Any], tmp_path: Path
 ) -> None:
