@@ -323,7 +323,12 @@ def test_offsets_that_point_anywhere_are_an_error_and_no_crash(tmp_path: Path) -
 
 def test_columns_that_say_they_are_images_open_no_path_and_no_address(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    schema = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")}).arrow_schema
-    rows = [{"image": {"bytes": None, "path": str(tmp_path / "pipe")}, "text": "a"}]
+    place = {"bytes": None, "path": str(tmp_path / "pipe")}
+    kinds = {"image": datasets.Image(), "more": datasets.List({"sound": datasets.Audio()}), "text": datasets.Json()}
+    schema = datasets.Features(kinds).arrow_schema
+    rows = [{"image": place, "more": [{"sound": place}], "text": '{"a": [1, "b"]}'}]
     path = write_parquet(tmp_path / "rows.parquet", pyarrow.Table.from_pylist(rows, schema))
-    assert opened(path)[0] == {"image": {"path": str(tmp_path / "pipe")}, "text": "a"}
+    found = opened(path)[0]
+    # What is in the row itself is what it always was.
+    assert found["text"] == {"a": [1, "b"]}
+    assert (found["image"]["path"], found["more"][0]["sound"]["path"]) == (place["path"], place["path"])

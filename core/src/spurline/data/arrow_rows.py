@@ -6,6 +6,7 @@ is never served from an old cache and nothing is written beside the data.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import glob
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import datasets
 import pyarrow
 import xxhash
-from datasets import Features, Value
+from datasets import Features, Json, Value
 from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetsError
 
@@ -43,6 +44,7 @@ class ArrowRows:
     def __init__(self, table: datasets.Dataset, name: str, find_digest: Callable[[], str]) -> None:
         self._table = table
         self._plain = table.with_format("arrow")
+        self._features = Features({name: _without_files(feature) for name, feature in table.features.items()})
         self._name = name
         self._find_digest = find_digest
         self._block: tuple[int, list[dict[str, Any]]] = (0, [])
@@ -54,8 +56,9 @@ class ArrowRows:
         start, rows = self._block
         if not start <= row < start + len(rows):
             start = row - row % _BLOCK
-            # Plain values: `datasets` itself would open images and sounds, at paths and addresses that rows name.
-            rows = [without_padding(row) for row in self.arrow(start, min(start + _BLOCK, len(self))).to_pylist()]
+            size = min(_BLOCK, len(self) - start)
+            columns = self._features.decode_batch(self.arrow(start, start + size).to_pydict())
+            rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(size)]
             self._block = (start, rows)
         return rows[row - start]
 
@@ -73,6 +76,18 @@ class ArrowRows:
             # A mapped file was not looked at before, and its offsets may point anywhere.
             rows.validate(full=True)
         return rows
+
+
+def _without_files(feature: Any) -> Any:
+    """A feature of `datasets` that opens no images and sounds, at paths and addresses that rows name."""
+    if isinstance(feature, dict):
+        return {name: _without_files(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_without_files(inner) for inner in feature]
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_without_files(feature.feature))
+    is_in_the_row = not hasattr(feature, "decode") or isinstance(feature, Json)
+    return feature if is_in_the_row else dataclasses.replace(feature, decode=False)
 
 
 def load_file(path: Path, limits: TableLimits) -> ArrowRows:
