@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from every_run import SOAK
 from harness_programs import assert_gone
 from harness_runs import attempt
 from run_helpers import wait_for
@@ -205,3 +210,37 @@ def test_a_program_ends_with_its_supervisor_whoever_is_left_to_look_for_it(tmp_p
     process.kill()
     process.wait(30)
     assert_gone([int(file.read_text())])
+
+
+def marked(value: str) -> list[int]:
+    """Processes that have this value in their environment."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("OPENAI_BASE_URL") == value:
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="only there descendants are found")
+def test_whenever_a_program_is_told_to_end_or_its_run_dies_nothing_is_left(tmp_path: Path) -> None:
+    draws = random.Random(0)
+    for number in range(300 if SOAK else 4):
+        value = f"http://{tmp_path.name}/{number}"
+        environment = {**os.environ, "OPENAI_BASE_URL": value}
+        program = [sys.executable, "-I", "-S", "-c", BOMB, str(tmp_path / "pids")]
+        if number % 2:
+            process = supervised(*program, grace_s=0.01, env=environment)
+        else:
+            run = (
+                "import os, subprocess, sys\n"
+                f"subprocess.run([sys.executable, '-I', '-S', {supervisor.__file__!r}, str(os.getpid()), '0.01', '0', "
+                f"*{program!r}], start_new_session=True)"
+            )
+            process = subprocess.Popen([sys.executable, "-I", "-S", "-c", run], env=environment)
+        # From before the program is there to when it has multiplied.
+        time.sleep(draws.uniform(0, 0.2))
+        process.send_signal(signal.SIGTERM if number % 2 else signal.SIGKILL)
+        process.wait(60)
+        wait_for(lambda value=value: not marked(value), "the end of all processes", 60)

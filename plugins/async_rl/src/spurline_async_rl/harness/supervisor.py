@@ -74,31 +74,31 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
     printed, complaints = Tail(STDOUT_KEPT), Tail(STDERR_KEPT)
     # A signal between the fork and the handler would not find whom to hand it on to.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    program = os.fork()
+    supervisor, program = os.getpid(), os.fork()
     if program == 0:
-        _become(command, printed.writer, complaints.writer, memory_bytes)
+        _become(command, supervisor, printed.writer, complaints.writer, memory_bytes)
     with suppress(OSError):
         # Done on both sides, as shells do, so that the group is there whoever comes first.
         os.setpgid(program, program)
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(program, signal.SIGKILL))
+    signal.signal(signal.SIGALRM, lambda *_: _kill(program))
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_end(program, grace_s))
-    printed.start()
-    complaints.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    code = _wait_for(program)
-    # What comes from here on must not interrupt the ending.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    _signal_group(program, signal.SIGKILL)
-    _end_descendants()
+    try:
+        printed.start()
+        complaints.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        code = _wait_for(program)
+    finally:
+        # What comes from here on must not interrupt the ending.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
+        _signal_group(program, signal.SIGKILL)
+        _end_descendants()
     complaints.copy_to(sys.stderr.fileno())
     printed.copy_to(sys.stdout.fileno())
     return code
 
 
-def _become(command: list[str], stdout: int, stderr: int, memory_bytes: int) -> None:
-    """Replace this new process by the program."""
-    supervisor = os.getppid()
+def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memory_bytes: int) -> None:
+    """Replace this new process, a child of the supervisor, by the program."""
     try:
         os.setpgid(0, 0)
         if _ON_LINUX:
@@ -147,8 +147,7 @@ def _end_descendants() -> None:
         if ended:
             continue
         for process in _descendants():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
+            _kill(process)
         time.sleep(pause_s)
         # One that waits for its disk ends late, and one of another user never; the run does not wait for them.
         pause_s = min(pause_s + 0.001, 0.1)
@@ -166,6 +165,12 @@ def _descendants() -> list[int]:
     for process in found:
         found += children.get(process, ())
     return found[1:]
+
+
+def _kill(process: int) -> None:
+    # It has ended meanwhile, or is another user's.
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(process, signal.SIGKILL)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
