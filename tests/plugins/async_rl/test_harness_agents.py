@@ -85,6 +85,7 @@ def test_a_number_or_numbers_by_name_are_the_rewards(value: Any, terms: dict[str
         (None, "return statement"),
         ("good", "'good' as 'reward'"),
         (float("nan"), "finite"),
+        (10**400, "finite"),
         ({}, "no reward"),
         ({"right": None}, "None as 'right'"),
     ],

@@ -126,9 +126,9 @@ async def _run_program(
         ) from error
 
 
-def terms_of(value: Any, who: str) -> dict[str, float]:
+def terms_of(returned: Any, who: str) -> dict[str, float]:
     """Named finite terms. Raises AttemptFailedError naming `who` for anything else."""
-    given = value if isinstance(value, Mapping) else {REWARD: value}
+    given = returned if isinstance(returned, Mapping) else {REWARD: returned}
     if not given:
         raise AttemptFailedError(f"{who} has returned no reward. Give at least one term.")
     terms: dict[str, float] = {}
@@ -138,9 +138,14 @@ def terms_of(value: Any, who: str) -> dict[str, float]:
             raise AttemptFailedError(
                 f"{who} has returned {number!r:.200} as '{name}'; return a number, or numbers by name.{hint}"
             )
-        if not math.isfinite(number):
-            raise AttemptFailedError(f"{who} has returned {number} as '{name}'; it must be finite.")
-        terms[str(name)] = float(number)
+        try:
+            value = float(number)
+        except OverflowError:
+            # A whole number that no float is as large as.
+            value = math.inf
+        if not math.isfinite(value):
+            raise AttemptFailedError(f"{who} has returned {value} as '{name}'; it must be finite.")
+        terms[str(name)] = value
     return terms
 
 
