@@ -1,6 +1,6 @@
 """Families of causal language models, each as a tiny random one, and how Spurline reads it.
 
-    python tests/support/model_families.py     writes the table of docs/models.md
+python tests/support/model_families.py     writes the table of docs/models.md
 """
 
 from __future__ import annotations

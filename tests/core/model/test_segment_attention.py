@@ -48,7 +48,9 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], sc
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         seen = (distance >= 0) & (distance < (scores.window or length))
         if scores.chunk is not None:
-            seen &= torch.tensor([[i // scores.chunk == j // scores.chunk for j in range(length)] for i in range(length)])
+            seen &= torch.tensor(
+                [[i // scores.chunk == j // scores.chunk for j in range(length)] for i in range(length)]
+            )
         weights = q @ k.transpose(-1, -2) * 0.3
         if scores.softcap is not None:
             weights = scores.softcap * torch.tanh(weights / scores.softcap)

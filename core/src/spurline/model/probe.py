@@ -85,8 +85,8 @@ def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenSt
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
     """Choose how the model reads streams. Raise ModelError naming what differs, by how much, and what to do.
 
-    path: of the model, for the message. in_half_precision: whether the model computes in bf16 by itself and has no exact
-    forward pass, so that half precision is compared with half precision.
+    path: of the model, for the message. in_half_precision: whether the model computes in bf16 by itself and has no
+    exact forward pass, so that half precision is compared with half precision.
     """
     try:
         with evaluation_mode(model.causal):

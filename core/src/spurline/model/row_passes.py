@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spurline.model.segment_attention import Unpad
-from spurline.model.token_stream import Bucket, Send, SegmentPlan, cut_buckets, plan_segments
+from spurline.model.token_stream import Bucket, SegmentPlan, Send, cut_buckets, plan_segments
 
 
 @dataclass(frozen=True)

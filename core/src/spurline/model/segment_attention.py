@@ -75,7 +75,7 @@ def segment_attention(
     """
     _refuse_what_would_be_ignored(module, attention_mask, is_causal, segment_plan, kwargs)
     assert segment_plan is not None
-    scores = Scores(scaling, softcap=softcap, sinks=s_aux, window=sliding_window, chunk=_chunk_of(module))
+    scores = Scores(scaling, softcap=softcap, sinks=s_aux, window=sliding_window, chunk=chunk_of(module))
     for windows in _observers:
         windows.append(scores.reach)
     if torch.is_autocast_enabled(query.device.type):
@@ -128,7 +128,7 @@ class Scores:
         return causal
 
 
-def _chunk_of(module: nn.Module) -> int | None:
+def chunk_of(module: nn.Module) -> int | None:
     """The chunk that the layer of this attention is limited to, which models say to their masks only."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
@@ -285,7 +285,9 @@ def _attend_with_sinks(
     """
     width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
     if key.shape[-1] != value.shape[-1]:
-        raise ModelError("Attention sinks with values of another size than keys are not computed. Choose another model.")
+        raise ModelError(
+            "Attention sinks with values of another size than keys are not computed. Choose another model."
+        )
     column = (sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
     query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
     sink = F.one_hot(torch.tensor(width, device=key.device), width + _SINK_WIDTH).to(key.dtype)

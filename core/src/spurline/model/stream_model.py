@@ -84,6 +84,10 @@ class StreamModel:
         self.causal.set_attn_implementation(_OWN_ATTENTION if reading == "plain_rows" else ATTENTION_NAME)
         self._reading = reading
 
+    def facts(self) -> dict[str, str]:
+        """How it reads, for people, where that costs something."""
+        return {} if self._reading == "stream" else {"reads": "a row for each sequence"}
+
     one_pass = False
     """Whether the rows of a stream are one pass always: ranks that share parameters must make equally many."""
 

@@ -146,7 +146,7 @@ class LocalBackend:
         """See `LendsModel`."""
         self._memory.check_here("lent")
         insists = self._run.model.allow_extrapolation
-        return generation_model(self._model.causal, self._profile, self._length_limit, allow_extrapolation=insists)
+        return generation_model(self._model, self._profile, self._length_limit, allow_extrapolation=insists)
 
     @property
     def is_swapped(self) -> bool:
@@ -195,7 +195,7 @@ class LocalBackend:
             "parameters": sum(value.numel() for value in self._model.causal.parameters()),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": str(self._profile.device),
-            **({} if self._model.reading == "stream" else {"reads": "a row for each sequence"}),
+            **self._model.facts(),
         }
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:

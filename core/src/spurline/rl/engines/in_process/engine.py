@@ -42,6 +42,7 @@ from spurline.protocols.rollout_engine import (
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
+from spurline.rl.engines.in_process.own_cache import OwnCacheDecoder
 from spurline.rl.engines.in_process.response import Response, StopTexts, Written, check_request
 
 ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) when it is only slow."
@@ -82,7 +83,7 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
     limit = check_config(causal, run.model.path, run.data.max_length)
     model = StreamModel(causal.requires_grad_(False).eval())
     check_exactness(model, profile, run.model.path)
-    return generation_model(causal, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
+    return generation_model(model, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
 
 
 def _own_profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
@@ -304,7 +305,7 @@ class InProcessEngine(TakesWeights):
         ended: list[Response] = []
         try:
             decoder = await self._load_decoder()
-            with generating(decoder.model.causal):
+            with generating(decoder.model.causal, decoder.attention):
                 while self._goes_on(ended):
                     self._deliver(ended)
                     # Whoever got a response and asks again at once joins the very next step, so that what a step
@@ -381,7 +382,10 @@ class InProcessEngine(TakesWeights):
         def make(rows_per_pass: int | None) -> Decoder:
             return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass, routing=routing)
 
-        return probed_decoder(make, deterministic=self._config.deterministic)
+        def make_slow() -> Decoder:
+            return OwnCacheDecoder(model, self._tokenizer, **limits, routing=routing)
+
+        return probed_decoder(make, make_slow, deterministic=self._config.deterministic)
 
 
 def _update_to(version: int) -> str:
