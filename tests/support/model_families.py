@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from spurline.model.stream_model import Reading
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
+    "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,

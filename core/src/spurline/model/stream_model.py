@@ -11,7 +11,6 @@ import inspect
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property
 from typing import Any, Literal
 
@@ -270,7 +269,9 @@ def _with_given_states(module: nn.Module, decoder: nn.Module) -> nn.Module:
     if module is decoder:
         return _GivenStates(decoder)
     names = [name for name, child in module.named_children() if any(part is decoder for part in child.modules())]
-    around = copy(module)
+    # Not `copy`, for which classes of sharded modules have a way of their own.
+    around = object.__new__(type(module))
+    around.__dict__.update(vars(module))
     around._modules = module._modules | {
         name: _with_given_states(module.get_submodule(name), decoder) for name in names
     }
@@ -360,7 +361,7 @@ class TokenLogprobs:
 @contextmanager
 def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
     """Attention of transformers of this name in the place of that which the model has."""
-    before = causal.config._attn_implementation
+    before: Any = causal.config._attn_implementation
     causal.set_attn_implementation(name)
     try:
         yield

@@ -218,7 +218,7 @@ def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
 
 
 def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
-    """See `check_exactness`, of which `probe: false` leaves the choice; all ranks check the same tokens. A collective."""
+    """See `check_exactness`, of which `probe: false` leaves the choice; ranks check the same tokens. A collective."""
     # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
     cast(FSDPModule, model.causal).unshard()
     try:
