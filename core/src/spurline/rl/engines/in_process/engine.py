@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ModelError, RunFailedError, listing, suggestion
+from spurline.errors import RunFailedError
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.generation import generation_model
 from spurline.model.loading import check_config, load_model
@@ -30,7 +28,6 @@ from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness
 from spurline.model.router_replay import ExpertRouting
 from spurline.model.stream_model import StreamModel
-from spurline.model.weights import NamedWeights
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
 from spurline.protocols.rollout_engine import (
     EngineMemory,
@@ -44,6 +41,7 @@ from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
 from spurline.rl.engines.in_process.own_cache import OwnCacheDecoder
 from spurline.rl.engines.in_process.response import Response, StopTexts, Written, check_request
+from spurline.rl.engines.in_process.weight_writer import WeightWriter
 
 ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) when it is only slow."
 
@@ -119,41 +117,6 @@ def _return_to_system() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-class WeightWriter:
-    """Replaces every weight of a model in place, as they come. Where it raises, some have been replaced."""
-
-    def __init__(self, causal: PreTrainedModel):
-        self._targets = dict(NamedWeights(causal, adapted=False))
-        own = {tensor.untyped_storage().data_ptr() for tensor in causal.state_dict().values()}
-        if any(target.untyped_storage().data_ptr() not in own for target in self._targets.values()):
-            raise ModelError(
-                f"{type(causal).__name__} holds weights in another form than its files, so the engine's copy cannot "
-                "take new ones in place. Use a source that shares the backend's weights."
-            )
-        self._missing = set(self._targets)
-
-    @torch.no_grad()
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """weights: (hf_name, tensor). Raises RunFailedError when they are not of this model."""
-        for name, tensor in weights:
-            target = self._targets.get(name)
-            if target is None:
-                raise RunFailedError(f"The engine's model has no weight '{name}'.{suggestion(name, self._targets)}")
-            if tensor.shape != target.shape:
-                raise RunFailedError(
-                    f"Weight {name} has shape {tuple(tensor.shape)}, and the engine's model {tuple(target.shape)}."
-                )
-            target.copy_(tensor)
-            self._missing.discard(name)
-
-    def finish(self) -> None:
-        """End the update. Raises RunFailedError when weights are missing."""
-        if self._missing:
-            raise RunFailedError(
-                f"New weights came without {listing(self._missing)}; a model must be published as a whole."
-            )
 
 
 class InProcessEngine(TakesWeights):
