@@ -61,6 +61,22 @@ def test_a_model_that_mixes_tokens_outside_of_attention_reads_rows(tmp_path: Pat
     assert backend.facts()["reads"] == "a row for each sequence"
 
 
+def test_dropout_of_the_models_own_config_is_applied_and_said(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0}
+    backend = local_backend(folder(tmp_path, model_type="gpt2", **sizes))
+    assert backend.facts()["draws"] == "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
+    objective = Objective(CrossEntropy(CrossEntropyConfig()), 1.0)
+    samples = make_samples([5, 7, 9, 12])
+    norms = []
+    for seed, rows in ((0, None), (0, [[0, 1], [2, 3]]), (1, None)):
+        torch.manual_seed(seed)
+        gradients = backend.gradients(lay_out(samples, rows, gap=1), objective)
+        norms.append([float(value.norm()) for _, value in gradients])
+    # Packed and padded rows of one order are the same stream, with the same draws; other draws give other gradients.
+    assert norms[0] == norms[1] != norms[2]
+    assert backend.evaluate(lay_out(samples), objective).loss == backend.evaluate(lay_out(samples), objective).loss
+
+
 def test_a_model_whose_attention_is_not_told_of_its_window_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -37,6 +38,9 @@ Reading = Literal["stream", "rows", "plain_rows"]
 or as such rows with attention of its own, for one whose attention cannot be replaced."""
 
 _OWN_ATTENTION = "eager"
+
+_DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
+"""Names of config fields by which models ask for randomness in training, other heads' not."""
 
 SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 """Padded slots that cost as much as one more pass of the decoder over rows, by type of device."""
@@ -84,8 +88,14 @@ class StreamModel:
         self._reading = reading
 
     def facts(self) -> dict[str, str]:
-        """How it reads, for people, where that costs something."""
-        return {} if self._reading == "stream" else {"reads": "a row for each sequence"}
+        """For people: how it `reads` where that costs something, and what it `draws` at random while it trains."""
+        facts = {} if self._reading == "stream" else {"reads": "a row for each sequence"}
+        config = self.causal.config.get_text_config()
+        rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
+        drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
+        if drawn:
+            facts["draws"] = ", ".join(drawn)
+        return facts
 
     one_pass = False
     """Whether the rows of a stream are one pass always: ranks that share parameters must make equally many."""

@@ -112,7 +112,8 @@ class Backend(Protocol):
 
     def facts(self) -> Mapping[str, int | str]:
         """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`;
-        `reads` where the model reads batches in a way that costs more than packed ones."""
+        `reads` where the model reads batches in a way that costs more than packed ones, `draws` where its config asks
+        for dropout or noise."""
         ...
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
