@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from listening import family_of, listening, reachable
 from ray_clusters import CPUS, GPUS, two_machines
 from run_helpers import wait_for
 
@@ -33,7 +34,9 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     # Another run's own cluster, or one of a test, is not taken for one to join.
     two_machines()
-    before = set(psutil.Process().children(recursive=True))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    me = psutil.Process()
+    before, heard_before = set(me.children(recursive=True)), listening([me])
     at_sigterm = signal.getsignal(signal.SIGTERM)
     first, second = RayCluster(ClusterRequest()), RayCluster(ClusterRequest())
     try:
@@ -41,6 +44,12 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
         second.open()
         assert first.is_own
         assert len(first.nodes()) == 1
+        started = set(me.children(recursive=True)) - before
+        heard = listening([*started, me]) - heard_before
+        assert len(heard) > 3, "nothing was looked at"
+        assert reachable(heard) == []
+        assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys(), "whatever is started here gets it"
+        assert _answers_with_tokens(started) == {"its own": True, "another": False, "none": False}
         assert signal.getsignal(signal.SIGTERM) is at_sigterm, "Ray has taken the signal that ends a run in order"
         with pytest.raises(UserError, match="with another address or runtime_env"):
             RayCluster(ClusterRequest(runtime_env=RuntimeEnv({"NAME": "value"}))).open()
@@ -50,7 +59,7 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
     finally:
         first.close()
         second.close()
-    _assert_all_gone([process.pid for process in set(psutil.Process().children(recursive=True)) - before])
+    _assert_all_gone([process.pid for process in set(me.children(recursive=True)) - before])
 
 
 def test_a_process_joins_the_cluster_it_is_told_of_and_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +118,10 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
         said = json.loads(out.read_text())
         assert said["said"] == ["yes", "yes"]
         assert said["folders"] == [["plugin_of_mine.py"]] * 2
+        if whose == "own":
+            heard = listening(family_of(driver.pid))
+            assert len(heard) > 5, "nothing was looked at"
+            assert reachable(heard) == [], "neither Ray nor the ranks need more than this machine"
         # Ray's agents look for the head for a minute before they end.
         cluster = psutil.Process(driver.pid).children(recursive=True)
         family = {process.pid for process in cluster if not process.name().endswith("Agent")} | set(said["pids"])
@@ -118,6 +131,37 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
         driver.kill()
         driver.wait(10)
     _assert_all_gone(list(family), within_s=20)
+
+
+_CLIENT = """
+import json, os, sys
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
+from ray.exceptions import AuthenticationError
+said = {}
+for name, token in json.loads(sys.argv[2]).items():
+    os.environ["RAY_AUTH_MODE"] = "disabled" if token is None else "token"
+    os.environ["RAY_AUTH_TOKEN"] = token or ""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=5)
+        said[name] = True
+    except AuthenticationError:
+        said[name] = False
+print(json.dumps(said))
+"""
+
+
+def _answers_with_tokens(started: set[psutil.Process]) -> dict[str, bool]:
+    """Whether the head answers other processes of this user that have its token, another one, and none."""
+    (own,) = {process.environ()["RAY_AUTH_TOKEN"] for process in started if "gcs_server" in process.name()}
+    tokens = json.dumps({"its own": own, "another": "0" * len(own), "none": None})
+    address = ray_cluster.ray.get_runtime_context().gcs_address
+    client = subprocess.run(
+        [sys.executable, "-c", _CLIENT, address, tokens], capture_output=True, text=True, timeout=60
+    )
+    assert client.returncode == 0, client.stderr
+    return json.loads(client.stdout)
 
 
 def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spurline.errors import UserError
 from spurline.ranks.group import ClusterRequest, RuntimeEnv
+from spurline.ranks.ray_protection import read_authentication, starting_for_us_alone
 
 Bundle = Mapping[str, float]
 """What one machine has to give, such as `{"GPU": 2, "CPU": 2}`."""
@@ -199,10 +200,11 @@ class _Connection:
         started.set_result(None)
         self._leaving.wait()
         ray.shutdown()
-        # Such as how its own cluster is protected: with that, processes of ours could not join another one.
+        # Such as how a cluster is protected: with that, processes of ours could not join another one.
         for name in set(os.environ) - before:
             if name.startswith("RAY_"):
                 del os.environ[name]
+        read_authentication()
 
 
 _CONNECTION = _Connection()
@@ -226,7 +228,8 @@ def _connect(request: ClusterRequest) -> bool:
         # On this very machine modules are found where this process finds them.
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
-        init("local", num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
+        with starting_for_us_alone():
+            init("local", num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
         return True
     try:
         init(joined, runtime_env=environment)

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import BucketLostError, RunFailedError, listing
 from spurline.protocols.rollout_engine import WeightBucket
+from spurline.ranks.store import open_store
 from spurline_async_rl.weights.buckets import MakerSync, end_of, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
@@ -109,7 +109,7 @@ class CollectiveSync(MakerSync):
     def _open_store(self) -> Any:
         try:
             limit = timedelta(seconds=self._limit_s)
-            return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            return open_store(self._host, limit)
         except Exception as error:
             raise RunFailedError(
                 f"Weights could not be sent: this machine did not reach itself as {self._host} within "

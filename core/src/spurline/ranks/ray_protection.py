@@ -1,0 +1,51 @@
+"""Keep a Ray cluster of this machine alone to those who started it.
+
+Whoever can talk to a Ray cluster can run code in it. By itself Ray listens on all interfaces, and shares one token
+among all clusters of a user, in a file that others of the machine may be able to read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import _raylet
+from ray._private import ray_constants
+
+_COMPILED: Any = _raylet
+
+_OWN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@contextmanager
+def starting_for_us_alone() -> Iterator[None]:
+    """While a cluster is started here: its processes listen on the loopback, and answer only who has a token that is
+    made for it. This process, and those that the cluster starts, have it; nobody else, and no file."""
+    before = {name: os.environ.pop(name, None) for name in _OWN_VARIABLES}
+    everywhere = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # What Ray does by itself on systems where a cluster is one machine; an address of the loopback that it is given it
+    # replaces by one that others reach.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        read_authentication()
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = everywhere
+        # Programs that this process starts have no use for the token.
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def read_authentication() -> None:
+    """Have Ray look anew how this process proves who it is, as the environment says: it does so once by itself, and
+    could join no cluster with another token, or with none, after that."""
+    _COMPILED.Config.initialize("")
+    # Older releases of Ray have no tokens, and their own cluster is protected by where it listens alone.
+    if hasattr(_COMPILED, "AuthenticationTokenLoader"):
+        _COMPILED.AuthenticationTokenLoader.instance().reset_cache()
