@@ -27,6 +27,8 @@ def starting_for_us_alone() -> Iterator[None]:
     before = {name: os.environ.pop(name, None) for name in _OWN_VARIABLES}
     everywhere = ray_constants.ENABLE_RAY_CLUSTER
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # It would tell its makers of the machine, unless the user wants that.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # What Ray does by itself on systems where a cluster is one machine; an address of the loopback that it is given it
     # replaces by one that others reach.
     ray_constants.ENABLE_RAY_CLUSTER = False
