@@ -21,8 +21,12 @@ from spurline.errors import UserError
 from spurline.ranks.group import ClusterRequest, RuntimeEnv
 
 pytest.importorskip("ray")
+from ray._raylet import AuthenticationTokenLoader
+
 from spurline.ranks import ray_cluster
+from spurline.ranks.doctor import access_to
 from spurline.ranks.ray_cluster import RayCluster
+from spurline.ranks.ray_protection import read_authentication, starting_for_us_alone
 
 pytestmark = pytest.mark.processes
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -49,7 +53,8 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
         assert len(heard) > 3, "nothing was looked at"
         assert reachable(heard) == []
         assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys(), "whatever is started here gets it"
-        assert _answers_with_tokens(started) == {"its own": True, "another": False, "none": False}
+        assert _answers_with_tokens(started) == {"its own": True, "another": False}
+        assert access_to(ClusterRequest()).value == "those who have its token"
         assert signal.getsignal(signal.SIGTERM) is at_sigterm, "Ray has taken the signal that ends a run in order"
         with pytest.raises(UserError, match="with another address or runtime_env"):
             RayCluster(ClusterRequest(runtime_env=RuntimeEnv({"NAME": "value"}))).open()
@@ -62,6 +67,24 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
     _assert_all_gone([process.pid for process in set(me.children(recursive=True)) - before])
 
 
+def test_every_cluster_that_a_process_starts_has_a_token_of_its_own_and_the_user_s_settings_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/of/the/user")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
+    tokens: set[str] = set()
+    for _ in range(2):
+        with starting_for_us_alone():
+            # What this process has read, and what the processes of the cluster will.
+            tokens |= {AuthenticationTokenLoader.instance().get_raw_token(), os.environ["RAY_AUTH_TOKEN"]}
+        assert {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")} == before
+    read_authentication()
+    assert len(tokens) == 2
+    assert all(len(token) == 64 for token in tokens)
+
+
 def test_a_process_joins_the_cluster_it_is_told_of_and_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", two_machines().address)
     cluster = RayCluster(ClusterRequest())
@@ -70,6 +93,7 @@ def test_a_process_joins_the_cluster_it_is_told_of_and_says_what_is_there(monkey
         assert not cluster.is_own
         assert len({node.name for node in cluster.nodes()}) == 2
         assert cluster.describe().startswith(f"2 nodes with {2 * GPUS} GPU, {2 * CPUS} CPU, of which {2 * GPUS} GPU, ")
+        assert access_to(ClusterRequest()).value.startswith("whoever reaches its ports runs code on its machines")
     finally:
         cluster.close()
     assert all(process.status() for process in psutil.Process().children()), "the cluster lives on"
@@ -139,8 +163,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient
 from ray.exceptions import AuthenticationError
 said = {}
 for name, token in json.loads(sys.argv[2]).items():
-    os.environ["RAY_AUTH_MODE"] = "disabled" if token is None else "token"
-    os.environ["RAY_AUTH_TOKEN"] = token or ""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     try:
@@ -153,9 +176,9 @@ print(json.dumps(said))
 
 
 def _answers_with_tokens(started: set[psutil.Process]) -> dict[str, bool]:
-    """Whether the head answers other processes of this user that have its token, another one, and none."""
+    """Whether the head answers other processes of this user that have its token, or another one."""
     (own,) = {process.environ()["RAY_AUTH_TOKEN"] for process in started if "gcs_server" in process.name()}
-    tokens = json.dumps({"its own": own, "another": "0" * len(own), "none": None})
+    tokens = json.dumps({"its own": own, "another": "0" * len(own)})
     address = ray_cluster.ray.get_runtime_context().gcs_address
     client = subprocess.run(
         [sys.executable, "-c", _CLIENT, address, tokens], capture_output=True, text=True, timeout=60

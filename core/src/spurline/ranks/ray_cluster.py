@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spurline.errors import UserError
 from spurline.ranks.group import ClusterRequest, RuntimeEnv
-from spurline.ranks.ray_protection import read_authentication, starting_for_us_alone
+from spurline.ranks.ray_protection import obeys_strangers, read_authentication, starting_for_us_alone
 
 Bundle = Mapping[str, float]
 """What one machine has to give, such as `{"GPU": 2, "CPU": 2}`."""
@@ -92,6 +92,11 @@ class RayCluster:
     def is_own(self) -> bool:
         """Whether it was started here, so that no machine will be added to it."""
         return _CONNECTION.is_own
+
+    def obeys_strangers(self) -> bool:
+        """Whether whoever reaches it can run code on it, without a token. Raises RunFailedError when that is not to be
+        found out."""
+        return obeys_strangers(ray.get_runtime_context().gcs_address)
 
     def nodes(self) -> list[Node]:
         """Those that are alive, in an order that stays."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +17,14 @@ from typing import Any
 from ray import _raylet
 from ray._private import ray_constants
 
+from spurline.errors import RunFailedError
+
 _COMPILED: Any = _raylet
 
 _OWN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+_STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+_STRANGER_LIMIT_S = 60.0
 
 
 @contextmanager
@@ -51,3 +58,24 @@ def read_authentication() -> None:
     # Older releases of Ray have no tokens, and their own cluster is protected by where it listens alone.
     if hasattr(_COMPILED, "AuthenticationTokenLoader"):
         _COMPILED.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def obeys_strangers(address: str) -> bool:
+    """Whether the head of a cluster that is there answers a process that has no token; another process asks, which
+    takes a second. Raises RunFailedError when that is not to be found out."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
+    command = [sys.executable, "-c", _STRANGER, address]
+    try:
+        asked = subprocess.run(
+            command,
+            env={**environment, "RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=_STRANGER_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunFailedError(f"The Ray cluster at {address} did not answer within {_STRANGER_LIMIT_S:g} s.") from None
+    if asked.returncode and "AuthenticationError" not in asked.stderr:
+        raise RunFailedError(f"The Ray cluster at {address} could not be asked: {asked.stderr[-300:].strip()}")
+    return asked.returncode == 0
