@@ -77,8 +77,8 @@ def test_every_cluster_that_a_process_starts_has_a_token_of_its_own_and_the_user
     tokens: set[str] = set()
     for _ in range(2):
         with starting_for_us_alone():
-            # What this process has read, and what the processes of the cluster will.
-            tokens |= {AuthenticationTokenLoader.instance().get_raw_token(), os.environ["RAY_AUTH_TOKEN"]}
+            tokens.add(token := os.environ["RAY_AUTH_TOKEN"])
+            assert AuthenticationTokenLoader.instance().get_raw_token() == token, "this process has that of another"
         assert {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")} == before
     read_authentication()
     assert len(tokens) == 2
