@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +54,8 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
         heard = listening([*started, me]) - heard_before
         assert len(heard) > 3, "nothing was looked at"
         assert reachable(heard) == []
+        session = Path(ray_cluster.ray._private.worker._global_node.get_session_dir_path())
+        assert any(folder.stat().st_mode & 0o077 == 0 for folder in session.parents), "others may put code there"
         assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys(), "whatever is started here gets it"
         assert _answers_with_tokens(started) == {"its own": True, "another": False}
         assert access_to(ClusterRequest()).value == "those who have its token"
@@ -65,6 +69,7 @@ def test_a_process_without_a_cluster_starts_one_for_all_its_users_and_ends_it_wi
         first.close()
         second.close()
     _assert_all_gone([process.pid for process in set(me.children(recursive=True)) - before])
+    assert not session.exists()
 
 
 def test_every_cluster_that_a_process_starts_has_a_token_of_its_own_and_the_user_s_settings_come_back(
@@ -133,6 +138,8 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
     environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *(place for place in sys.path if place)])
     if whose == "joined":
         environment |= {"RAY_ADDRESS": two_machines().address, "RAY_AUTH_MODE": "disabled"}
+    # What a cluster leaves behind whose driver was killed; in a path as short as sockets need.
+    environment["TMPDIR"] = scratch = tempfile.mkdtemp()
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, SUPPORT / "ray_driver.py", out, folder]
         driver = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -154,6 +161,7 @@ def test_ranks_get_their_environment_and_nothing_is_left_of_a_driver_that_was_ki
     finally:
         driver.kill()
         driver.wait(10)
+        shutil.rmtree(scratch, ignore_errors=True)
     _assert_all_gone(list(family), within_s=20)
 
 

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spurline.errors import UserError
 from spurline.ranks.group import ClusterRequest, RuntimeEnv
-from spurline.ranks.ray_protection import obeys_strangers, read_authentication, starting_for_us_alone
+from spurline.ranks.ray_protection import folder_of_ours, obeys_strangers, read_authentication, starting_for_us_alone
 
 Bundle = Mapping[str, float]
 """What one machine has to give, such as `{"GPU": 2, "CPU": 2}`."""
@@ -197,14 +198,15 @@ class _Connection:
 
     def _keep(self, started: Future[None]) -> None:
         before = set(os.environ)
-        try:
-            self.is_own = _connect(self._request)
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        self._leaving.wait()
-        ray.shutdown()
+        with ExitStack() as until_left:
+            try:
+                self.is_own = _connect(self._request, until_left)
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            self._leaving.wait()
+            ray.shutdown()
         # Such as how a cluster is protected: with that, processes of ours could not join another one.
         for name in set(os.environ) - before:
             if name.startswith("RAY_"):
@@ -215,8 +217,8 @@ class _Connection:
 _CONNECTION = _Connection()
 
 
-def _connect(request: ClusterRequest) -> bool:
-    """Join the cluster there is, or start one; returns whether it was started."""
+def _connect(request: ClusterRequest, until_left: ExitStack) -> bool:
+    """Join the cluster there is, or start one; returns whether it was started. until_left: frees what that one has."""
     environment = _plain(request.runtime_env)
     # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
     address = None if request.address == "auto" else request.address
@@ -233,8 +235,10 @@ def _connect(request: ClusterRequest) -> bool:
         # On this very machine modules are found where this process finds them.
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
+        own = {"num_cpus": _OWN_CPUS, "include_dashboard": False, "_system_config": _OWN_SETTINGS}
+        folder = until_left.enter_context(folder_of_ours())
         with starting_for_us_alone():
-            init("local", num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
+            init("local", **own, _temp_dir=folder, runtime_env=here)
         return True
     try:
         init(joined, runtime_env=environment)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ray import _raylet
@@ -49,6 +50,15 @@ def starting_for_us_alone() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def folder_of_ours() -> Iterator[str]:
+    """A folder for such a cluster's sockets, logs and copies of code, gone afterwards. Ray lets all users of a machine
+    write to its folders, where they could put other code: this is in one that nobody else may enter."""
+    # A short name: the path of a socket has 107 bytes at most.
+    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as closed:
+        yield os.path.join(closed, "r")
 
 
 def read_authentication() -> None:
