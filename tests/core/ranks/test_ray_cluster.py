@@ -28,7 +28,7 @@ from ray._raylet import AuthenticationTokenLoader
 from spurline.ranks import ray_cluster
 from spurline.ranks.doctor import access_to
 from spurline.ranks.ray_cluster import RayCluster
-from spurline.ranks.ray_protection import read_authentication, starting_for_us_alone
+from spurline.ranks.ray_protection import folder_of_ours, read_authentication, starting_for_us_alone
 
 pytestmark = pytest.mark.processes
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -88,6 +88,20 @@ def test_every_cluster_that_a_process_starts_has_a_token_of_its_own_and_the_user
     read_authentication()
     assert len(tokens) == 2
     assert all(len(token) == 64 for token in tokens)
+
+
+@pytest.mark.parametrize(("length", "is_there"), [(28, True), (29, False)])
+def test_ray_s_folder_is_where_the_user_wants_it_unless_a_socket_s_path_is_too_long_then(
+    length: int, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        chosen = f"{scratch}/{'x' * (length - len(scratch) - 1)}"
+        monkeypatch.setenv("RAY_TMPDIR", chosen)
+        with folder_of_ours() as folder:
+            assert folder.startswith(f"{chosen}/") == is_there
+            assert Path(folder).parent.stat().st_mode & 0o077 == 0
+            assert len(f"{folder}/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store") <= 107
+        assert not Path(folder).parent.exists()
 
 
 def test_a_process_joins_the_cluster_it_is_told_of_and_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

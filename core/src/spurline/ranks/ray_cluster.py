@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -197,8 +197,8 @@ class _Connection:
             raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
 
     def _keep(self, started: Future[None]) -> None:
-        before = set(os.environ)
         with ExitStack() as until_left:
+            until_left.callback(_forget_protection, set(os.environ))
             try:
                 self.is_own = _connect(self._request, until_left)
             except BaseException as error:  # noqa: BLE001 - raised where it is awaited
@@ -207,14 +207,18 @@ class _Connection:
             started.set_result(None)
             self._leaving.wait()
             ray.shutdown()
-        # Such as how a cluster is protected: with that, processes of ours could not join another one.
-        for name in set(os.environ) - before:
-            if name.startswith("RAY_"):
-                del os.environ[name]
-        read_authentication()
 
 
 _CONNECTION = _Connection()
+
+
+def _forget_protection(before: Collection[str]) -> None:
+    """What Ray has taken over of how a cluster is protected: with that, processes of ours could not join another one.
+    before: names of the variables of the environment that there were."""
+    for name in set(os.environ) - set(before):
+        if name.startswith("RAY_"):
+            del os.environ[name]
+    read_authentication()
 
 
 def _connect(request: ClusterRequest, until_left: ExitStack) -> bool:
