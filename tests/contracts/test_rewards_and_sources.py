@@ -30,14 +30,21 @@ class TestPrefixMatch(RewardContract):
         return PrefixMatch(PrefixMatchConfig())
 
 
+@pytest.mark.processes
 class TestFunction(RewardContract):
     def make_reward(self) -> FunctionReward:
-        return FunctionReward(FunctionRewardConfig(path="reward_functions:length"))
+        return FunctionReward(FunctionRewardConfig(path="reward_functions:length", workers=2))
 
 
+@pytest.mark.processes
 class TestAsyncFunction(RewardContract):
     def make_reward(self) -> FunctionReward:
         return FunctionReward(FunctionRewardConfig(path="reward_functions:length_later"))
+
+
+class TestFunctionInProcess(RewardContract):
+    def make_reward(self) -> FunctionReward:
+        return FunctionReward(FunctionRewardConfig(path="reward_functions:length", in_process=True))
 
 
 @pytest.mark.processes
@@ -70,7 +77,7 @@ class TestPreference(SourceContract):
 ROLLOUTS: dict[str, Any] = {
     "prompts_per_step": 4,
     "samples_per_prompt": 2,
-    "environment": {"rewards": "reward_functions:length"},
+    "environment": {"rewards": {"length": {"name": "function", "path": "reward_functions:length", "in_process": True}}},
     "sampling": {"max_new_tokens": 5},
 }
 OF_ROLLOUTS = {"minibatches": {"name": "by_prompt", "prompts_per_minibatch": 2}}

@@ -1,7 +1,8 @@
 """Run what environments and rewards do, on the event loop and on threads, and end it for certain.
 
 A thread cannot be killed: one whose caller was cancelled or timed out runs on unheard, and as a daemon it keeps no
-process alive. What must really end belongs in a process. Tasks are cancelled, waited for, and named when they do not
+process alive. They are counted, and a function that has left too many behind is not called any more. What must really
+end belongs in a process. Tasks are cancelled, waited for, and named when they do not
 let themselves be cancelled.
 """
 
@@ -10,16 +11,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from spurline.errors import RunFailedError
 from spurline.protocols.environment import AttemptFailedError
+from spurline.rl.functions import hidden_module
 
 T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
 """Seconds a cancelled attempt may take to end."""
+MAX_ABANDONED = 64
+"""Threads on which one function may still run although nobody waits for it. Each that computes holds the interpreter
+for 5 ms at a time, so that with as many the event loop gets its turn three times in a second; and each that waits keeps
+its stack and what it has opened."""
+
+_abandoned: dict[tuple[str, str], list[threading.Thread]] = defaultdict(list)
+"""By module and name of the function. Those that have ended are left out as it is called again."""
 
 
 def located(error: BaseException) -> str:
@@ -30,11 +41,25 @@ def located(error: BaseException) -> str:
         text = str(error)
     except Exception as unsaid:  # noqa: BLE001 - told; a class of somebody else's must not hide where it was raised
         text = f"its text cannot be had, {type(unsaid).__name__}: {unsaid}"
-    return f"{type(error).__name__}: {text}{place}"
+    hint = hidden_module(error)
+    return f"{type(error).__name__}: {text}{place}{'.' if hint else ''}{hint}"
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
-    """The function's result, or what it raises. Cancelling abandons the thread."""
+    """The function's result, or what it raises. Cancelling abandons the thread.
+
+    Raises RunFailedError when MAX_ABANDONED threads of this function run on already.
+    """
+    name = _name_of(function)
+    if name in _abandoned:
+        _abandoned[name] = [thread for thread in _abandoned[name] if thread.is_alive()]
+        if (count := len(_abandoned[name])) >= MAX_ABANDONED:
+            raise RunFailedError(
+                f"{'.'.join(name)} still runs on {count} threads that were left behind, because it took longer than its "
+                "time limit or its attempt was ended. Nothing can stop a thread. Let the function end by itself, with "
+                "time limits on what it waits for, or run it in a process: a reward function without in_process: true, "
+                "an agent as a command."
+            )
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 
@@ -51,11 +76,24 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
             # The loop is closed, so nobody waits any more.
             return
 
-    threading.Thread(target=work, name=f"call-{getattr(function, '__name__', 'function')}", daemon=True).start()
-    value, error = await done
+    thread = threading.Thread(target=work, name=f"call-{getattr(function, '__name__', 'function')}", daemon=True)
+    thread.start()
+    try:
+        value, error = await done
+    except asyncio.CancelledError:
+        _abandoned[name].append(thread)
+        raise
     if error is not None:
         raise error
     return value
+
+
+def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name, also of a method and of an object that is called."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return str(named.__module__), str(named.__qualname__)
 
 
 async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
