@@ -55,8 +55,8 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
         _abandoned[name] = [thread for thread in _abandoned[name] if thread.is_alive()]
         if (count := len(_abandoned[name])) >= MAX_ABANDONED:
             raise RunFailedError(
-                f"{'.'.join(name)} still runs on {count} threads that were left behind, because it took longer than its "
-                "time limit or its attempt was ended. Nothing can stop a thread. Let the function end by itself, with "
+                f"{'.'.join(name)} still runs on {count} threads that were left behind, because it took longer than "
+                "its time limit or its attempt was ended. Nothing can stop a thread. Let the function end by itself, with "
                 "time limits on what it waits for, or run it in a process: a reward function without in_process: true, "
                 "an agent as a command."
             )

@@ -113,18 +113,19 @@ class KillablePool:
 
         Raises PluginError when that cannot be done or takes too long, and what the adapter raises of our own errors.
         """
+        began = time.monotonic()
         with self._lock:
             child, ready = self._running_child(), self._ready
         try:
-            outcome = ready.result(self._import_timeout_s + ANSWER_TIMEOUT_S / 6)
+            outcome = ready.result(self._import_timeout_s + ANSWER_TIMEOUT_S)
         except TimeoutError as error:
-            # It has said where it stands.
-            stack = child.last_words()
             child.kill()
+            raise RunFailedError(f"The process that imports {self._function} does not answer.") from error
+        if outcome[0] == "died" and time.monotonic() - began >= self._import_timeout_s:
             raise PluginError(
                 f"Importing {self._function} takes longer than {self._import_timeout_s:g} s. What takes long belongs "
-                f"into the first call. It stands here:\n{stack}"
-            ) from error
+                f"into the first call. It stood here:\n{child.last_words()}"
+            )
         if outcome[0] == "died":
             raise PluginError(f"Importing {self._function} ended its process: {self._error(child, outcome)}")
         if outcome[0] != "value":

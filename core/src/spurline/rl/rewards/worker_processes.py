@@ -39,7 +39,8 @@ Outcome = tuple[str, Any]
 """`value` and the value, or `late`, `memory`, `failed`, `raised`, `died` or `unknown` and what there is to say."""
 
 GRACE_S = 5.0
-"""Seconds beyond the time limit after which async calls that have not been answered have a blocked event loop."""
+"""Seconds beyond the time limit after which async calls that have not been answered have a blocked event loop; no
+longer than the limit itself."""
 _FEWEST_WORKERS, _MOST_WORKERS = 4, 16
 """Bounds of the default number of workers, which is that of the processors: where these are few, calls may still wait
 side by side, and where they are many, the trainer wants them."""
@@ -53,8 +54,8 @@ class WorkerSettings:
     """What a pool tells its child.
 
     function: `module:function`, or what `adapter` takes. adapter: `module:function` that makes the function of it.
-    imports: modules to import before. timeout_s: seconds of one call. import_timeout_s: after these, it is said where
-    the import stands. workers: at most; 0 is the default. memory_bytes: private memory of one process. output: file
+    imports: modules to import before. timeout_s: seconds of one call. import_timeout_s: of the import. workers: at most; 0 is the default.
+    memory_bytes: private memory of one process. output: file
     descriptor for what calls print; None keeps it for the last words. python_path: PYTHONPATH of the run's process.
     """
 
@@ -77,7 +78,8 @@ def main(parent: Parent) -> None:
     if settings.python_path is not None:
         os.environ["PYTHONPATH"] = settings.python_path
     _limit_memory(settings.memory_bytes)
-    faulthandler.dump_traceback_later(settings.import_timeout_s)
+    # Says where the import stands, and ends the process.
+    faulthandler.dump_traceback_later(settings.import_timeout_s, exit=True)
     function, problem = _load(settings)
     faulthandler.cancel_dump_traceback_later()
     if sys.platform == "linux":
@@ -160,6 +162,7 @@ class _Workers:
     ) -> None:
         self._parent, self._settings, self._function, self._problem = parent, settings, function, problem
         self._is_async = function is not None and is_async(function)
+        self._grace_s = min(GRACE_S, settings.timeout_s) if self._is_async else 0.0
         self._limit = settings.workers or (1 if self._is_async else default_workers())
         self._processes: dict[int, _Process] = {}
         self._waiting: deque[_Call] = deque()
@@ -240,8 +243,7 @@ class _Workers:
             if process is None or (process.calls and not self._is_async):
                 return
             call = self._waiting.popleft()
-            grace = GRACE_S if self._is_async else 0.0
-            call.deadline = time.monotonic() + self._settings.timeout_s + grace
+            call.deadline = time.monotonic() + self._settings.timeout_s + self._grace_s
             process.calls[call.number] = call
             process.unsent += call.line
             self._send(process)
@@ -401,7 +403,7 @@ class _Worker:
             return
         called.cancel()
         answers.write(_line({"id": number, "outcome": ("late", None)}))
-        await asyncio.wait({called}, timeout=GRACE_S)
+        await asyncio.wait({called}, timeout=min(GRACE_S, self._settings.timeout_s))
         if not called.done():
             answers.write(_line({"stuck": number}))
         elif not called.cancelled():
