@@ -56,9 +56,9 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
         if (count := len(_abandoned[name])) >= MAX_ABANDONED:
             raise RunFailedError(
                 f"{'.'.join(name)} still runs on {count} threads that were left behind, because it took longer than "
-                "its time limit or its attempt was ended. Nothing can stop a thread. Let the function end by itself, with "
-                "time limits on what it waits for, or run it in a process: a reward function without in_process: true, "
-                "an agent as a command."
+                "its time limit or its attempt was ended. Nothing can stop a thread. Let the function end by itself, "
+                "with time limits on what it waits for, or run it in a process: a reward function without "
+                "in_process: true, an agent as a command."
             )
     loop = asyncio.get_running_loop()
     done = loop.create_future()

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import coroutine
@@ -54,9 +55,9 @@ class WorkerSettings:
     """What a pool tells its child.
 
     function: `module:function`, or what `adapter` takes. adapter: `module:function` that makes the function of it.
-    imports: modules to import before. timeout_s: seconds of one call. import_timeout_s: of the import. workers: at most; 0 is the default.
-    memory_bytes: private memory of one process. output: file
-    descriptor for what calls print; None keeps it for the last words. python_path: PYTHONPATH of the run's process.
+    imports: modules to import before. timeout_s: seconds of one call. import_timeout_s: of the import.
+    workers: at most; 0 is the default. memory_bytes: private memory of one process. output: file descriptor for what
+    calls print; None keeps it for the last words. python_path: PYTHONPATH of the run's process.
     """
 
     function: str
@@ -426,19 +427,19 @@ class _ExitedError(Exception):
 def _noting(called: Coroutine[Any, Any, Any], running_call: memoryview, number: int) -> Generator[Any, Any, Any]:
     """The coroutine's result. `running_call` holds `number` while its code runs, so that it is known which of many
     calls blocks the event loop."""
-    step, given = called.send, None
+    step = partial(called.send, None)
     while True:
         running_call[0] = number
         try:
-            awaited = step(given)
+            awaited = step()
         except StopIteration as end:
             return end.value
         finally:
             running_call[0] = 0
         try:
-            step, given = called.send, (yield awaited)
+            step = partial(called.send, (yield awaited))
         except BaseException as error:  # noqa: BLE001 - handed in where it waits
-            step, given = called.throw, error
+            step = partial(called.throw, error)
 
 
 class _Lines:
