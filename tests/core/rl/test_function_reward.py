@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -250,6 +251,8 @@ def test_modules_beside_a_function_take_no_modules_place_in_the_run(tmp_path, mo
 @pytest.mark.usefixtures("hung_threads")
 def test_a_function_that_many_threads_still_run_is_refused_until_they_end(monkeypatch):
     monkeypatch.setattr(concurrency, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(concurrency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(concurrency, "_abandoned", {})
     for _ in range(2):
         with pytest.raises(AttemptFailedError, match="did not return within"):
             terms("hangs", timeout_s=0.05)
@@ -263,6 +266,34 @@ def test_a_function_that_many_threads_still_run_is_refused_until_they_end(monkey
         if thread.name == "call-hangs":
             thread.join(timeout=30)
     assert terms("hangs") == {"mine": 1.0}
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_threads_that_compute_are_refused_sooner(monkeypatch):
+    monkeypatch.setattr(concurrency, "MAX_COMPUTING", 2)
+    monkeypatch.setattr(concurrency, "_COMPUTES_S", 0.05)
+    monkeypatch.setattr(concurrency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(concurrency, "_abandoned", {})
+    for _ in range(4):
+        with pytest.raises(AttemptFailedError, match="did not return within"):
+            terms("hangs", timeout_s=0.01)
+
+    async def until_refused() -> None:
+        while True:
+            await reward_terms({"mine": make_reward("computes", timeout_s=0.05)}, ANSWER)
+
+    async def again_and_again() -> str:
+        while True:
+            try:
+                await until_refused()
+            except AttemptFailedError:
+                continue
+            except RunFailedError as error:
+                return str(error)
+
+    refused = run(again_and_again())
+    assert "reward_functions.computes still runs on" in refused
+    assert re.search(r"[2-9] of them compute\. Nothing can stop a thread", refused)
 
 
 def test_settings_of_worker_processes_are_refused_where_there_are_none():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import date, datetime, timedelta
@@ -223,6 +225,26 @@ def test_nothing_is_left_when_the_reward_is_closed_in_the_middle_of_a_call(tmp_p
 
     worker = run(close_while_calling())
     wait_until_dead(worker, *map(int, report.read_text().split()))
+
+
+def test_nothing_is_left_when_the_run_is_killed_in_the_middle_of_a_call(tmp_path):
+    report = tmp_path / "pids"
+    code = (
+        "import os, pathlib, sys, threading, time\n"
+        "from spurline.protocols.reward import Answer\n"
+        "from spurline.rl.rewards.configs import FunctionRewardConfig\n"
+        "from spurline.rl.rewards.function import FunctionReward\n"
+        "reward = FunctionReward(FunctionRewardConfig(path='runaway_rewards:behaves'))\n"
+        "asked = Answer('', 'leave programs running', None, {'report': sys.argv[1]})\n"
+        "threading.Thread(target=reward.score, args=[asked], daemon=True).start()\n"
+        "report = pathlib.Path(sys.argv[1])\n"
+        "while not report.exists() or not report.read_text(): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", code, str(report)], env=environment, timeout=60, check=False)
+    assert killed.returncode == -9
+    wait_until_dead(*map(int, report.read_text().split()))
 
 
 @pytest.mark.parametrize(

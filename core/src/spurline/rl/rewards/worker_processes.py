@@ -258,6 +258,9 @@ class _Workers:
         self._selector.modify(process.channel, events, lambda: self._serve(process))
 
     def _serve(self, process: _Process) -> None:
+        if process.channel.fileno() < 0:
+            # It was seen to have ended among the same events.
+            return
         if process.unsent:
             self._send(process)
         lines = process.lines.read()
