@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from reward_functions import in_process
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.sft import SftSource
@@ -77,7 +78,7 @@ class TestPreference(SourceContract):
 ROLLOUTS: dict[str, Any] = {
     "prompts_per_step": 4,
     "samples_per_prompt": 2,
-    "environment": {"rewards": {"length": {"name": "function", "path": "reward_functions:length", "in_process": True}}},
+    "environment": {"rewards": {"length": in_process("reward_functions:length")}},
     "sampling": {"max_new_tokens": 5},
 }
 OF_ROLLOUTS = {"minibatches": {"name": "by_prompt", "prompts_per_minibatch": 2}}

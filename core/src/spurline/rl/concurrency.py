@@ -107,8 +107,8 @@ class _Abandoned:
         if len(used) >= MAX_ABANDONED or computing >= MAX_COMPUTING:
             raise RunFailedError(
                 f"{self._name} still runs on {len(used)} threads that were left behind, because it took longer than "
-                f"its time limit or its attempt was ended; {computing} of them compute. Nothing can stop a thread. Let the "
-                "function end by itself, with time limits on what it waits for, or run it in a process: a reward "
+                f"its time limit or its attempt was ended; {computing} of them compute. Nothing can stop a thread. Let "
+                "the function end by itself, with time limits on what it waits for, or run it in a process: a reward "
                 "function without in_process: true, an agent as a command."
             )
 
