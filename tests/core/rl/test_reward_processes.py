@@ -67,7 +67,8 @@ def quick() -> Iterator[FunctionReward]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[FunctionReward]:
-    reward = make_reward(timeout_s=GENEROUS_S, workers=1)
+    # As who wants no limits may write it.
+    reward = make_reward(timeout_s=float("inf"), import_timeout_s=float("inf"), workers=1)
     yield reward
     reward.close()
 

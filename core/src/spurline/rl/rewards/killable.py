@@ -30,6 +30,8 @@ START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
 ANSWER_TIMEOUT_S = 30.0
 """Seconds beyond the limits of import and call after which the child itself must hang when it says nothing."""
+_LONGEST_S = 1e6
+"""Seconds, the most that the import may take: timers take no number that is very large."""
 _CLOSE_PATIENCE_S = 2.0
 """Seconds the child has to end by itself when the pool is closed; it may be importing something large."""
 MEMORY_LIMIT_BYTES = 8 << 30
@@ -86,7 +88,7 @@ class KillablePool:
         shows_output: bool = False,
     ) -> None:
         self._function, self._timeout_s = function, timeout_s
-        self._import_timeout_s = START_TIMEOUT_S if import_timeout_s is None else import_timeout_s
+        self._import_timeout_s = min(START_TIMEOUT_S if import_timeout_s is None else import_timeout_s, _LONGEST_S)
         self._settings = WorkerSettings(
             function=function,
             adapter=adapter,

@@ -45,6 +45,8 @@ longer than the limit itself."""
 _FEWEST_WORKERS, _MOST_WORKERS = 4, 16
 """Bounds of the default number of workers, which is that of the processors: where these are few, calls may still wait
 side by side, and where they are many, the trainer wants them."""
+_LONGEST_WAIT_S = 3600.0
+"""Seconds that a selector is asked to wait at a time; it takes no number that is very large."""
 _END_TIMEOUT_S = 5.0
 """Seconds to see every worker gone after it was killed."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -215,7 +217,7 @@ class _Workers:
         deadlines = [
             next(iter(process.calls.values())).deadline for process in self._processes.values() if process.calls
         ]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        return min(_LONGEST_WAIT_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
 
     def _take_calls(self) -> None:
         lines = self._input.read()
