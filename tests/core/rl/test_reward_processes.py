@@ -97,6 +97,17 @@ def test_a_call_that_never_returns_fails_in_time_and_the_others_go_on(quick, run
     )
 
 
+def test_many_workers_may_be_killed_at_the_same_time():
+    reward = make_reward(timeout_s=0.2, workers=16)
+    try:
+        failed = scores(reward, *(answer("deadlock") for _ in range(48)))
+    finally:
+        reward.close()
+    assert {str(one) for one in failed} == {
+        "Reward 'mine' on the response 'deadlock': The function runaway_rewards:behaves did not return within 0.2 s."
+    }
+
+
 def test_a_call_that_takes_all_memory_fails(quick):
     assert "runaway_rewards:behaves took more than memory_gb: 2." in why(quick, answer("eat memory"))
     assert scores(quick, answer("fine")) == [1.0]
