@@ -204,7 +204,7 @@ def test_an_environment_that_blocks_everything_is_told_with_its_place_in_the_cod
         encoding="utf-8",
     )
     async_config["steps"] = 1
-    async_config["source"]["environment"]["rewards"] = {"early": "run_stall:sleeps"}
+    async_config["source"]["environment"]["rewards"] = {"early": in_process("run_stall:sleeps")}
     async_config["source"]["reward_weights"] = {}
     async_config["source"] |= {"watchdog_s": 0.5, "stall_timeout_s": 2.0}
     with pytest.raises(RunFailedError, match=r"blocks the event loop"):
@@ -220,7 +220,7 @@ def test_rollouts_that_stall_are_told_with_prompt_and_time(
     (tmp_path / "modules" / "run_waits.py").write_text(
         "import asyncio\nasync def waits(answer):\n    await asyncio.sleep(3600)\n", encoding="utf-8"
     )
-    async_config["source"]["environment"]["rewards"] = {"early": "run_waits:waits"}
+    async_config["source"]["environment"]["rewards"] = {"early": in_process("run_waits:waits")}
     async_config["source"]["reward_weights"] = {}
     async_config["source"] |= {"watchdog_s": 0.5, "stall_timeout_s": 1.5, "max_concurrent_groups": 2}
     with pytest.raises(
