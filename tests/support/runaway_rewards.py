@@ -46,6 +46,8 @@ def behaves(answer: Answer) -> Any:
             orphan = subprocess.run(["sh", "-c", "sleep 600 > /dev/null & echo $!"], stdout=subprocess.PIPE, check=True)
             pids = [program.pid for program in programs] + [int(orphan.stdout)]
             Path(answer.row["report"]).write_text(" ".join(map(str, pids)))
+            if answer.row.get("dies"):
+                os.abort()
             time.sleep(600)
         case "read":
             return float(len(sys.stdin.read()))
