@@ -20,7 +20,6 @@ from warm_runs import WarmRuns
 
 from spurline import Run, load_config
 from spurline.errors import SpurlineError
-from spurline.trackers.jsonl import read_json_lines
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 DAY_S = 86400
@@ -99,3 +98,48 @@ def test_a_clock_that_jumps_by_a_day_changes_nothing(
     lines = read_metrics(async_config["run_dir"])
     assert deterministic(lines) == deterministic(read_metrics(tmp_path / "whole"))
     assert all(0 <= value < DAY_S / 2 for line in lines for name, value in line.items() if name.startswith("time/"))
+
+
+@pytest.mark.processes
+def test_few_open_files_and_no_home_are_enough(
+    warm_runs: WarmRuns,
+    async_config: dict[str, Any],
+    write_config: WriteConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("HOME")
+    run = warm_runs.start("train", write_config(async_config | {"steps": 2}), output=tmp_path / "log")
+    resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (64, 64))
+    assert run.wait(60) == 0, (tmp_path / "log").read_text()
+
+
+@pytest.mark.processes
+def test_a_run_that_is_stopped_and_continued_is_the_same_run(
+    warm_runs: WarmRuns, base_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
+) -> None:
+    whole = base_config | {"steps": 12, "run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    run = warm_runs.start("train", write_config(base_config | {"steps": 12}))
+    metrics = Path(base_config["run_dir"]) / "metrics.jsonl"
+    for steps in (1, 4, 8):
+        wait_for(lambda steps=steps: num_lines(metrics) >= steps or run.poll() is not None, "another step")
+        os.kill(run.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        os.kill(run.pid, signal.SIGCONT)
+    assert run.wait(60) == 0
+    assert deterministic(read_metrics(base_config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not SOAK, reason="a process with child engines of its own: in the soak")
+def test_a_tiny_dev_shm_is_enough_for_engines_in_child_processes(
+    async_config: dict[str, Any], write_config: WriteConfig
+) -> None:
+    async_config["source"]["engine"] = {"name": "child_process", "deterministic": True}
+    command = " ".join(train_command(write_config(async_config | {"steps": 2})))
+    own = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {command}"]
+    if subprocess.run([*own[:4], "mount -t tmpfs tmpfs /dev/shm"], check=False).returncode:
+        pytest.skip("mounting a disk takes the rights of root")
+    subprocess.run(own, check=True, timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
