@@ -236,7 +236,7 @@ class EngineStart:
 
     def run(self) -> Any:
         """The AsyncLLM. Blocks for a minute. Raises EngineDiedError with vLLM's own words when it cannot start."""
-        with _ONE_AT_A_TIME, engine_environment(self._spec.config, self._spec.gpus), _without_signals_of_the_terminal():
+        with _ONE_AT_A_TIME, engine_environment(self._spec.config, self._spec.gpus), _without_ctrl_c():
             from vllm import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -273,7 +273,7 @@ class EngineStart:
 
 
 @contextmanager
-def _without_signals_of_the_terminal() -> Iterator[None]:
+def _without_ctrl_c() -> Iterator[None]:
     """Processes started within never get SIGINT and SIGHUP: Ctrl-C in a terminal, and its end, reach all of a run's
     processes, and the run would lose its engines before it has finished the step and saved. What a thread blocks, its
     children block."""
