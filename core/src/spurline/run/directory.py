@@ -155,8 +155,9 @@ class RunRecordFiles:
         """Append the generated answers of one evaluation. Raises RunFailedError when the disk refuses."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+            # Half a surrogate pair, which no file can hold, becomes what JSON writes for it.
             try:
-                with self._directory.eval_samples.open("a", encoding="utf-8") as file:
+                with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(text)
             except OSError as error:
                 raise write_failure(self._directory.eval_samples, error) from error
