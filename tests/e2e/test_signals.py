@@ -15,6 +15,8 @@ import pytest
 from run_helpers import num_lines, read_metrics, wait_for
 from warm_runs import WarmRuns
 
+from spurline.rl.rewards.configs import FunctionRewardConfig
+
 pytestmark = pytest.mark.processes
 
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -29,6 +31,12 @@ def score(answer):
     # Lets no other thread run.
     deque(repeat(0), maxlen=0)
 """
+
+
+# A thread of the run's own process, not a worker that would be killed.
+IN_PROCESS = {"name": "function", "path": "hanging_rewards:score"} | (
+    {"in_process": True} if "in_process" in FunctionRewardConfig.model_fields else {}
+)
 
 
 def test_a_run_ends_whose_reward_never_gives_the_interpreter_back(
@@ -67,9 +75,6 @@ def test_a_run_whose_terminal_closes_finishes_and_saves_its_step(
     assert run.wait(60) == 128 + signal.SIGHUP
     last = read_metrics(run_dir)[-1]["step"]
     assert (run_dir / f"checkpoints/step-{last:08d}").is_dir()
-
-
-IN_PROCESS = {"name": "function", "path": "hanging_rewards:score"}
 
 
 def is_running(process: psutil.Process) -> bool:

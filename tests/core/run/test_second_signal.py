@@ -91,7 +91,8 @@ class Started:
     def said(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
-        self.watchers = [pid for pid in second_signal._descendants(self.process.pid) if b"second_sig" in _command(pid)]
+        # A process that has begun a moment ago does not tell its command yet.
+        wait_for(self._find_watcher, "the watcher")
         return line
 
     def ctrl_c(self) -> None:
@@ -102,9 +103,13 @@ class Started:
     def end(self) -> tuple[int, str]:
         """Exit code and standard error; its watcher ends with it."""
         _, err = self.process.communicate(timeout=30)
-        (watcher,) = self.watchers
-        wait_for(lambda: not _is_alive(watcher), "the end of the watcher", 5)
+        wait_for(lambda: not _is_alive(self.watcher), "the end of the watcher", 5)
         return self.process.returncode, err
+
+    def _find_watcher(self) -> bool:
+        found = [pid for pid in second_signal._descendants(self.process.pid) if b"second_signal" in _command(pid)]
+        self.watcher = found[0] if found else 0
+        return bool(found)
 
     def _has_pending(self, number: signal.Signals) -> bool:
         if self.process.poll() is not None:
@@ -195,7 +200,10 @@ LAST = "What was saved stands.\n"
 
 
 def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _is_alive(pid: int) -> bool:
