@@ -185,14 +185,17 @@ def test_one_ctrl_c_that_forks_get_too_is_one(start: Start) -> None:
     assert started.process.wait(30) == 130
 
 
-def test_a_terminal_that_closes_may_say_so_twice(start: Start) -> None:
-    started = start("signal.signal(signal.SIGHUP, lambda *_: print('heard', flush=True))" + GOES_ON, 0)
+def test_a_terminal_that_closes_may_say_so_again_and_again(start: Start) -> None:
+    started = start("signal.signal(signal.SIGHUP, lambda *_: print('heard', flush=True))" + GOES_ON, 1000)
     assert started.said() == "ready"
     for _ in range(3):
         os.kill(started.process.pid, signal.SIGHUP)
         assert started.said() == "heard"
+    with pytest.raises(subprocess.TimeoutExpired):
+        started.process.wait(0.3)
     # The first one counts.
-    started.ctrl_c()
+    for _ in range(2):
+        started.ctrl_c()
     assert started.end()[0] == -signal.SIGKILL
 
 
