@@ -114,9 +114,10 @@ def serve() -> None:
     files = os.open(os.devnull, os.O_RDONLY), os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in zip((*files, files[1]), range(3), strict=True):
         os.dup2(source, target)
+    sys.argv[1:] = order["words"]
     from spurline.cli import main
 
-    main(order["words"])
+    main()
 
 
 if __name__ == "__main__":
