@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from spurline.config.run_config import ModelConfig
 from spurline.data import chat_template
 from spurline.data.chat import ChatRenderer
 from spurline.data.chat_template import compile_template, render_template
 from spurline.data.rows import BadRowError
 from spurline.data.template_budget import TemplateTooCostlyError
+from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ModelError
+from spurline.testing.inputs import tiny_tokenizer
 
 BUNDLED = Path(chat_template.__file__).parent / "templates"
 TEMPLATES = {path.stem: path.read_text() for folder in (BUNDLED, Path(__file__).parent / "chat_templates")
@@ -47,7 +50,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         # Without end.
         "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
+        "{% for a in range(1000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% for a in range(100000) %}{{ range(100000)|select('none')|first }}{% endfor %}",
         "{% for a in range(100000) %}{% generation %}x{% endgeneration %}{% endfor %}",
@@ -265,3 +268,13 @@ def test_spans_of_generation_blocks_are_those_of_transformers() -> None:
 
 def test_a_template_is_compiled_once() -> None:
     assert compile_template(TEMPLATES["qwen3"]) is compile_template(TEMPLATES["qwen3"])
+
+
+@pytest.mark.parametrize(
+    "content", ['{"x": ' + "[" * 100_000, "[1]", '{"eos_token": 5}', '{"x": ' + "9" * 10_000 + "}"]
+)
+def test_tokenizer_files_that_cannot_be_read_name_the_model(tmp_path: Path, content: str) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"model.path: no tokenizer can be loaded from folder"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
