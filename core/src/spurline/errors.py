@@ -149,8 +149,14 @@ def line_of(key: str, lines: dict[str, int]) -> int | None:
     return None
 
 
+_LONGEST_NAME = 200
+"""Characters; a longer word is no slip of the pen, and comparing one of many megabytes takes seconds and gigabytes."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The closest other known word, whatever its case; None when none is close."""
+    if len(word) > _LONGEST_NAME:
+        return None
     # Of names that differ in case alone, the first in the alphabet stands for all.
     folded = {name.casefold(): name for name in sorted(set(known) - {word}, reverse=True)}
     match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
