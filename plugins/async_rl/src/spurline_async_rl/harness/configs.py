@@ -54,7 +54,7 @@ class HarnessConfig(EnvironmentConfig):
     api_key_env: Annotated[str | None, OnResume.FREE] = Field(default=None, min_length=1)
     """Environment variable that holds the key all agents have to show; null gives each session a key of its own."""
     max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=16 * 2**20, gt=0)
-    """Largest request. It may have a bracket, brace or colon for each 64 of these bytes, and a comma for each 32."""
+    """Largest request. It may have a bracket, brace or colon for each 128 of these bytes, and a comma for each 64."""
     max_buffered_bytes: Annotated[int, OnResume.FREE] = Field(default=512 * 2**20, gt=0)
     """Bytes of requests that are still on their way or being read, of all attempts together; one attempt may have an
     eighth of them, and always one request. Further ones are told to come again."""
