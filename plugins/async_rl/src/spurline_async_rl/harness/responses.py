@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,7 +43,8 @@ from spurline_async_rl.harness.sessions import LiveSession
 
 _CALL_BEGIN = "<tool_call>"
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
-_PIECE = 2**16
+_PIECE = 2**14
+"""Characters that are encoded at a time to count tokens."""
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; as vLLM's server does."""
 
@@ -110,8 +111,8 @@ class Answering:
         self, session: LiveSession, size: int, messages: list[Message], tools: list[dict[str, Any]] | None, count: int
     ) -> tuple[list[ChatFront], bytes]:
         """So many conversations, all the same, in which the model's turn is next. size: of the request."""
-        texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
-        self._require_short(texts, size, "messages")
+        # All of them: which ones the template writes is not known, and the conversation keeps every one.
+        self._require_short(_texts_in([messages, tools]), size, "messages")
         with _requests_fault():
             chat, key = session.conversations.find(messages, tools)
             chat.open_turn()
@@ -153,24 +154,22 @@ class Answering:
         config = self._config
         return read_body(raw, kind, max_bytes=config.max_body_bytes, ignore_sampling=config.ignore_sampling)
 
-    def _require_short(self, texts: Sequence[str], num_bytes: int, field: str) -> None:
+    def _require_short(self, texts: Iterable[str], num_bytes: int, field: str) -> None:
         """Raise ApiError when the texts surely have too many tokens, counted piece by piece: an encoding of a long text
         as a whole takes some hundred times the text's memory."""
         most, count = self._config.max_prompt_tokens, 0
         if num_bytes <= most:
             # No text has more tokens than bytes.
             return
-        for text in texts:
-            for start in range(0, len(text), _PIECE):
-                [encoding] = encode_batch(self._tokenizer, [text[start : start + _PIECE]], is_chat=True)
-                count += len(encoding)
-                if count > most:
-                    raise ApiError(
-                        400,
-                        f"{field}: the text has more than {most} tokens (environment.max_prompt_tokens).",
-                        param=field,
-                        code="context_length_exceeded",
-                    )
+        for piece in _pieces(texts):
+            count += len(encode_batch(self._tokenizer, [piece], is_chat=True)[0])
+            if count > most:
+                raise ApiError(
+                    400,
+                    f"{field}: the text has more than {most} tokens (environment.max_prompt_tokens).",
+                    param=field,
+                    code="context_length_exceeded",
+                )
 
     def _sampling(self, session: LiveSession, body: Body) -> Sampling:
         return sampling_of(body, session.policy.sampling, ignore_sampling=self._config.ignore_sampling)
@@ -212,6 +211,35 @@ class Answering:
         if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return ids
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Every text of a JSON value."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            waiting += chain.from_iterable(cast("dict[str, Any]", item).items())
+        elif isinstance(item, list):
+            waiting += cast("list[Any]", item)
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts one after the other, divided and joined to pieces of some length."""
+    gathered: list[str] = []
+    room = _PIECE
+    for text in texts:
+        for start in range(0, len(text), _PIECE):
+            gathered.append(text[start : start + _PIECE])
+            room -= len(gathered[-1])
+            if room <= 0:
+                yield "".join(gathered)
+                gathered.clear()
+                room = _PIECE
+    if gathered:
+        yield "".join(gathered)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-NUM_THREADS = 4
+NUM_THREADS = 2
 SMALL_BYTES = 16 * 1024
 """Requests of this size take a few milliseconds, not much more than to wake a thread on a busy machine."""
 
