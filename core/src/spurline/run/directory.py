@@ -5,6 +5,7 @@ Those are the config, the summary and sample answers; trackers and checkpoints w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -40,10 +41,12 @@ class RunDirectory:
         """Create the folder and lock it. Raises RunDirectoryError when another process holds it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "run.lock").open("a+", encoding="utf-8")
+            # Emptied below: where a folder of others has a link here, not what that points to.
+            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            lock = os.fdopen(descriptor, "a+", encoding="utf-8")
         except OSError as error:
             raise RunDirectoryError(
-                f"run_dir {self.path} cannot be written: {error.strerror}. Choose another with --set run_dir=PATH."
+                f"run_dir {self.path} cannot be written: {_reason(error)}. Choose another with --set run_dir=PATH."
             ) from error
         if not _take_lock(lock):
             lock.seek(0)
@@ -113,6 +116,10 @@ class RunDirectory:
             self._folder = None
 
 
+def _reason(error: OSError) -> str:
+    return "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else str(error.strerror)
+
+
 def _lost(path: Path, why: str) -> str:
     return f"run_dir {path} was removed or moved while the run was going on ({why})."
 
@@ -152,7 +159,8 @@ class RunRecordFiles:
         """Append the generated answers of one evaluation."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
-            with self._directory.eval_samples.open("a", encoding="utf-8") as file:
+            # Half a surrogate pair, which no file can hold, becomes what JSON writes for it.
+            with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
 
     def data_notes(self) -> list[str]:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from spurline.data.dealing import RankShare, Rows
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
+from spurline.files import private_folder
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline.model.adapter_weights import AdapterWeights
 from spurline.model.device_profile import device_profile, seed_generators
@@ -88,14 +89,13 @@ class FsdpRank(RankWorker):
         if self._run.source.replays_experts:
             # Now, not with the first rollouts: a model without experts is refused before anything is generated.
             _ = model.routing
-        if self._config.probe:
-            self._place.doing("checking that packed rows are exact for this model")
-            check_sharded(model, self._config, self._profile, self._run.model.path)
-            if model.sharing is not None:
-                half = self._config.computes_in == "bf16"
-                with torch.compiler.set_stance("force_eager"):
-                    check_sharing(model, self._profile, self._run.model.path, half_precision=half)
-                give_back(model.causal)
+        self._place.doing("checking that packed rows are exact for this model")
+        check_sharded(model, self._config, self._profile, self._run.model.path)
+        if self._config.probe and model.sharing is not None:
+            half = self._config.computes_in == "bf16"
+            with torch.compiler.set_stance("force_eager"):
+                check_sharing(model, self._profile, self._run.model.path, half_precision=half)
+            give_back(model.causal)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
         self._gathering = WeightGathering(
             NamedWeights(model.causal, adapted=self._config.lora is not None),
@@ -111,6 +111,7 @@ class FsdpRank(RankWorker):
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
+            critic.read_as(self._policy.model.reading)
             self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.critic, self._registry))
 
     def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
@@ -212,6 +213,7 @@ class FsdpRank(RankWorker):
             "parameters": sum(value.numel() for value in self._policy.model.causal.parameters()),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": f"{self._place.world} x {self._profile.device.type}",
+            **self._policy.model.facts(),
         }
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
@@ -272,6 +274,7 @@ class FsdpRank(RankWorker):
                 self._place.doing("loading the reference model")
                 initial = self._policy.initial_weights
                 self._reference = build_reference(self._run.model, self._config, self._meshes, self._run.seed, initial)
+                self._reference.read_as(self._policy.model.reading)
             yield self._reference
 
     @cached_property
@@ -281,9 +284,11 @@ class FsdpRank(RankWorker):
 
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:
     """Where torch keeps what this rank compiles: a folder that no other rank and no other run writes to."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    # It holds programs, which are run.
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
     run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default), f"{run}-rank-{local_rank}")
+    return (Path(chosen) if chosen else private_folder(default)) / f"{run}-rank-{local_rank}"
 
 
 def _seed(seed: int, role: Role, updates: int, rank: int) -> int:
