@@ -51,13 +51,16 @@ def fated_config(rl_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.
     write_prompts(tmp_path / "fated.jsonl")
     rl_config["plugins"] = ["async_rl"]
     rl_config["report"] = {"enabled": False}
+    rl_config["minibatches"]["prompts_per_minibatch"] = 1
     rl_config["checkpoint"] = {"every_steps": 2, "keep_last": 1}
     rl_config["source"] |= {
         "name": "async_rollouts",
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
         "max_staleness": 2,
         "correction": "tis",
         "record_groups": True,
-        "max_concurrent_groups": 4,
+        "max_concurrent_groups": 2,
         "zero_variance": "refill",
         "environment": {"name": "single_turn", "rewards": {"fated": "fated_rewards:fated"}},
         "reward_weights": {},
@@ -88,8 +91,8 @@ def train_and_kill(
                 tree.kill(order, chance)
                 tree.assert_gone()
             else:
-                assert phase == "close", "the run ended before it could be killed"
                 tree.finish()
+                assert phase == "close", "the run ended before it could be killed"
         tree.start()
         tree.finish()
         left = [str(path) for path in Path(config["run_dir"]).rglob("*.tmp")]
@@ -112,6 +115,7 @@ def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
     fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
     fated_config["steps"] = 4 * len(kills) + 2
+    fated_config["source"] |= {"max_concurrent_groups": 4}
     fated_config["source"]["engine"]["engines"] = 2
     train_and_kill(fated_config, kills)
     assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
@@ -184,10 +188,7 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT, encoding="utf-8")
     fated_config["steps"] = 4 * len(kills) + 2
-    fated_config["minibatches"]["prompts_per_minibatch"] = 1
     fated_config["source"] |= {
-        "prompts_per_step": 2,
-        "samples_per_prompt": 2,
         "max_staleness": 1,
         "environment": {"name": "harness", "command": [sys.executable, "-I", "-S", str(agent)]},
         "weight_sync": {"name": "disk"},

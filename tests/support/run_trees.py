@@ -6,10 +6,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 from run_helpers import num_lines, wait_for
@@ -123,7 +123,7 @@ class RunTree:
     def assert_gone(self) -> None:
         """No process of it, no port, no shared memory and no temporary file."""
         wait_for(lambda: not self.processes(), f"the end of {self.processes()}", GONE_WITHIN_S)
-        listening = _listening() & self._ports
+        listening = _listening(psutil.net_connections("tcp")) & self._ports
         assert not listening, f"still listening: {listening}"
         left = [name for name in _shared_memory() - self._shared_before if name in self._memory or "spurline" in name]
         assert not left, f"left in {_SHARED_MEMORY}: {left}"
@@ -157,8 +157,8 @@ def _kill(process: psutil.Process) -> None:
         process.send_signal(signal.SIGKILL)
 
 
-def _listening() -> set[tuple[str, int]]:
-    return {(at.laddr.ip, at.laddr.port) for at in psutil.net_connections("tcp") if at.status == "LISTEN"}
+def _listening(connections: Iterable[Any]) -> set[tuple[str, int]]:
+    return {tuple(at.laddr) for at in connections if at.status == psutil.CONN_LISTEN}
 
 
 def _shared_memory() -> set[str]:

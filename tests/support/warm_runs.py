@@ -136,7 +136,7 @@ def serve() -> None:
     # Where temporary files go is a matter of the environment too.
     tempfile.tempdir = None
     if order["warm_children"]:
-        vars(child)["subprocess"] = ForkedChildren()
+        setattr(child, "subprocess", ForkedChildren())  # noqa: B010 - another type than the module's
     from spurline.cli import main
 
     main(order["words"])
