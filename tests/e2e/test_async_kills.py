@@ -5,6 +5,7 @@ Ten kills in all; SPURLINE_SOAK=1 makes 200, at random instants.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -19,6 +20,7 @@ from run_trees import ORDERS, PHASES, Order, RunTree
 from warm_runs import WarmRuns
 
 from spurline import Run, load_config
+from spurline_collation_fast.cache.upkeep import damage
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -28,8 +30,12 @@ Kill = tuple[str, Order]
 Kills = Sequence[Kill]
 TrainAndKill = Callable[[dict[str, Any], Kills], None]
 
+IN_ONE_PROCESS = ("start", "steps", "checkpoint")
+"""Phases of a run that starts no processes and records no groups."""
 ONLY_ASYNC = ("async/", "staleness/", "sync/")
 """Prefixes of the metrics that a synchronous run does not have."""
+BY_TIME = "groups/retries"
+"""Which attempts at a prompt were made again before another one of it failed for good is a matter of time."""
 
 
 def plans(*kills: Kill, soak: int, phases: Sequence[str] = PHASES) -> list[Any]:
@@ -114,7 +120,7 @@ def train_and_kill(
 def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
     fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
-    fated_config["steps"] = 4 * len(kills) + 2
+    fated_config["steps"] = 3 * len(kills) + 2
     fated_config["source"] |= {"max_concurrent_groups": 4}
     fated_config["source"]["engine"]["engines"] = 2
     train_and_kill(fated_config, kills)
@@ -130,7 +136,7 @@ def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_kil
     source = fated_config["source"]
     del source["correction"]
     source["max_staleness"] = 0
-    fated_config["steps"] = 4 * len(kills) + 2
+    fated_config["steps"] = 3 * len(kills) + 2
     train_and_kill(fated_config, kills)
     assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
     whole = fated_config | {"run_dir": str(tmp_path / "whole")}
@@ -145,9 +151,7 @@ def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_kil
     Run(load_config(twin)).train()
     lines = comparable(fated_config)
     assert lines == comparable(whole) == comparable(twin)
-    assert {"groups/filtered", "groups/quarantined", "groups/retries"} <= {
-        name for line in lines for name, value in line.items() if value
-    }
+    assert {"groups/filtered", "groups/quarantined"} <= {name for line in lines for name in line if line[name]}
     for unkilled in ("whole", "twin"):
         assert_same_weights(Path(fated_config["run_dir"]), tmp_path / unkilled)
 
@@ -155,12 +159,12 @@ def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_kil
 def comparable(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The metrics that every run of the same prompts and seeds has in common."""
     return [
-        {name: value for name, value in line.items() if not name.startswith(ONLY_ASYNC)}
+        {name: value for name, value in line.items() if not name.startswith((*ONLY_ASYNC, BY_TIME))}
         for line in deterministic(read_metrics(config["run_dir"]))
     ]
 
 
-@pytest.mark.parametrize("kills", plans(("evaluation", "controller"), soak=20, phases=(*PHASES, "evaluation")))
+@pytest.mark.parametrize("kills", plans(("evaluation", "controller"), soak=20, phases=(*IN_ONE_PROCESS, "evaluation")))
 def test_a_synchronous_run_killed_between_evaluation_and_checkpoint_does_both_again(
     fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, spurline_chat_file: Path, kills: Kills
 ) -> None:
@@ -171,7 +175,7 @@ def test_a_synchronous_run_killed_between_evaluation_and_checkpoint_does_both_ag
     source["held_out"] = {"max_prompts": 2, "success": {"reward": "fated", "at_least": 0.5}}
     fated_config["data"]["eval"] = str(tmp_path / "held-out.jsonl")
     write_prompts(tmp_path / "held-out.jsonl", 3)
-    fated_config |= {"plugins": [], "evaluation": {"every_steps": 2}, "steps": 4 * len(kills) + 2}
+    fated_config |= {"plugins": [], "evaluation": {"every_steps": 2}, "steps": 3 * len(kills) + 2}
     train_and_kill(fated_config, kills)
     whole = fated_config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
@@ -187,7 +191,7 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
 ) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT, encoding="utf-8")
-    fated_config["steps"] = 4 * len(kills) + 2
+    fated_config["steps"] = 3 * len(kills) + 2
     fated_config["source"] |= {
         "max_staleness": 1,
         "environment": {"name": "harness", "command": [sys.executable, "-I", "-S", str(agent)]},
@@ -196,3 +200,21 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
     train_and_kill(fated_config, kills)
     assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
     assert not [*(Path(fated_config["run_dir"]) / "weights").iterdir()]
+
+
+@pytest.mark.parametrize("kills", plans(("engines", "any order"), soak=20, phases=("start", "engines", "steps")))
+def test_a_run_killed_while_it_fills_the_token_cache_fills_it_anew(
+    base_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
+) -> None:
+    row = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it " * 20}]}
+    base_config["data"]["train"] = str(tmp_path / "long.jsonl")
+    Path(base_config["data"]["train"]).write_text((json.dumps(row) + "\n") * 4000, encoding="utf-8")
+    base_config |= {"plugins": ["collation_fast"], "steps": 3 * len(kills) + 2, "report": {"enabled": False}}
+    base_config["tokenization"] = {"name": "parallel", "workers": 2, "cache_dir": str(tmp_path / "cache")}
+    train_and_kill(base_config, kills)
+    [entry] = (tmp_path / "cache").iterdir()
+    assert damage(entry) is None
+    whole = base_config | {"run_dir": str(tmp_path / "whole"), "tokenization": {"name": "core/sequential"}}
+    Run(load_config(whole)).train()
+    assert comparable(base_config) == comparable(whole)
+    assert_same_weights(Path(base_config["run_dir"]), tmp_path / "whole")

@@ -64,7 +64,7 @@ class RunTree:
         step of an even number. evaluation: after one, before the checkpoint that covers it. close: after its last step.
         """
         had = num_lines(self.metrics)
-        at_step = min(had + chance.randint(1, 3), last_step)
+        at_step = min(had + chance.randint(1, 2), last_step)
         even_step = min(at_step + at_step % 2, last_step)
         recorded = self.run_dir / "groups" / f"step-{at_step:06d}.json"
         reached: dict[str, Callable[[], bool]] = {
