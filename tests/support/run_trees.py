@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 from run_helpers import num_lines, wait_for
@@ -17,8 +17,8 @@ from warm_runs import WarmRuns
 
 from spurline.ranks import child
 
-Order = Literal["controller", "children first", "any order", "all at once"]
-ORDERS: tuple[Order, ...] = ("controller", "children first", "any order", "all at once")
+Order = Literal["controller", "a child, later the controller", "children first", "any order", "all at once"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 """Who is killed, one after the other. The children of a killed controller have to end by themselves."""
 PHASES = ("start", "engines", "steps", "update", "checkpoint")
 """When it is killed: see `RunTree.wait_for_phase`."""
@@ -59,9 +59,10 @@ class RunTree:
     def wait_for_phase(self, phase: str, chance: random.Random, last_step: int) -> bool:
         """Wait for an instant of this phase; False when the run has ended before.
 
-        start: while it reads, restores and starts. engines: with its first child process. steps: after a few more than
-        it had. update: while it trains on a batch or publishes. checkpoint: while it writes one, which comes after a
-        step of an even number. evaluation: after one, before the checkpoint that covers it. close: after its last step.
+        start: while it reads, restores and starts. engines, workers: with its first child process, which an engine has
+        for longer. steps: after a few more than it had. update: while it trains on a batch or publishes. checkpoint:
+        while it writes one, which comes after a step of an even number. evaluation: after one, before the checkpoint
+        that covers it. close: after its last step.
         """
         had = num_lines(self.metrics)
         at_step = min(had + chance.randint(1, 2), last_step)
@@ -70,6 +71,7 @@ class RunTree:
         reached: dict[str, Callable[[], bool]] = {
             "start": lambda: True,
             "engines": lambda: bool(self.children()),
+            "workers": lambda: bool(self.children()),
             "steps": lambda: self._last_step() >= at_step,
             "update": lambda: self._last_step() >= at_step - 1 and recorded.exists(),
             "checkpoint": lambda: self._last_step() >= even_step,
@@ -98,26 +100,22 @@ class RunTree:
                     found.append(process)
         return found
 
-    def kill_child(self, chance: random.Random) -> None:
-        """One of its children, if there is any: the run goes on."""
-        if children := self.children():
-            _kill(chance.choice(children))
-
     def kill(self, order: Order, chance: random.Random) -> None:
         tree = self.processes()
         self._note_holdings(tree)
-        controller, others = tree[:1], tree[1:]
+        controller, others, children = tree[:1], tree[1:], self.children()
         chance.shuffle(others)
         victims = {
             "controller": controller,
+            "a child, later the controller": [*chance.sample(children, min(1, len(children))), *controller],
             "children first": [*others, *controller],
             "any order": chance.sample(tree, len(tree)),
             "all at once": tree,
         }[order]
+        pause_s = {"all at once": 0.0, "a child, later the controller": 0.5}.get(order, 0.01)
         for victim in victims:
             _kill(victim)
-            if order != "all at once":
-                time.sleep(chance.uniform(0, 0.01))
+            time.sleep(chance.uniform(0, pause_s))
         self._run.wait(10)
 
     def assert_gone(self) -> None:
