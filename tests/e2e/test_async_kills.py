@@ -208,7 +208,7 @@ def test_a_run_killed_while_it_fills_the_token_cache_fills_it_anew(
 ) -> None:
     row = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it " * 20}]}
     base_config["data"]["train"] = str(tmp_path / "long.jsonl")
-    Path(base_config["data"]["train"]).write_text((json.dumps(row) + "\n") * 2000, encoding="utf-8")
+    Path(base_config["data"]["train"]).write_text((json.dumps(row) + "\n") * 1200, encoding="utf-8")
     base_config |= {"plugins": ["collation_fast"], "steps": 3 * len(kills) + 2, "report": {"enabled": False}}
     base_config["tokenization"] = {"name": "parallel", "workers": 2, "cache_dir": str(tmp_path / "cache")}
     train_and_kill(base_config, kills)
