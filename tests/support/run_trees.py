@@ -78,7 +78,7 @@ class RunTree:
             "evaluation": lambda: self._last_step() > had and b"eval/" in _last_line(self.metrics),
             "close": lambda: self._last_step() >= last_step,
         }
-        waits_s = {"start": 0.6, "engines": 0.5, "checkpoint": 0.03, "evaluation": 0.03, "close": 0.3}
+        waits_s = {"start": 0.6, "engines": 0.5, "checkpoint": 0.03, "evaluation": 0.0, "close": 0.3}
         every_s = 0.02 if phase in ("engines", "workers") else 0.005
         wait_for(lambda: self.has_ended or reached[phase](), f"phase {phase}", every_s=every_s)
         time.sleep(chance.uniform(0, waits_s.get(phase, 0.1)))
