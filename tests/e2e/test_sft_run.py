@@ -149,17 +149,19 @@ def test_a_stop_asked_for_at_the_very_end_of_a_step_still_saves(base_config: dic
     assert result.checkpoint.name == "step-00000003"
 
 
-def test_generated_text_with_other_line_separators_does_not_spoil_a_resume(base_config: dict[str, Any]) -> None:
+def test_generated_text_that_no_file_takes_as_it_is_does_not_spoil_a_resume(
+    base_config: dict[str, Any],
+) -> None:
     from spurline.run.directory import RunDirectory, RunRecordFiles
 
     directory = RunDirectory(Path(base_config["run_dir"]))
     directory.path.mkdir()
     files = RunRecordFiles(directory, {})
-    files.add_samples(1, [{"response": "a\u2028b\x85c"}])
+    files.add_samples(1, [{"response": "a\u2028b\x85c\ud83d"}])
     files.add_samples(9, [{"response": "later"}])
     files.start({}, resume_step=4)
     (line,) = directory.eval_samples.read_bytes().splitlines()
-    assert json.loads(line)["response"] == "a\u2028b\x85c"
+    assert json.loads(line)["response"] == "a\u2028b\x85c\ud83d"
 
 
 def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config: dict[str, Any]) -> None:

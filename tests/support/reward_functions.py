@@ -62,6 +62,11 @@ async def hangs_later(answer: Answer) -> float:
     return 1.0
 
 
+def echo(text: Any, times: int = 1) -> Any:
+    """What it was given, so many times."""
+    return text * times
+
+
 def add(left: int, right: int = 1) -> int:
     """Add two numbers."""
     return left + right

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spurline.model.device_profile import device_profile
-from spurline.model.segment_attention import attend_segments
+from spurline.model.segment_attention import Scores, attend_segments
 from spurline.model.sequence_sharing import SequenceSharing
 from spurline.model.token_stream import TokenStream, plan_segments
 from spurline.ranks.group import Place
@@ -52,7 +52,7 @@ def computed(stream: TokenStream, part: TokenStream, heads: int, key_heads: int)
         for number in (heads, key_heads, key_heads)
     ]
     query, key, value = (table[part.input_ids[0]] for table in tables)
-    output = attend_segments(query, key, value, part.plan, None)
+    output = attend_segments(query, key, value, part.plan, Scores())
     values = (output.flatten(1).sin().cumsum(1) / 7).sum(1)
     return tables, values[part.source]
 

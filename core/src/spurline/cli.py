@@ -17,6 +17,7 @@ import typer
 import typer.core
 
 from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
+from spurline.terminal import printable
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
@@ -155,9 +156,9 @@ def plan(
     for heading, lines in made.sections.items():
         typer.echo(f"{heading}:")
         for line in lines:
-            typer.echo(f"  {line}")
+            typer.echo(printable(f"  {line}"))
     for problem in made.problems:
-        typer.echo(f"Error: {problem}", err=True)
+        typer.echo(printable(f"Error: {problem}"), err=True)
     if made.problems:
         raise typer.Exit(2)
     sets = "".join(f" --set {shlex.quote(override)}" for override in overrides or ())
@@ -277,9 +278,9 @@ def _print_result(result: RunResult) -> None:
     else:
         verb = "Finished" if result.status == "finished" else "Stopped on request"
         why = f": {result.stop_reason}" if result.stop_reason else ""
-        typer.echo(f"{verb} at step {result.step:,}{why}{', with warnings:' if result.warnings else '.'}")
+        typer.echo(f"{verb} at step {result.step:,}{printable(why)}{', with warnings:' if result.warnings else '.'}")
         for warning in result.warnings:
-            typer.echo(f"  - {warning}")
+            typer.echo(printable(f"  - {warning}"))
     from spurline.trackers.readout import scores_of
 
     scores = scores_of(result.metrics)
@@ -306,12 +307,12 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        typer.echo(f"Error: {error}{notes}", err=True)
+        typer.echo(printable(f"Error: {error}{notes}"), err=True)
         sys.exit(error.exit_code)
     except InterruptedRunError as stop:
         if debug:
             traceback.print_exc()
-        typer.echo(stop, err=True)
+        typer.echo(printable(str(stop)), err=True)
         sys.exit(130)
 
 

@@ -17,6 +17,7 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.expert_loads import ExpertLoads, load_metrics
 from spurline.protocols.loss import Objective
+from spurline.testing.backend_cases import assert_gradients_close
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 7.5)
 SAMPLES = make_samples([5, 9, 12, 3, 7])
@@ -72,8 +73,24 @@ def test_ranks_may_count_any_part_of_the_tokens_and_layers(counts: list[list[lis
         assert load_metrics(parts) == {}
 
 
-def test_fill_in_front_is_not_counted() -> None:
+def test_only_tokens_of_samples_are_counted() -> None:
     loads = ExpertLoads()
-    loads.add(3, torch.tensor([[7, 7], [0, 1], [1, 2]]), 8, 1)
+    loads.add(3, torch.tensor([[7, 7], [0, 1], [1, 2]]), 8, slice(1, None))
+    loads.add(3, torch.tensor([[7, 7], [0, 1], [1, 2]]), 8, torch.tensor([2]))
     [(layer, tokens)] = loads.fetch().items()
-    assert (layer, tokens.tolist()) == (3, [1, 2, 1, 0, 0, 0, 0, 0])
+    assert (layer, tokens.tolist()) == (3, [1, 3, 2, 0, 0, 0, 0, 0])
+
+
+def test_padding_of_rows_is_not_counted_and_keeps_recorded_experts_apart(tmp_path: Path) -> None:
+    """A model that reads rows gives the metrics and gradients of one that reads the stream."""
+    chosen = random_experts(SAMPLES, unknown=0.2)
+    batch = with_experts(lay_out(SAMPLES, gap=2), chosen)
+    stream, rows = (local_backend(write_expert_model(tmp_path)) for _ in range(2))
+    rows._model.read_as("rows")
+    wanted = stream.gradients(batch, OBJECTIVE)
+    assert_gradients_close(rows.gradients(batch, OBJECTIVE), wanted, 1e-5, cancels_below=1e-3)
+    loads = [
+        {name: value for name, value in backend.update(batch, OBJECTIVE).items() if name.startswith("moe/")}
+        for backend in (stream, rows)
+    ]
+    assert loads[0] == loads[1]

@@ -48,33 +48,38 @@ def test_models_with_plain_attention_pass(tmp_path: Path, name: str, precision: 
     local_backend(folder(tmp_path, **EXACT[name]), probe=True, precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": 30.0},
-            r"changes logits after its output layer.*differ by .*final_logit_softcapping: null",
-        ),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "Gemma2Attention uses softcap"),
-        ({"model_type": "granite", "logits_scaling": 8.0}, "logits_scaling: 1"),
-        ({"model_type": "stablelm"}, "StableLmAttention does not hand the model's keyword arguments"),
-        ({"model_type": "mamba"}, "when sequences are packed than separately: .* standard deviations"),
-        ({"model_type": "bloom", "pad_token_id": 0}, "does not let its attention be replaced"),
-    ],
-)
-def test_models_that_would_be_trained_wrongly_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"than for each sequence alone: .*standard dev.* looks at later tokens"):
+        local_backend(folder(tmp_path, model_type="bert", is_decoder=False), probe=True)
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_model_that_mixes_tokens_outside_of_attention_reads_rows(tmp_path: Path, probe: bool) -> None:
+    """Also where nothing is refused: packed, its gradients would be wrong without a word."""
+    backend = local_backend(folder(tmp_path, model_type="mamba"), probe=probe)
+    assert backend._model.reading == "rows"
+    assert backend.facts()["reads"] == "a row for each sequence"
+
+
+def test_dropout_of_the_models_own_config_is_applied_and_said(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0}
+    backend = local_backend(folder(tmp_path, model_type="gpt2", **sizes))
+    assert backend.facts()["draws"] == "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
+    objective = Objective(CrossEntropy(CrossEntropyConfig()), 1.0)
+    samples = make_samples([5, 7, 9, 12])
+    norms = []
+    for seed, rows in ((0, None), (0, [[0, 1], [2, 3]]), (1, None)):
+        torch.manual_seed(seed)
+        gradients = backend.gradients(lay_out(samples, rows, gap=1), objective)
+        norms.append([float(value.norm()) for _, value in gradients])
+    # Packed and padded rows of one order are the same stream, with the same draws; other draws give other gradients.
+    assert norms[0] == norms[1] != norms[2]
+    assert backend.evaluate(lay_out(samples), objective).loss == backend.evaluate(lay_out(samples), objective).loss
+
+
+def test_a_model_whose_attention_is_not_told_of_its_window_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ModelError, match=message):
-        local_backend(folder(tmp_path, **changes), probe=True)
-
-
-def test_the_softcap_fix_that_the_error_names_works(tmp_path: Path) -> None:
-    model = folder(tmp_path, model_type="gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
-    local_backend(model, probe=True)
-
-
-def test_a_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.mistral import modeling_mistral
 
     real = modeling_mistral.MistralAttention.forward
@@ -88,8 +93,8 @@ def test_a_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monke
 
     monkeypatch.setattr(modeling_mistral.MistralAttention, "forward", without_window)
     # Longer than the probe's sequences, so that no number differs.
-    with pytest.raises(ModelError, match=r"2 with a window.* but 2 of them .* 0 with a window"):
-        local_backend(folder(tmp_path, model_type="mistral", sliding_window=64), probe=True)
+    backend = local_backend(folder(tmp_path, model_type="mistral", sliding_window=64), probe=True)
+    assert backend._model.reading == "plain_rows"
 
 
 LONGROPE = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spurline.errors import ModelError
-from spurline.model.segment_attention import segment_attention
+from spurline.model import segment_attention as segment_attention_module
+from spurline.model.segment_attention import Scores, segment_attention
 from spurline.model.token_stream import plan_segments
 
 NEVER_PAD, ALWAYS_PAD = 0, 10**9
@@ -34,7 +37,7 @@ def projections(tokens: int, key_heads: int, dtype: torch.dtype = torch.float64)
     ]
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scores: Scores) -> Tensor:
     """Softmax attention written out, with loops over segments and repeated key heads."""
     outputs, start = [], 0
     groups = query.shape[1] // key.shape[1]
@@ -43,39 +46,78 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], wi
         q, k, v = query[:, :, where], key[:, :, where], value[:, :, where]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        seen = (distance >= 0) & (distance < (window or length))
-        scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~seen, -torch.inf)
-        outputs.append((scores.softmax(-1) @ v).transpose(1, 2))
+        seen = (distance >= 0) & (distance < (scores.window or length))
+        if scores.chunk is not None:
+            seen &= torch.tensor(
+                [[i // scores.chunk == j // scores.chunk for j in range(length)] for i in range(length)]
+            )
+        weights = q @ k.transpose(-1, -2) * 0.3
+        if scores.softcap is not None:
+            weights = scores.softcap * torch.tanh(weights / scores.softcap)
+        shares = weights.masked_fill(~seen, -torch.inf).exp()
+        sinks = 0.0 if scores.sinks is None else scores.sinks.exp().view(1, -1, 1, 1)
+        outputs.append((shares / (shares.sum(-1, keepdim=True) + sinks) @ v).transpose(1, 2))
         start += length
     return torch.cat(outputs, dim=1)
 
 
-@settings(max_examples=60)
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
+
+
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
     key_heads=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 2, 5, 19, 64]),
+    chunk=st.sampled_from([None, None, 1, 3, 20]),
+    softcap=st.sampled_from([None, None, 0.5, 30.0]),
+    has_sinks=st.booleans(),
+    at_once=st.sampled_from([1, 300, 2**26]),
     slots_per_call=st.sampled_from([NEVER_PAD, 16, 64, ALWAYS_PAD]),
 )
 def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
-    lengths: list[int], key_heads: int, window: int | None, slots_per_call: int
+    lengths: list[int],
+    key_heads: int,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    at_once: int,
+    slots_per_call: int,
 ) -> None:
     inputs = projections(sum(lengths), key_heads)
-    output, _ = segment_attention(
-        nn.Module(),
-        *inputs,
-        None,
-        scaling=0.3,
-        sliding_window=window,
-        segment_plan=plan(lengths, slots_per_call),
-    )
-    expected = one_by_one(*inputs, lengths, window)
-    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
-    direction = torch.randn_like(expected)
-    got = torch.autograd.grad(output, inputs, direction)
-    wanted = torch.autograd.grad(expected, inputs, direction)
+    sinks = SINKS.clone().requires_grad_() if has_sinks else None
+    layer = nn.Module()
+    if chunk is not None:
+        layer.config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
+        layer.layer_idx = 0
+    with mock.patch.object(segment_attention_module, "_SCORES_AT_ONCE", at_once):
+        output, _ = segment_attention(
+            layer,
+            *inputs,
+            None,
+            scaling=0.3,
+            sliding_window=window,
+            softcap=softcap,
+            s_aux=sinks,
+            segment_plan=plan(lengths, slots_per_call),
+        )
+        expected = one_by_one(*inputs, lengths, Scores(0.3, softcap, sinks, window, chunk))
+        torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
+        direction = torch.randn_like(expected)
+        taken = [*inputs, *([] if sinks is None else [sinks])]
+        got = torch.autograd.grad(output, taken, direction)
+    wanted = torch.autograd.grad(expected, taken, direction)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_batch_of_rows_is_the_stream_of_its_rows() -> None:
+    inputs = projections(12, 2)
+    rows = [part.transpose(1, 2).unflatten(1, (3, 4)).squeeze(0).transpose(1, 2) for part in inputs]
+    output, _ = segment_attention(nn.Module(), *rows, None, segment_plan=plan([4, 4, 4], NEVER_PAD))
+    expected, _ = segment_attention(nn.Module(), *inputs, None, segment_plan=plan([4, 4, 4], NEVER_PAD))
+    assert torch.equal(output.flatten(0, 1), expected.squeeze(0))
 
 
 @settings(max_examples=60)
@@ -118,8 +160,7 @@ def test_autocast_reaches_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"softcap": 30.0}, "softcap"),
-        ({"s_aux": torch.zeros(HEADS)}, "s_aux"),
+        ({"position_bias": torch.zeros(HEADS)}, "position_bias"),
         ({"is_causal": False}, "is_causal=False"),
     ],
 )

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import excite, local_backend, write_model_folder
+from model_families import FAMILIES, Family, tiny_model
 
 from spurline.backends.local.backend import LocalBackend
+from spurline.config.run_config import ModelConfig
 from spurline.errors import DataError, ModelError
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
+from spurline.rl.engines.in_process.own_cache import OwnCacheDecoder
 from spurline.rl.engines.in_process.response import Response, StopTexts
 from spurline.testing.inputs import tiny_tokenizer
 
@@ -58,6 +61,16 @@ def make_decoder(backend: LocalBackend, rows_per_pass: int | None = None, **limi
     return Decoder(backend.generation_model(), tiny_tokenizer(), rows_per_pass=rows_per_pass, **limits)
 
 
+def make_slow(backend: LocalBackend) -> OwnCacheDecoder:
+    return OwnCacheDecoder(backend.generation_model(), tiny_tokenizer(), max_responses=256, max_cache_tokens=100_000)
+
+
+def probed(backend: LocalBackend, *, deterministic: bool = False) -> Decoder:
+    return probed_decoder(
+        lambda rows: make_decoder(backend, rows), lambda: make_slow(backend), deterministic=deterministic
+    )
+
+
 def row(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> Response:
     fields: dict[str, Any] = {"max_new_tokens": 12, **sampling}
     request = GenerationRequest(prompt, Sampling(**fields), seed, f"row {list(prompt)[:3]}")
@@ -72,7 +85,7 @@ def write(decoder: Decoder, arrivals: dict[int, list[Response]], torch_threads: 
     before = torch.get_num_threads()
     torch.set_num_threads(torch_threads)
     try:
-        with generating(decoder.model.causal):
+        with generating(decoder.model.causal, decoder.attention):
             while waiting or decoder.responses or any(later >= step for later in arrivals):
                 waiting.extend(arrivals.get(step, []))
                 taken, _ = decoder.take(waiting)
@@ -91,7 +104,7 @@ def greedy_without_cache(backend: LocalBackend, prompt: list[int], max_new_token
     with torch.no_grad():
         while len(tokens) < len(prompt) + max_new_tokens:
             tokens.append(int(causal(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-            if tokens[-1] in (3, tiny_tokenizer().eos_token_id):
+            if tokens[-1] in (causal.config.eos_token_id, tiny_tokenizer().eos_token_id):
                 break
     return tokens[len(prompt) :]
 
@@ -140,7 +153,7 @@ def deterministic_rows_per_pass(backend: LocalBackend, torch_threads: int) -> in
     before = torch.get_num_threads()
     torch.set_num_threads(torch_threads)
     try:
-        return probed_decoder(lambda rows: make_decoder(backend, rows), deterministic=True)._rows_per_pass
+        return probed(backend, deterministic=True)._rows_per_pass
     finally:
         torch.set_num_threads(before)
 
@@ -199,7 +212,7 @@ def test_where_a_full_pass_computes_its_rows_differently_each_row_gets_a_pass_of
 
     def uneven(hidden: torch.Tensor) -> torch.Tensor:
         # As a matrix product whose last rows take another way.
-        return torch.cat([forward(hidden[:30]), forward(hidden[30:]) * (1 + 1e-6)])
+        return torch.cat([forward(hidden[:, :30]), forward(hidden[:, 30:]) * (1 + 1e-6)], dim=1)
 
     monkeypatch.setattr(head, "forward", uneven)
     assert deterministic_rows_per_pass(backend, 1) == 1
@@ -306,8 +319,30 @@ def test_a_model_that_remembers_more_than_keys_and_values_is_refused(tmp_path: P
         return output + torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
 
     backend._model.decoder.layers[0].mlp.register_forward_hook(mix)  # type: ignore[union-attr]
-    with pytest.raises(ModelError, match=r"token by token than at once.*convolutions.*source\.engine\.name"):
-        probed_decoder(lambda rows: make_decoder(backend, rows), deterministic=False)
+    with pytest.raises(ModelError, match=r"token by token than at once.*source\.engine\.name"):
+        probed(backend)
+
+
+REMEMBERING = [
+    family for family in FAMILIES if family.model_type in ("qwen3_5_text", "gpt_oss", "gemma2", "llama4_text", "mamba")
+]
+
+
+@pytest.mark.parametrize("family", REMEMBERING, ids=lambda family: family.model_type)
+def test_models_that_remember_otherwise_decode_each_response_alone(tmp_path: Path, family: Family) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    backend = local_backend(tmp_path / "model", run={"model": ModelConfig(path=str(tmp_path / "model"))})
+    decoder = probed(backend, deterministic=True)
+    assert isinstance(decoder, OwnCacheDecoder)
+    rows = [row(prompt, temperature=0.0, max_new_tokens=8) for prompt in [*PROMPTS, *PROMPTS]]
+    write(decoder, {0: rows[:3], 2: rows[3:4], 5: rows[4:]})
+    for written in rows:
+        assert written.tokens == greedy_without_cache(backend, written.prompt, 8)
+    alone = [row(written.prompt, temperature=0.0, max_new_tokens=8) for written in rows[:4]]
+    for one, other in zip(alone, rows, strict=False):
+        write(decoder, {0: [one]})
+        assert (one.tokens, one.raw_logprobs) == (other.tokens, other.raw_logprobs)
+    assert not decoder._caches
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -315,7 +350,7 @@ def test_a_model_that_remembers_more_than_keys_and_values_is_refused(tmp_path: P
 def test_models_with_plain_attention_pass_the_probe(tmp_path: Path, model: str, precision: str) -> None:
     for make in (excite, lambda backend: backend):
         backend = make(local_backend(write_model_folder(tmp_path / "model", **MODELS[model]), precision=precision))
-        decoder = probed_decoder(lambda rows, backend=backend: make_decoder(backend, rows), deterministic=False)
+        decoder = probed(backend)
         assert decoder.responses == []
 
 

@@ -38,11 +38,13 @@ def make_environment(tokenizer: Any, on_ignored: Any = "warn", **settings: Any) 
     return Tools(config, registry, tokenizer, data)
 
 
-def attempt(*replies: str, tokenizer: Any = None, row: Any = ROW, context: int = 4096, **settings: Any) -> Trajectory:
+def attempt(
+    *replies: str, tokenizer: Any = None, row: Any = ROW, context: int = 4096, longest: int = 200, **settings: Any
+) -> Trajectory:
     tokenizer = tokenizer or tiny_tokenizer()
     engine = ScriptedEngine(says(tokenizer, *replies), context=context)
     task = make_task(row)
-    return run(make_environment(tokenizer, **settings).run(task, make_policy(engine, task, max_new_tokens=200)))
+    return run(make_environment(tokenizer, **settings).run(task, make_policy(engine, task, max_new_tokens=longest)))
 
 
 def tool_messages(trajectory: Trajectory) -> list[str]:
@@ -124,6 +126,37 @@ def test_everything_wrong_with_a_call_goes_back_to_the_model_as_text(written, to
     assert message.startswith(told)
     assert (trajectory.info["ended"], trajectory.info["failed_calls"]) == ("answer", 1)
     assert trajectory.rewards == {"exact_match": 1.0}
+
+
+def test_calls_beyond_those_of_a_turn_are_not_made() -> None:
+    calls = call(expression="1") + call(expression="2") + call(expression="3") * 2
+    trajectory = attempt(calls, "x", longest=500, max_calls_per_turn=2)
+    assert tool_messages(trajectory) == ["1", "2", "error: a turn may have 2 tool calls; the others were not made."]
+    assert (trajectory.info["calls"], trajectory.info["failed_calls"]) == (3, 1)
+
+
+def test_a_call_nested_too_deeply_to_be_read_is_told_so() -> None:
+    [made] = parse_calls(f"<tool_call>{'[' * 20_000}{']' * 20_000}</tool_call>")
+    assert made.problem.startswith("the tool call is not valid JSON (maximum recursion depth exceeded")
+
+
+def test_a_million_calls_are_not_even_read() -> None:
+    assert len(parse_calls("<tool_call>{}</tool_call>" * 1_000_000, 128)) == 129
+
+
+def test_results_of_a_turn_are_cut_where_they_are_too_long_together() -> None:
+    calls = call("echo", text="1" * 8) + call("echo", text="2", times=10**6) + call("echo", text="3" * 8)
+    answer = "(cut: 1,000,000 characters, more than a turn's results may have)"
+    trajectory = attempt(calls, "x", longest=500, tools={"echo": "reward_functions:echo"}, max_result_characters=12)
+    assert tool_messages(trajectory) == ["1" * 8, f"2222\n{answer}", f"\n{answer.replace('1,000,000', '8')}"]
+
+
+@pytest.mark.parametrize("written", ['"\\ud83d"', "[" * 900 + "]" * 900, "9" * 4000])
+def test_what_cannot_be_written_down_comes_back_as_what_can(written: str) -> None:
+    toolbox = Toolbox({"echo": "reward_functions:echo"}, timeout_s=30)
+    [made] = parse_calls(f'<tool_call>{{"name": "echo", "arguments": {{"text": {written}}}}}</tool_call>')
+    result = run(toolbox.answer(made))
+    assert result.text.encode()
 
 
 def test_turns_with_failed_calls_get_the_reward_for_that():

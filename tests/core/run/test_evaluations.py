@@ -83,6 +83,13 @@ def test_each_evaluation_has_its_rhythm_and_its_names(sft: Config) -> None:
     assert evaluated(lines[3]) == {"eval/all/loss", "eval/all/time", "eval/few/right", "eval/few/time"}
 
 
+def test_the_held_out_loss_is_the_log_likelihood_whatever_loss_trains(sft: Config) -> None:
+    sft["loss"] = "dft"
+    line = train(sft)[1]
+    assert line["eval/all/loss"] == pytest.approx(line["eval/all/dft/cross_entropy"], rel=1e-6)
+    assert 0 < line["eval/all/objective"] < line["eval/all/loss"]
+
+
 def test_samples_are_marked_by_the_evaluation_that_they_come_from(sft: Config, spurline_chat_file: Path) -> None:
     sft["data"]["eval"] = str(spurline_chat_file)
     sft["evaluation"] = {"generate": {"rewards": {"right": "exact_match"}, "max_samples": 2, "max_new_tokens": 4}}

@@ -69,6 +69,17 @@ def test_tokens_per_second_move_smoothly_past_one_slow_step() -> None:
     assert 5 < speed < 12.3
 
 
+def test_names_and_notes_of_others_can_neither_steer_the_terminal_nor_be_read_as_markup() -> None:
+    output = io.StringIO()
+    tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output, force_terminal=True))
+    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}, ("\x1b]0;mine\x07 [red]x[/red] :smile: \u009b2J\ud83d",)))
+    tracker.log(1, metrics(1, **{"eval/\x1b[2J": 0.5}))
+    tracker.close()
+    assert not {"\x1b", "\x07", "\u009b", "\ud83d"} & set(output.getvalue())
+    assert output.getvalue().startswith(r"\x1b]0;mine\x07 [red]x[/red] :smile: \x9b2J\ud83d")
+    assert r"eval at step 1/3  \x1b[2J 0.5" in output.getvalue()
+
+
 def test_notes_on_the_start_come_before_the_first_step() -> None:
     output = io.StringIO()
     tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output))

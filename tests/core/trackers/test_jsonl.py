@@ -69,6 +69,10 @@ def test_floats_survive_the_file_exactly() -> None:
     assert json.loads(encode_line(1, {"loss": value}))["loss"] == value
 
 
+def test_half_a_surrogate_pair_in_a_name_can_be_written() -> None:
+    assert json.loads(encode_line(1, {"reward/\ud83d": 0.5}))["reward/\ud83d"] == 0.5
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_not_finite_is_refused_by_name(value: float) -> None:
     with pytest.raises(RunFailedError, match="Metric 'grad_norm' of step 7"):

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from fsdp_layouts import LONG, on
+from model_families import FAMILIES, tiny_model
 
 from spurline.errors import ModelError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline.testing.backend_cases import minibatch, uneven_batch, values_batch, with_dropout
+from spurline.testing.backend_cases import assert_gradients_close, minibatch, uneven_batch, values_batch, with_dropout
 from spurline.testing.backend_runs import KeptBackend, backend_run, opened
 
 pytestmark = pytest.mark.processes
@@ -86,16 +87,28 @@ def test_dropout_follows_from_the_number_of_the_update_and_gradients_show_the_ne
     assert changes[1] > 0.05
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_cap_on_logits_that_chunks_leave_out_is_refused_before_training(tmp_path: Path, precision: str) -> None:
-    from transformers import AutoModelForCausalLM, Gemma2Config
-
-    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = Gemma2Config(**sizes, **heads, attn_logit_softcapping=None, final_logit_softcapping=30.0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_5_text"])
+def test_caps_of_logits_and_rows_of_models_that_mix_tokens_are_those_of_the_local_backend(
+    model_type: str, tmp_path: Path
+) -> None:
+    family = next(family for family in FAMILIES if family.model_type == model_type)
+    tiny_model(family).save_pretrained(tmp_path)
+    local_run = backend_run(tmp_path, {"name": "core/local", "device": "cpu"})
     with (
-        pytest.raises(ModelError, match="final_logit_softcapping: null"),
-        opened(backend_run(tmp_path, on(2, precision=precision), ("fsdp_backend",))),
+        opened(backend_run(tmp_path, on(2), ("fsdp_backend",))) as (backend, layout),
+        opened(local_run) as (local, _),
+    ):
+        # A rank without rows runs the model as often as the others.
+        for batch, objective in (minibatch("packed", layout), uneven_batch("one row", layout)):
+            wanted = local.gradients(batch, objective)
+            assert_gradients_close(backend.gradients(batch, objective), wanted, 1e-5, cancels_below=1e-3)
+
+
+def test_sequences_of_a_model_that_mixes_tokens_are_not_shared_among_ranks(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.model_type == "qwen3_5_text")
+    tiny_model(family).save_pretrained(tmp_path)
+    with (
+        pytest.raises(ModelError, match=r"mixes tokens outside of attention.*Set backend\.context: 1"),
+        opened(backend_run(tmp_path, on(2, context=2), ("fsdp_backend",))),
     ):
         pass

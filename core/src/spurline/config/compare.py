@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeGuard, cast
 
+from spurline.config.hidden import hide_secrets
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig, NamedSection, OnResume, Section, sections_within
 
@@ -39,8 +40,11 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference]:
-    """Every setting that differs between a stored config (as `model_dump(mode="json")` gave it) and this one."""
-    now = config.model_dump(mode="json")
+    """Every setting that differs between a stored config (as `LoadedConfig.resolved` gave it) and this one.
+
+    Another secret in the place of one is no difference.
+    """
+    before, now = hide_secrets(before), hide_secrets(config.model_dump(mode="json"))
     sections = dict(sections_within(config))
     marks = dict(_marks(sections))
     wholes = {path for path, section in sections.items() if isinstance(section, (ComponentConfig, NamedSection))}

@@ -19,6 +19,7 @@ from spurline.config.assembly import assemble
 from spurline.config.cluster import names_cluster
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
+from spurline.config.hidden import hide_secrets
 from spurline.config.paths import ConfigPlace
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
@@ -43,8 +44,8 @@ class LoadedConfig:
     overrides: tuple[str, ...] = ()
 
     def resolved(self) -> dict[str, Any]:
-        """Every setting, defaults included, as plain JSON-able values."""
-        return self.config.model_dump(mode="json")
+        """Every setting, defaults included, as plain JSON-able values to be written down; secrets are hidden."""
+        return hide_secrets(self.config.model_dump(mode="json"))
 
     def train_command(self, *options: str) -> str | None:
         """The command line that trains this config, with further options; None when it came from no file."""

@@ -9,7 +9,8 @@ from spurline.protocols.evaluation import EvaluationConfig
 
 
 class LossEvaluationConfig(EvaluationConfig):
-    """Mean of the run's loss on held-out samples, in nats per token, with the loss's own metrics."""
+    """Mean negative log-likelihood of held-out samples, in nats per token, with the metrics of the loss that trains;
+    of a run that trains on pairs, the mean of its loss."""
 
     needs_token_loss = True
 

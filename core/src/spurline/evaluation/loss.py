@@ -1,4 +1,6 @@
-"""Evaluation `loss`: mean held-out loss per token, with the loss's own metrics.
+"""Evaluation `loss`: mean negative log-likelihood of held-out tokens, whatever loss trains on tokens.
+
+Runs with different losses can be compared by it. The value of the loss that trains, and its own metrics, are there too.
 
 Place on the way: datasets -> tokens -> batches (same collator and prefetch as training) -> backend -> metrics.
 """
@@ -14,6 +16,8 @@ import numpy as np
 from spurline.data.batch import TrainingBatch
 from spurline.data.sft import SampleSet, longest_sample
 from spurline.evaluation.configs import LossEvaluationConfig
+from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.cross_entropy import CrossEntropy
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
 from spurline.protocols.loss import Objective
@@ -21,14 +25,17 @@ from spurline.protocols.prefetch import Prefetch
 from spurline.protocols.source import Longest, Samples
 from spurline.update.update import with_reference_logprobs
 
+_NLL = CrossEntropy(CrossEntropyConfig())
+
 
 class LossEvaluation(HeldOutEvaluation):
-    """Measures the run's loss on samples as the source reads them: pairs where it trains on pairs."""
+    """Measures on samples as the source reads them: pairs, and by the run's own loss, where it trains on pairs."""
 
     def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
         run = context.run.config
         self._context = context
         self._size = config.batch_size or run.batch_size
+        self._trains_as_measured = run.loss.is_nll or run.loss.trains_on != "tokens"
         own = context.source.held_out(config.data)
         self.samples: Samples = SampleSet(config.data, context.run) if own is None else own
 
@@ -42,7 +49,7 @@ class LossEvaluation(HeldOutEvaluation):
         return self.samples.fingerprint()
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Means of the loss and of its own metrics, by loss weight."""
+        """Means by loss weight: `loss`; `objective`, of the loss that trains, where that is another; its metrics."""
         count, loss = sum(self.samples.sizes()), self._context.loss
         num_batches = math.ceil(count / self._size)
 
@@ -62,7 +69,11 @@ class LossEvaluation(HeldOutEvaluation):
                 batch = prefetch.next(number)
                 complete = with_reference_logprobs(batch, loss, backend)
                 sums = backend.evaluate(complete, Objective(loss, normalizer=1.0))
-                for name, total in {"loss": sums.loss, **sums.metrics}.items():
+                found = {"loss": sums.loss, **sums.metrics}
+                if not self._trains_as_measured:
+                    measured = backend.evaluate(batch, Objective(_NLL, normalizer=1.0))
+                    found |= {"loss": measured.loss, "objective": sums.loss}
+                for name, total in found.items():
                     totals[name] = totals.get(name, 0.0) + total
                 weight += sums.weight
                 batch.release()

@@ -17,6 +17,8 @@ from spurline.protocols.loss import LossConfig, TrainsOn
 class CrossEntropyConfig(LossConfig):
     """Negative log-likelihood, the usual loss of supervised fine-tuning."""
 
+    is_nll: ClassVar[bool] = True
+
     name: str = "cross_entropy"
 
 

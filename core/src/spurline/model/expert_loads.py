@@ -23,12 +23,12 @@ class ExpertLoads:
     def __init__(self) -> None:
         self._tokens: dict[int, Tensor] = {}
 
-    def add(self, layer: int, experts: Tensor, num_experts: int, num_fill: int) -> None:
-        """Count experts [T, top_k] of a layer. num_fill: tokens in front that belong to no sample."""
+    def add(self, layer: int, experts: Tensor, num_experts: int, counted: slice | Tensor) -> None:
+        """Count experts [T, top_k] of a layer. counted: the tokens that belong to samples."""
         # What is computed again in the backward pass has been counted.
         if torch._C._current_graph_task_id() != -1:
             return
-        chosen = experts[num_fill:].flatten()
+        chosen = experts[counted].flatten()
         if layer not in self._tokens:
             self._tokens[layer] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
         self._tokens[layer].scatter_add_(0, chosen, torch.ones_like(chosen))

@@ -19,7 +19,7 @@ from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import LengthLimit
 from spurline.model.positions import position_limit
-from spurline.model.stream_model import evaluation_mode, other_attention
+from spurline.model.stream_model import StreamModel, evaluation_mode, other_attention
 from spurline.protocols.backend import GenerationModel
 
 _TOKENS_PER_BATCH = 65536
@@ -100,13 +100,15 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
 
 
 def generation_model(
-    causal: PreTrainedModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
+    model: StreamModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
 ) -> GenerationModel:
     """The model for a rollout engine. limit: see `check_config`. allow_extrapolation: of `model`."""
-    positions = position_limit(causal.config)
+    positions = position_limit(model.causal.config)
     context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
-    return GenerationModel(causal, profile.computing, min(limits, default=None))
+    return GenerationModel(
+        model.causal, profile.computing, min(limits, default=None), reads_streams=model.reading == "stream"
+    )
 
 
 def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:

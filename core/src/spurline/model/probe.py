@@ -1,16 +1,17 @@
-"""Check at start-up that this model's loss can be computed the way backends compute it.
+"""Find out at start-up how this model can be trained exactly, and refuse one that cannot.
 
 Three shortcuts are compared with the model's own forward pass on a few random tokens: several sequences in one
-stream, attention replaced by `segment_attention`, and the output layer applied outside the model, in chunks. A model
-with anything in between (a logit softcap, linear attention that ignores segments, a window known only to its mask)
-differs, and is refused. Draws from its own generator; leaves weights, gradients and mode alone.
+stream, attention replaced by `segment_attention`, and logits made outside the model, in chunks. A model that mixes
+tokens of a stream elsewhere (linear attention, state spaces, convolutions) reads rows instead; one that differs even
+then (a window known only to its mask) is refused. Draws from its own generator; leaves weights, gradients and mode
+alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,7 +20,15 @@ from torch import Tensor
 from spurline.errors import ModelError, SpurlineError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.segment_attention import observed_windows
-from spurline.model.stream_model import StreamModel, TokenLogprobs, evaluation_mode, other_attention, vocabulary_size
+from spurline.model.stream_model import (
+    OutputLogits,
+    Reading,
+    StreamModel,
+    TokenLogprobs,
+    evaluation_mode,
+    other_attention,
+    vocabulary_size,
+)
 from spurline.model.token_stream import TokenStream, plan_segments
 
 _OWN_ATTENTION = "eager"
@@ -34,8 +43,17 @@ HALF_PRECISION_TOLERANCE = 0.1
 _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the output layer's test: the small logits of fresh weights would hide a softcap."""
 
-_LOGIT_FIELDS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0, "logits_soft_cap": None}
-"""Config fields by which known models change logits after the output layer, and the value that turns them off."""
+_COUNTS_IN_ROW = ("attn_temperature_tuning",)
+"""Config fields of models that count positions in a row themselves, for limits that no probe reaches."""
+_ATTENTION_KINDS = {
+    "full_attention": False,
+    "attention": False,
+    "hybrid": False,
+    "sliding_attention": True,
+    "chunked_attention": True,
+}
+"""Kinds of layers that have attention, and whether it is limited to some of the tokens before."""
+_PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
 def probe_sequences(vocabulary: int, lengths: Sequence[int] = _LENGTHS) -> list[Tensor]:
@@ -65,17 +83,19 @@ def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenSt
 
 
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
-    """Raise ModelError naming what differed, by how much, and what to do. path: of the model, for the message.
+    """Choose how the model reads streams. Raise ModelError naming what differs, by how much, and what to do.
 
-    in_half_precision: whether the model computes in bf16 by itself and has no exact forward pass, so that half
-    precision is compared with half precision.
+    path: of the model, for the message. in_half_precision: whether the model computes in bf16 by itself and has no
+    exact forward pass, so that half precision is compared with half precision.
     """
     try:
         with evaluation_mode(model.causal):
-            found = _Probe(model, profile, in_half_precision).first_difference()
+            probe = _Probe(model, profile, in_half_precision)
+            probe.choose_reading()
+            found = probe.first_difference()
     except SpurlineError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+    except _PROBE_ERRORS as error:
         raise ModelError(
             f"model.path: {path} ({type(model.causal).__name__}) fails on the start-up probe: "
             f"{type(error).__name__}: {error}\nIt needs a decoder that takes position_ids and passes **kwargs to its "
@@ -83,6 +103,12 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
         ) from error
     if found is not None:
         raise ModelError(f"model.path: {path} ({type(model.causal).__name__}) {found}")
+
+
+def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precision: bool = False) -> None:
+    """Only the choice of `check_exactness`, for a model that is not to be refused."""
+    with evaluation_mode(model.causal):
+        _Probe(model, profile, in_half_precision).choose_reading()
 
 
 class _Probe:
@@ -93,15 +119,33 @@ class _Probe:
         self._profile = profile
         self._tolerance = HALF_PRECISION_TOLERANCE if in_half_precision else TOLERANCE
         self._sequences = probe_sequences(vocabulary_size(model.causal))
+        with profile.computing_exactly():
+            self._logits, self._states = self._own_forward()
+
+    def choose_reading(self) -> None:
+        """Let the model read in the first way that gives what it gives for each sequence alone; else in the last."""
+        config = self._model.causal.config.get_text_config()
+        readings = get_args(Reading)
+        if any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
+            readings = readings[1:]
+        for reading in readings:
+            try:
+                self._model.read_as(reading)
+                with self._profile.computing_exactly():
+                    packed, windows = self._packed_hidden()
+                    if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
+                        return
+            except (SpurlineError, *_PROBE_ERRORS):
+                # Some say that their kernels cannot keep segments apart. What the last way raises is told.
+                continue
 
     def first_difference(self) -> str | None:
         with self._profile.computing_exactly():
-            logits, hidden = self._own_forward()
             packed, windows = self._packed_hidden()
-            found = self._compare_output_layer(hidden[-1]) or self._compare_packing(packed, logits)
+            found = self._compare_output_layer(self._states[-1]) or self._compare_packing(packed, self._logits)
         found = found or self._check_windows(windows)
         if found is None and self._profile.autocast_dtype is not None:
-            found = self._compare_half_precision(logits)
+            found = self._compare_half_precision(self._logits)
         return found
 
     def _own_forward(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -133,7 +177,7 @@ class _Probe:
 
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """As training computes them, in small chunks."""
-        return TokenLogprobs(self._model.head, CHUNK_TOKENS)(hidden, targets)[0]
+        return TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS)(hidden, targets)[0]
 
     def _compare_packing(self, packed: Tensor, reference: list[Tensor]) -> str | None:
         worst, index = 0.0, 0
@@ -145,10 +189,9 @@ class _Probe:
             return None
         where = "already in the first sequence" if index == 0 else f"most in sequence {index + 1} of {len(_LENGTHS)}"
         return (
-            f"gives other log-probabilities when sequences are packed than separately: {worst:.2g} standard deviations "
-            f"of the logits ({where}; allowed {self._tolerance:g}). It mixes tokens across sequences (linear "
-            "attention, convolutions) or has attention that cannot be replaced. Choose a model with plain causal "
-            "attention."
+            f"gives other log-probabilities in a batch than for each sequence alone: {worst:.2g} standard deviations "
+            f"of the logits ({where}; allowed {self._tolerance:g}), packed as well as with a row for each. It has "
+            "attention that cannot be replaced, or looks at later tokens. Choose a model with plain causal attention."
         )
 
     def _compare_output_layer(self, states: Tensor) -> str | None:
@@ -165,35 +208,29 @@ class _Probe:
         distance = float(difference.abs().max() / _LOUD_LOGITS)
         if distance <= self._tolerance:
             return None
-        fields = {name: (getattr(causal.config, name, off), off) for name, off in _LOGIT_FIELDS.items()}
-        active = {name: off for name, (value, off) in fields.items() if value is not None and value != off}
-        overrides = ", ".join(f"{name}: {'null' if off is None else off}" for name, off in active.items())
-        fix = (
-            f"Its config sets {', '.join(active)}. To train without, as some do, set model.config_overrides: "
-            f"{{{overrides}}}; that is another model than the one that was pretrained."
-            if active
-            else "Choose a model whose logits are the plain product with its output embeddings."
-        )
         return (
-            "changes logits after its output layer, which chunked logits leave out: logprobs differ by "
-            f"{distance:.2g} standard deviations of the logits (allowed {self._tolerance:g}). {fix}"
+            "makes other logits from its hidden states than its own forward pass does: logprobs differ by "
+            f"{distance:.2g} standard deviations of the logits (allowed {self._tolerance:g}). Choose a model whose "
+            "logits depend on hidden states alone."
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
         """The probe's sequences are shorter than any window, so whether the attention is told of windows is counted."""
+        if self._model.reading == "plain_rows":
+            return None
         config = self._model.causal.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         if kinds is None:
             kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
             kinds = [kind] * len(windows)
+        limited = [_ATTENTION_KINDS[kind] for kind in kinds if kind in _ATTENTION_KINDS]
         told = sum(window is not None for window in windows)
-        known = set(kinds) <= {"sliding_attention", "full_attention"}
-        if known and len(windows) == len(kinds) and told == kinds.count("sliding_attention"):
+        if len(windows) == len(limited) and told == sum(limited):
             return None
         return (
-            f"has {len(kinds)} layers ({', '.join(sorted(set(kinds)))}; "
-            f"{kinds.count('sliding_attention')} with a window), but {len(windows)} of them use the packed attention, "
-            f"{told} with a window. Choose a model whose layers are full or sliding-window attention."
+            f"has {len(kinds)} layers ({', '.join(sorted(set(kinds)))}; {sum(limited)} with a window), but "
+            f"{len(windows)} of them use the packed attention, {told} with a window. Choose a model whose attention "
+            "is full, sliding-window or chunked."
         )
 
     def _compare_half_precision(self, reference: list[Tensor]) -> str | None:

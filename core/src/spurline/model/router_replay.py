@@ -74,8 +74,8 @@ class ExpertRouting:
         self._noted: dict[int, Tensor] | None = None
         self.loads: ExpertLoads | None = None
         """Counts the tokens of each expert while it is set."""
-        self.num_fill = 0
-        """Tokens in front of the next stream that are not counted."""
+        self.counted: slice | Tensor = slice(None)
+        """Which tokens of the next pass are counted."""
         self.num_layers = len(layers)
         self.top_k = 0
         for number, layer in enumerate(layers):
@@ -135,7 +135,7 @@ class ExpertRouting:
         if self._noted is not None:
             self._noted[number] = experts.detach()
         if self.loads is not None:
-            self.loads.add(number, experts, logits.shape[-1], self.num_fill)
+            self.loads.add(number, experts, logits.shape[-1], self.counted)
         return logits, weights, experts
 
 

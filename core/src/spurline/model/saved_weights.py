@@ -21,10 +21,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
-    convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.modeling_utils import LoadStateDictConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError
@@ -32,7 +30,8 @@ from spurline.model.adapter_weights import AdapterStream, AdapterWeights
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import device_profile
-from spurline.model.loading import load_model, quiet_loading
+from spurline.model.joined_weights import joined_weights
+from spurline.model.loading import load_model
 from spurline.model.saved_state import check_frozen, check_weights
 from spurline.model.weight_files import WeightStream, safetensors_files
 from spurline.model.weights import NamedWeights, digest_of_samples, layer_of, sample
@@ -165,7 +164,7 @@ class _OriginalWeights:
     def _read_joined(self, name: str) -> Tensor | None:
         layer = layer_of(name)
         if layer in self._joined and self._layer != layer:
-            self._layer, self._of_layer = layer, self._convert(self._joined[layer])
+            self._layer, self._of_layer = layer, joined_weights(self._causal, self._joined[layer], self._dtype)
         return self._of_layer.get(name)
 
     def _list(self, slices: dict[str, Any]) -> None:
@@ -180,13 +179,3 @@ class _OriginalWeights:
                 self._single[name if name in own else key] = value
             else:
                 self._joined.setdefault(layer_of(name), {})[key] = value
-
-    def _convert(self, slices: dict[str, Any]) -> dict[str, Tensor]:
-        """By transformers' own loading, which fills those parameters of the model that it finds weights for."""
-        mapping: Any = get_model_conversion_mapping(self._causal)
-        loading = LoadStateDictConfig(dtype=self._dtype, weight_mapping=mapping, device_map={"": "cpu"})
-        with quiet_loading():
-            convert_and_load_state_dict_in_model(self._causal, slices, loading)
-        found = {name: value.detach() for name, value in self._causal.named_parameters() if not value.is_meta}
-        nn.Module.to(self._causal, device="meta")
-        return found

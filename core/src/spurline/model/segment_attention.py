@@ -9,14 +9,17 @@ layout, only the `SegmentPlan` that the backend passes through the model as the 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from spurline.errors import ModelError
@@ -31,8 +34,8 @@ if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.sign
 
 ATTENTION_NAME = "spurline_segments"
 
-_REFUSED = ("softcap", "s_aux", "position_bias")
-"""Keywords by which models ask for attention that is not plain softmax(QK) V."""
+_REFUSED = ("position_bias",)
+"""Keywords by which models ask for attention that is not computed here."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -61,51 +64,99 @@ def segment_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     segment_plan: SegmentPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form transformers calls it: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+    """Attention in the form transformers calls it: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
+
+    B is 1 for a stream; a batch of rows is the stream of all its rows.
+    """
     _refuse_what_would_be_ignored(module, attention_mask, is_causal, segment_plan, kwargs)
     assert segment_plan is not None
+    scores = Scores(scaling, softcap=softcap, sinks=s_aux, window=sliding_window, chunk=chunk_of(module))
     for windows in _observers:
-        windows.append(sliding_window)
+        windows.append(scores.reach)
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings promote query and key to fp32; convert before anything is copied, as SDPA itself would.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    # [T, heads, D]: a view of how the projections lie in memory.
-    query, key, value = (part.transpose(1, 2).squeeze(0) for part in (query, key, value))
-    output = attend_segments(query, key, value, segment_plan, scaling, sliding_window, dropout)
-    return output.unsqueeze(0), None
+    rows = (query.shape[0], query.shape[2])
+    # [tokens, heads, D]: a view of how the projections lie in memory.
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    output = attend_segments(query, key, value, segment_plan, scores, dropout)
+    return output.unflatten(0, rows), None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How attention weighs keys: softmax over the keys that a query sees of `query @ key * scaling`.
+
+    scaling: None for 1 / sqrt(D). softcap: scores are `softcap * tanh(score / softcap)` (Gemma 2). sinks: [H], a score
+    per head that takes part in the softmax and has no value (gpt-oss). window: how many tokens a query sees, itself
+    counted; None for all before it. chunk: only tokens of its own chunk of so many positions of the segment (Llama 4).
+    """
+
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The window or the chunk; None where a query sees all tokens before it."""
+        return self.window if self.chunk is None else self.chunk
+
+    def for_lengths_up_to(self, length: int) -> Scores:
+        """The same for segments of at most so many tokens: without limits that they do not reach."""
+        window = None if self.window is not None and self.window >= length else self.window
+        chunk = None if self.chunk is not None and self.chunk >= length else self.chunk
+        return replace(self, window=window, chunk=chunk)
+
+    def visible(self, length: int, device: torch.device) -> Tensor | None:
+        """[length, length], True where a query sees a key; None where it sees all before it and itself."""
+        if self.window is None and self.chunk is None:
+            return None
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+        if self.window is not None:
+            causal.triu_(1 - self.window)
+        if self.chunk is not None:
+            chunks = torch.arange(length, device=device) // self.chunk
+            causal &= chunks[:, None] == chunks
+        return causal
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """The chunk that the layer of this attention is limited to, which models say to their masks only."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if is_chunked else None
 
 
 def attend_segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: SegmentPlan,
-    scaling: float | None,
-    window: int | None = None,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores: Scores, dropout: float = 0.0
 ) -> Tensor:
     """Causal attention within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
 
     T: tokens of the stream, or of this process's part of it where the plan has an exchange, which makes this a
-    collective. K divides H. scaling: None for 1 / sqrt(D). window: None for all tokens before a query; else how many it
-    sees, itself counted.
+    collective. K divides H.
     """
     exchange = plan.exchange
     if exchange is not None:
+        if scores.sinks is not None:
+            scores = replace(scores, sinks=exchange.own_heads(scores.sinks))
         query, key, value = exchange.to_heads(query, key, value)
-    if window is not None and window >= plan.max_length:
-        window = None
-    if _varlen_kernel_fits(query, key, value, dropout):
-        output = _varlen(query, key, value, plan, scaling, window)
+    scores = scores.for_lengths_up_to(plan.max_length)
+    if _varlen_kernel_fits(query, key, value, scores, dropout):
+        output = _varlen(query, key, value, plan, scores)
     else:
         # split, not slices: the backward of each slice would allocate zeros of the whole stream.
         parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
         buckets = zip(plan.buckets, *parts, strict=True)
-        outputs = [_attend(bucket, q, k, v, dropout, scaling, window) for bucket, q, k, v in buckets]
+        outputs = [_attend(bucket, q, k, v, scores, dropout) for bucket, q, k, v in buckets]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output if exchange is None else exchange.to_tokens(output)
 
@@ -139,9 +190,12 @@ def _refuse_what_would_be_ignored(
         )
 
 
-def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> bool:
     return (
         varlen_attn is not None
+        and scores.softcap is None
+        and scores.sinks is None
+        and scores.chunk is None
         and query.is_cuda
         and query.dtype in _HALF_PRECISION
         and _is_ampere_or_newer(query.device)
@@ -156,9 +210,7 @@ def _is_ampere_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scaling: float | None, window: int | None
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores: Scores) -> Tensor:
     assert varlen_attn is not None
     output = varlen_attn(
         query,
@@ -168,45 +220,126 @@ def _varlen(
         plan.cu_seqlens,
         plan.max_length,
         plan.max_length,
-        scale=scaling,
+        scale=scores.scaling,
         # (keys to the left, keys to the right); the window of transformers counts the query's own position.
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if scores.window is None else scores.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, Tensor)
     return output
 
 
-def _attend(
-    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, window: int | None
-) -> Tensor:
+def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
     """Causal attention of one bucket, [tokens, heads, D] each. Padding lies in the future of every real query."""
     if bucket.slots is not None:
         query, key, value = (
-            _Pad.apply(part, bucket.slots, bucket.count * bucket.length) for part in (query, key, value)
+            Pad.apply(part, bucket.slots, bucket.count * bucket.length) for part in (query, key, value)
         )
     rows = (bucket.count, bucket.length)
-    mask = None if window is None or window >= bucket.length else _band(bucket.length, window, query.device)
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and query.is_cuda and (mask is not None or query.dtype not in _HALF_PRECISION):
-        # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
-        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
-        grouped = False
     query, key, value = (part.unflatten(0, rows).transpose(1, 2) for part in (query, key, value))
-    output = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-    )
+    output = _attend_rows(query, key, value, scores.for_lengths_up_to(bucket.length), dropout)
     output = output.transpose(1, 2).flatten(0, 1)
-    return output if bucket.slots is None else _Unpad.apply(output, bucket.slots)
+    return output if bucket.slots is None else Unpad.apply(output, bucket.slots)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length], True where a query sees a key: itself and the window - 1 positions before."""
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    return causal.triu_(1 - window)
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
+    """Causal attention of rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D]."""
+    if scores.softcap is not None:
+        return _attend_with_softcap(query, key, value, scores, dropout)
+    if scores.sinks is not None:
+        return _attend_with_sinks(query, key, value, scores, scores.sinks, dropout)
+    visible = scores.visible(query.shape[2], query.device)
+    return _dot_product_attention(query, key, value, visible, scores.scaling, dropout)
 
 
-class _Pad(torch.autograd.Function):
+def _dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None, dropout: float
+) -> Tensor:
+    """torch's. visible: None for causal."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (visible is not None or query.dtype not in _HALF_PRECISION):
+        # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
+        key, value = _each_head(query, key), _each_head(query, value)
+        grouped = False
+    return F.scaled_dot_product_attention(
+        query, key, value, visible, dropout, is_causal=visible is None, scale=scaling, enable_gqa=grouped
+    )
+
+
+def _each_head(query: Tensor, shared: Tensor) -> Tensor:
+    """[B, K, T, D] -> [B, H, T, D] of as many heads as the query."""
+    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
+
+
+_SINK_WIDTH = 8
+"""Columns that heads get for the sink: kernels of half precision want multiples of this."""
+
+
+def _attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor, dropout: float
+) -> Tensor:
+    """The same with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
+
+    As a key among others it works with every kernel: queries get a column with the sink, keys one that is 1 in the new
+    key and 0 in all others, and one query in front keeps the causal order.
+    """
+    width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
+    if key.shape[-1] != value.shape[-1]:
+        raise ModelError(
+            "Attention sinks with values of another size than keys are not computed. Choose another model."
+        )
+    column = (sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+    query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
+    sink = F.one_hot(torch.tensor(width, device=key.device), width + _SINK_WIDTH).to(key.dtype)
+    key = torch.cat([sink.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _SINK_WIDTH))], dim=2)
+    value = F.pad(value, (0, _SINK_WIDTH, 1, 0))
+    visible = scores.visible(query.shape[2] - 1, query.device)
+    if visible is not None:
+        visible = F.pad(visible, (1, 0, 1, 0), value=True)
+    output = _dot_product_attention(query, key, value, visible, scaling, dropout)
+    return output[:, :, 1:, :width]
+
+
+_SCORES_AT_ONCE = 2**26
+"""Scores that exist at the same time where no kernel computes attention: 256 MiB in fp32."""
+
+
+def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
+    """The same, with capped scores, for which there is no kernel: so many queries at a time that their scores fit.
+
+    Scores are computed again in the backward pass where there are several such parts.
+    """
+    key, value = _each_head(query, key), _each_head(query, value)
+    length = query.shape[2]
+    visible = scores.visible(length, query.device)
+    if visible is None:
+        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_()
+    size = max(1, _SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * length))
+    if size >= length:
+        return _capped(query, key, value, visible, scores, dropout)
+    parts = [
+        checkpoint(_capped, part, key, value, seen, scores, dropout, use_reentrant=False)
+        for part, seen in zip(query.split(size, dim=2), visible.split(size), strict=True)
+    ]
+    return torch.cat([part for part in parts if isinstance(part, Tensor)], dim=2)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores, dropout: float) -> Tensor:
+    assert scores.softcap is not None
+    scaling = scores.scaling or 1 / math.sqrt(query.shape[-1])
+    weights = query @ key.transpose(-1, -2) * scaling
+    weights = scores.softcap * torch.tanh(weights / scores.softcap)
+    weights = weights.masked_fill(~visible, -math.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(weights.dtype).view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sinks], dim=-1)
+    weights = weights.softmax(-1, torch.promote_types(weights.dtype, torch.float32)).to(value.dtype)
+    if scores.sinks is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, dropout) @ value
+
+
+class Pad(torch.autograd.Function):
     """Spread rows over zeroed slots. Its own backward, since the gradient of padding is exactly zero here: a plain
     gather both ways, where index_select would allocate zeros and add."""
 
@@ -221,8 +354,8 @@ class _Pad(torch.autograd.Function):
         return grads[0].index_select(0, slots), None, None
 
 
-class _Unpad(torch.autograd.Function):
-    """The inverse of `_Pad`."""
+class Unpad(torch.autograd.Function):
+    """The inverse of `Pad`."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:

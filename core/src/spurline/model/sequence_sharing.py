@@ -104,6 +104,10 @@ class SequenceSharing:
         by_rank = output.unflatten(0, (self._size, -1))
         return self._exchanged(by_rank).transpose(0, 1).flatten(1, 2)
 
+    def own_heads(self, values: Tensor) -> Tensor:
+        """See `AttentionExchange`."""
+        return values.unflatten(0, (self._size, -1))[self._rank]
+
     def _exchanged(self, by_rank: Tensor) -> Tensor:
         exchanged = _Exchange.apply(by_rank, self._group)
         assert isinstance(exchanged, Tensor)

@@ -7,27 +7,43 @@ reference are two of these; a critic is a `ValueModel`. It owns no optimizer and
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.model.expert_loads import ExpertLoads
 from spurline.model.router_replay import ExpertRouting, has_routers
+from spurline.model.row_passes import row_passes
 from spurline.model.segment_attention import ATTENTION_NAME
 from spurline.model.token_stream import SegmentPlan, TokenStream
 from spurline.protocols.loss import TokenLossInputs
 
 ENTROPY = "entropy"
+
+Reading = Literal["stream", "rows", "plain_rows"]
+"""How a decoder reads a stream: as it is; as rows of one segment each, for one that mixes tokens outside of attention;
+or as such rows with attention of its own, for one whose attention cannot be replaced."""
+
+_OWN_ATTENTION = "eager"
+
+_DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
+"""Names of config fields by which models ask for randomness in training, other heads' not."""
+
+SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
+"""Padded slots that cost as much as one more pass of the decoder over rows, by type of device."""
 
 
 class StreamModel:
@@ -35,14 +51,17 @@ class StreamModel:
 
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
         self.causal = causal
-        use_segment_attention(causal)
+        self._reading: Reading = "stream"
+        causal.set_attn_implementation(ATTENTION_NAME)
         head = causal.get_output_embeddings()
         if head is None:
             raise ModelError(f"{type(causal).__name__} has no output embeddings. Choose a causal language model.")
-        self.decoder: nn.Module = causal.get_decoder()
+        self.decoder = find_decoder(causal)
         self.head: nn.Module = head
-        self.score = TokenLogprobs(head, chunk_tokens)
+        self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens)
         self._run_decoder: Any = self.decoder
+        taken = inspect.signature(self.decoder.forward).parameters
+        self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
     def checkpoint_activations(self, options: dict[str, Any]) -> None:
         """Keep only the inputs of layers and recompute the rest in the backward pass.
@@ -57,6 +76,29 @@ class StreamModel:
         """Run the decoder through torch.compile from now on; attention stays outside its graphs."""
         self._run_decoder = torch.compile(self.decoder, dynamic=True)
         self.counts_experts = False
+
+    @property
+    def reading(self) -> Reading:
+        """How the decoder reads a stream; set by the probe of a model that cannot read it as it is."""
+        return self._reading
+
+    def read_as(self, reading: Reading) -> None:
+        """Raises ModelError where the model's attention cannot be replaced, as `stream` and `rows` need."""
+        self.causal.set_attn_implementation(_OWN_ATTENTION if reading == "plain_rows" else ATTENTION_NAME)
+        self._reading = reading
+
+    def facts(self) -> dict[str, str]:
+        """For people: how it `reads` where that costs something, and what it `draws` at random while it trains."""
+        facts = {} if self._reading == "stream" else {"reads": "a row for each sequence"}
+        config = self.causal.config.get_text_config()
+        rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
+        drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
+        if drawn:
+            facts["draws"] = ", ".join(drawn)
+        return facts
+
+    one_pass = False
+    """Whether the rows of a stream are one pass always: ranks that share parameters must make equally many."""
 
     counts_experts = True
     """Whether `counting_experts` counts; compiled layers have no hooks."""
@@ -88,25 +130,68 @@ class StreamModel:
         num_fill: int = 0,
     ) -> Tensor:
         """Last hidden states [T, H] of a stream [1, T]; fields as of `TokenStream`, whose experts are used again."""
-        if "routing" in self.__dict__:
-            self.routing.num_fill = num_fill
-        replayed: dict[str, Tensor] = {}
         if routed_experts is not None:
             self.routing.check(routed_experts)
-            replayed = {ROUTED_EXPERTS: routed_experts}
-        output = self._run_decoder(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            segment_plan=plan,
+        if self.reading != "stream":
+            return self._hidden_of_rows(input_ids[0], position_ids[0], plan, routed_experts, num_fill)
+        return self._decoder_output(
+            input_ids,
+            position_ids,
+            plan,
+            routed_experts,
+            slice(num_fill, None),
             # What packed models other than plain attention ask for, under the names of transformers.
             cu_seq_lens_q=plan.cu_seqlens,
             cu_seq_lens_k=plan.cu_seqlens,
             max_length_q=plan.max_length,
             max_length_k=plan.max_length,
-            **replayed,
-        )
-        return output.last_hidden_state.squeeze(0)
+        ).squeeze(0)
+
+    def _hidden_of_rows(
+        self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan, routed_experts: Tensor | None, num_fill: int
+    ) -> Tensor:
+        if plan.exchange is not None:
+            raise ModelError(
+                f"{type(self.causal).__name__} mixes tokens outside of attention, so a sequence cannot be shared among "
+                "ranks. Set backend.context: 1."
+            )
+        device = input_ids.device
+        slots_per_pass = None if self.one_pass else SLOTS_PER_PASS.get(device.type, 0)
+        parts: list[Tensor] = []
+        for row_pass in row_passes(plan, slots_per_pass, lambda tensor: tensor.to(device)):
+            # Fill is not counted, and it lies in front of the stream.
+            fill = max(0, num_fill - row_pass.tokens.start)
+            real = row_pass.is_real
+            experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)
+            hidden = self._decoder_output(
+                row_pass.rows(input_ids),
+                row_pass.positions(position_ids),
+                row_pass.plan,
+                experts,
+                slice(fill, None) if isinstance(real, slice) else real[fill:],
+            )
+            parts.append(row_pass.stream(hidden))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decoder_output(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        plan: SegmentPlan,
+        routed_experts: Tensor | None,
+        counted: slice | Tensor,
+        **options: Any,
+    ) -> Tensor:
+        """[B, T, H]. counted: which of the B * T tokens count as loads of experts."""
+        if "routing" in self.__dict__:
+            self.routing.counted = counted
+        if routed_experts is not None:
+            options[ROUTED_EXPERTS] = routed_experts
+        if self._takes_positions:
+            options["position_ids"] = position_ids
+        if self.reading != "plain_rows":
+            options["segment_plan"] = plan
+        return self._run_decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """What a loss with these `needs` sees of the stream."""
@@ -158,6 +243,71 @@ def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) ->
     with torch.device(causal.device):
         head = ValueHead(causal.config.get_text_config().hidden_size)
     causal.set_output_embeddings(head.to(dtype or causal.dtype))
+
+
+def find_decoder(causal: PreTrainedModel) -> nn.Module:
+    """The part of the model that makes hidden states. Raises ModelError where there is none to be found."""
+    decoder = causal.get_decoder()
+    if decoder is not causal and isinstance(decoder, PreTrainedModel):
+        return decoder
+    # transformers looks for it by names, which not every model has, or has for something else.
+    inner = [module for module in causal.children() if isinstance(module, PreTrainedModel)]
+    if len(inner) != 1:
+        raise ModelError(f"{type(causal).__name__} has no part that is a decoder. Choose a causal language model.")
+    return inner[0]
+
+
+class OutputLogits(nn.Module):
+    """Hidden states [N, H] -> logits [N, vocabulary], as the model itself makes them.
+
+    It runs the model's own forward function around hidden states that are there already: whatever a model does to
+    logits after its output layer, such as a scale or a softcap, is done here too. It shares all modules with the model.
+    """
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        super().__init__()
+        self._around = _with_given_states(causal, find_decoder(causal))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        around: Any = self._around
+        # Not by calling it: hooks of the whole model are not meant for a part of it.
+        return type(around).forward(around, inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
+
+
+def _with_given_states(module: nn.Module, decoder: nn.Module) -> nn.Module:
+    """A shallow copy of what is around the decoder; the module itself stays as it is."""
+    if module is decoder:
+        return _GivenStates(decoder)
+    names = [name for name, child in module.named_children() if any(part is decoder for part in child.modules())]
+    # Not `copy`, for which classes of sharded modules have a way of their own.
+    around = object.__new__(type(module))
+    around.__dict__.update(vars(module))
+    around._modules = module._modules | {
+        name: _with_given_states(module.get_submodule(name), decoder) for name in names
+    }
+    return around
+
+
+class _GivenStates(nn.Module):
+    """In the place of a decoder: its output is what it is given, its attributes are the decoder's."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        # Not as a module of this one: whoever looks for dropout around the decoder must not find that inside.
+        self.__dict__["_decoder"] = decoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_decoder"], name)
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
+        return _States(last_hidden_state=inputs_embeds)
+
+
+class _States(BaseModelOutputWithPast):
+    """Has no more than the hidden states, such as no logits of routers."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class TokenLogprobs:
@@ -218,24 +368,15 @@ class TokenLogprobs:
         return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
-def use_segment_attention(causal: PreTrainedModel) -> None:
-    """Route all attention of the model through `segment_attention`. Raises ModelError."""
-    causal.set_attn_implementation(ATTENTION_NAME)
-    if causal.config._attn_implementation != ATTENTION_NAME:
-        raise ModelError(
-            f"{type(causal).__name__} does not let its attention be replaced, so sequences cannot be kept apart. "
-            "Choose one whose transformers code uses AttentionInterface: Llama, Qwen, Mistral, Gemma 3, OLMo, Phi, ..."
-        )
-
-
 @contextmanager
 def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
-    """Attention of transformers of this name in the place of `segment_attention`."""
+    """Attention of transformers of this name in the place of that which the model has."""
+    before: Any = causal.config._attn_implementation
     causal.set_attn_implementation(name)
     try:
         yield
     finally:
-        causal.set_attn_implementation(ATTENTION_NAME)
+        causal.set_attn_implementation(before)
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:

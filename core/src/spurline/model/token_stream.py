@@ -53,16 +53,22 @@ class AttentionExchange(Protocol):
         """[T, some heads, D] -> [part, heads, D]."""
         ...
 
+    def own_heads(self, values: Tensor) -> Tensor:
+        """[heads] -> [some heads], those of this process. No collective."""
+        ...
+
 
 @dataclass(frozen=True)
 class SegmentPlan:
     """The segments of a stream of T tokens.
 
-    cu_seqlens: int32 [S + 1], where each segment starts, and T. max_length: tokens of the longest.
+    lengths: int64 [S] on the host, not decreasing. cu_seqlens: int32 [S + 1], where each segment starts, and T.
+    max_length: tokens of the longest.
     buckets: cover the stream in order. tokens_of_buckets: their sizes, for `Tensor.split`.
     exchange: None where the model runs on the whole stream in one process.
     """
 
+    lengths: NDArray[np.int64]
     cu_seqlens: Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
@@ -215,13 +221,21 @@ def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -
     """
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    buckets = tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call))
+    buckets = cut_buckets(lengths, slots_per_call, send)
     return SegmentPlan(
+        lengths=lengths,
         cu_seqlens=send(torch.from_numpy(cu_seqlens)),
         max_length=int(lengths[-1]) if len(lengths) else 0,
         buckets=buckets,
         tokens_of_buckets=tuple(bucket.tokens for bucket in buckets),
     )
+
+
+def cut_buckets(lengths: NDArray[np.int64], slots_per_call: int | None, send: Send) -> tuple[Bucket, ...]:
+    """Buckets that cover segments of these lengths, which must not decrease. slots_per_call: None makes one bucket."""
+    if slots_per_call is None:
+        return (_bucket(lengths, send),) if len(lengths) else ()
+    return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call))
 
 
 def _cut(lengths: NDArray[np.int64], slots_per_call: int) -> list[tuple[int, int]]:

@@ -111,7 +111,9 @@ class Backend(Protocol):
         ...
 
     def facts(self) -> Mapping[str, int | str]:
-        """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`."""
+        """What a report says about the model: `parameters` and `trainable_parameters` (counts), `device`;
+        `reads` where the model reads batches in a way that costs more than packed ones, `draws` where its config asks
+        for dropout or noise."""
         ...
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
@@ -200,15 +202,17 @@ class YieldsDevice(Protocol):
 class GenerationModel:
     """A model and what its owner knows about it.
 
-    causal: its logits are its output embeddings of the decoder's last hidden states, nothing more; its decoder hands
-    keyword arguments on to an attention that can be replaced.
+    causal: its logits depend on the decoder's last hidden states alone.
     computing: makes the context of a forward pass, such as autocast.
     max_tokens: prompt and response together; None without a limit.
+    reads_streams: whether its decoder hands keyword arguments on to an attention that can be replaced, and mixes tokens
+    nowhere else.
     """
 
     causal: PreTrainedModel
     computing: Callable[[], AbstractContextManager[object]]
     max_tokens: int | None
+    reads_streams: bool = True
 
 
 @runtime_checkable

@@ -89,6 +89,8 @@ class LossConfig(ComponentConfig):
     kind: ClassVar[str] = "loss"
     trains_on: ClassVar[TrainsOn] = "tokens"
     """What of a batch it learns from; a source refuses one that does not fit its batches."""
+    is_nll: ClassVar[bool] = False
+    """Whether its values are negative log-likelihoods of the tokens, so that held-out losses need no other."""
     uses_rollout_logprobs: ClassVar[bool] = False
     """Whether the loss itself weighs tokens by the logprobs they were sampled with, so that it needs no `correction`
     where they come from older weights."""

@@ -105,6 +105,13 @@ def build_components(
     facts = backend.facts()
     if "parameters" in facts:
         progress(f"{describe_count(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
+    if "reads" in facts:
+        progress(f"this model reads {facts['reads']}, padded: packed rows would mix them (see docs/models.md)")
+    if "draws" in facts:
+        progress(
+            f"this model's config asks for dropout ({facts['draws']}): gradients then depend on how a batch is cut. "
+            "Set these to 0 under model.config_overrides to train without"
+        )
     return Components(data, backend, trackers, tuple(notes))
 
 

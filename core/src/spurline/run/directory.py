@@ -158,7 +158,8 @@ class RunRecordFiles:
         """Append the generated answers of one evaluation."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
-            with self._directory.eval_samples.open("a", encoding="utf-8") as file:
+            # Half a surrogate pair, which no file can hold, becomes what JSON writes for it.
+            with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
 
     def data_notes(self) -> list[str]:

@@ -16,6 +16,7 @@ from rich.table import Column
 
 from spurline.protocols.tracker import RunInfo
 from spurline.run.health import HealthWatch, clip_threshold
+from spurline.terminal import printable
 from spurline.trackers.configs import ConsoleTrackerConfig
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 from spurline.trackers.readout import Smoothed, clock, quantity, scores_of, seconds_of_generation, training_seconds
@@ -156,8 +157,8 @@ class ConsoleTracker:
                 self._print(f"warning at {self._step_label(step)}: {words}")
 
     def _print(self, line: str) -> None:
-        """Print above the bar; never wrapped, coloured or read as markup."""
-        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        """Print above the bar; never wrapped, coloured, or read as markup or escapes."""
+        self._console.print(printable(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -85,7 +85,8 @@ def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
     leading = [key for key in _LEADING_KEYS if key in metrics]
     others = sorted(key for key in metrics if key not in _LEADING_KEYS and key != "step")
     values = {"step": int(step)} | {key: _plain_number(step, key, metrics[key]) for key in (*leading, *others)}
-    return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    # Half a surrogate pair in a name becomes what JSON writes for it.
+    return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
 
 
 def _plain_number(step: int, key: str, value: Any) -> int | float:

@@ -88,14 +88,13 @@ class FsdpRank(RankWorker):
         if self._run.source.replays_experts:
             # Now, not with the first rollouts: a model without experts is refused before anything is generated.
             _ = model.routing
-        if self._config.probe:
-            self._place.doing("checking that packed rows are exact for this model")
-            check_sharded(model, self._config, self._profile, self._run.model.path)
-            if model.sharing is not None:
-                half = self._config.computes_in == "bf16"
-                with torch.compiler.set_stance("force_eager"):
-                    check_sharing(model, self._profile, self._run.model.path, half_precision=half)
-                give_back(model.causal)
+        self._place.doing("checking that packed rows are exact for this model")
+        check_sharded(model, self._config, self._profile, self._run.model.path)
+        if self._config.probe and model.sharing is not None:
+            half = self._config.computes_in == "bf16"
+            with torch.compiler.set_stance("force_eager"):
+                check_sharing(model, self._profile, self._run.model.path, half_precision=half)
+            give_back(model.causal)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
         self._gathering = WeightGathering(
             NamedWeights(model.causal, adapted=self._config.lora is not None),
@@ -111,6 +110,7 @@ class FsdpRank(RankWorker):
         self._critic: ShardedTrainedModel | None = None
         if self._run.critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
+            critic.read_as(self._policy.model.reading)
             self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.critic, self._registry))
 
     def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
@@ -212,6 +212,7 @@ class FsdpRank(RankWorker):
             "parameters": sum(value.numel() for value in self._policy.model.causal.parameters()),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": f"{self._place.world} x {self._profile.device.type}",
+            **self._policy.model.facts(),
         }
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
@@ -272,6 +273,7 @@ class FsdpRank(RankWorker):
                 self._place.doing("loading the reference model")
                 initial = self._policy.initial_weights
                 self._reference = build_reference(self._run.model, self._config, self._meshes, self._run.seed, initial)
+                self._reference.read_as(self._policy.model.reading)
             yield self._reference
 
     @cached_property

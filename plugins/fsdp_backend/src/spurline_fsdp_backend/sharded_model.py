@@ -24,9 +24,10 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.device_profile import DeviceProfile, device_profile
-from spurline.model.probe import check_exactness
+from spurline.model.probe import check_exactness, choose_reading
 from spurline.model.sequence_sharing import SequenceSharing
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream
@@ -52,6 +53,9 @@ class _ThroughRoot(StreamModel):
 
     sharing: SequenceSharing | None = None
     """Set where ranks share sequences: then they compute one stream together."""
+
+    # Ranks gather each layer together, as often as each of them runs it.
+    one_pass = True
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         if not hasattr(self.causal, _ENTRY):
@@ -214,15 +218,24 @@ def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
 
 
 def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
-    """See `check_exactness`; all ranks check the same tokens. A collective."""
+    """See `check_exactness`, of which `probe: false` leaves the choice; ranks check the same tokens. A collective."""
     # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
     cast(FSDPModule, model.causal).unshard()
     try:
         # Compiling layers for the probe's own shapes and modes would take minutes.
         with torch.compiler.set_stance("force_eager"):
-            check_exactness(model, profile, path, in_half_precision=config.computes_in == "bf16")
+            half = config.computes_in == "bf16"
+            if config.probe:
+                check_exactness(model, profile, path, in_half_precision=half)
+            else:
+                choose_reading(model, profile, in_half_precision=half)
     finally:
         give_back(model.causal)
+    if model.sharing is not None and model.reading != "stream":
+        raise ModelError(
+            f"model.path: {path} ({type(model.causal).__name__}) mixes tokens outside of attention, so ranks cannot "
+            "share a sequence. Set backend.context: 1."
+        )
 
 
 def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:

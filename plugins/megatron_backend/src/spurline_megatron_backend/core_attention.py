@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from spurline.model.segment_attention import attend_segments
+from spurline.model.segment_attention import Scores, attend_segments
 from spurline.model.token_stream import SegmentPlan, TokenStream
 from spurline_megatron_backend.rotary import Rotary, Rotation
 
@@ -92,5 +92,5 @@ class SegmentCoreAttention(MegatronModule):
         assert attention_mask is None
         assert attention_bias is None
         query, key = packed_seq_params.rotation(query, key)
-        output = attend_segments(query, key, value, packed_seq_params.plan, self._scale)
+        output = attend_segments(query, key, value, packed_seq_params.plan, Scores(self._scale))
         return output.flatten(1)

@@ -71,7 +71,7 @@ class RouterChoice:
             chosen = torch.where(given[:, :1] >= 0, given, chosen)
             values = scores.gather(1, chosen)
         if self.loads is not None:
-            self.loads.add(self._layer, chosen, scores.shape[1], self._num_fill)
+            self.loads.add(self._layer, chosen, scores.shape[1], slice(self._num_fill, None))
         return values, chosen
 
 

@@ -34,7 +34,7 @@ from spurline.model.expert_loads import load_metrics
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
 from spurline.model.offloading import DeviceMemory, DeviceTensors
-from spurline.model.probe import check_exactness
+from spurline.model.probe import check_exactness, choose_reading
 from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
@@ -67,10 +67,13 @@ class LocalBackend:
         self._reference: StreamModel | None = None
         if config.probe:
             check_exactness(self._model, self._profile, run.model.path)
+        else:
+            choose_reading(self._model, self._profile)
         self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates))
         self._critic: TrainedModel | None = None
         if run.critic is not None:
             critic = ValueModel(self._load_trainable())
+            critic.read_as(self._model.reading)
             self._critic = self._trained(critic, critic_optimization(run.critic, registry))
         self._memory = DeviceMemory(self._profile)
         self._open_swaps = 0
@@ -143,7 +146,7 @@ class LocalBackend:
         """See `LendsModel`."""
         self._memory.check_here("lent")
         insists = self._run.model.allow_extrapolation
-        return generation_model(self._model.causal, self._profile, self._length_limit, allow_extrapolation=insists)
+        return generation_model(self._model, self._profile, self._length_limit, allow_extrapolation=insists)
 
     @property
     def is_swapped(self) -> bool:
@@ -192,6 +195,7 @@ class LocalBackend:
             "parameters": sum(value.numel() for value in self._model.causal.parameters()),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": str(self._profile.device),
+            **self._model.facts(),
         }
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
@@ -298,6 +302,7 @@ class LocalBackend:
             if self._reference is None:
                 digest = self._policy.initial_weights
                 self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
+                self._reference.read_as(self._model.reading)
             yield self._reference
 
 

@@ -59,6 +59,10 @@ class ToolsConfig(RewardedEnvironmentConfig):
     """Turns the model may take, the answer included."""
     tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
     """Seconds a call may take; then the model is told so."""
+    max_calls_per_turn: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
+    """Calls of one turn that are made; the model is told of further ones, which count as one failed call."""
+    max_result_characters: Annotated[int, OnResume.BY_NAME] = Field(default=2**18, gt=0)
+    """Characters that the results of one turn may have together; the model is told that the rest is cut."""
     failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
     """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
     history: Literal["exact", "retokenize"] = "exact"

@@ -13,7 +13,8 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -44,6 +45,8 @@ _EXCHANGE: list[Message] = [
     {"role": "tool", "name": "a_tool", "content": "a result"},
 ]
 """What a conversation with a tool looks like, to learn whether the chat template shows it."""
+_SHOWN_NAME = 80
+"""Characters of a name that is no tool's."""
 _JSON_TYPES = {
     "str": "string",
     "int": "integer",
@@ -71,14 +74,26 @@ class ToolResult:
     text: str
     failed: bool
 
+    def cut_to(self, characters: int) -> ToolResult:
+        """The beginning of it, and a note that the rest is missing, where it is longer."""
+        if len(self.text) <= characters:
+            return self
+        note = f"(cut: {len(self.text):,} characters, more than a turn's results may have)"
+        return replace(self, text=f"{self.text[:characters]}\n{note}")
+
     def message(self) -> dict[str, str]:
         """The result as a message of the conversation."""
         return {"role": "tool", **({"name": self.name} if self.name else {}), "content": self.text}
 
 
-def parse_calls(text: str) -> list[ToolCall]:
-    """The calls in a turn's text, in order."""
-    return [_parse(body, is_closed=bool(end)) for body, end in _CALL.findall(text)]
+def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
+    """The calls in a turn's text, in order. limit: of more, the first so many and one whose problem says that."""
+    found = islice(_CALL.finditer(text), None if limit is None else limit + 1)
+    bodies = [(match[1], bool(match[2])) for match in found]
+    calls = [_parse(body, is_closed=is_closed) for body, is_closed in bodies[:limit]]
+    if len(bodies) > len(calls):
+        calls.append(ToolCall("", {}, f"a turn may have {limit} tool calls; the others were not made."))
+    return calls
 
 
 class Toolbox:
@@ -101,23 +116,23 @@ class Toolbox:
 
     async def answer(self, call: ToolCall) -> ToolResult:
         """Make the call. Raises only SpurlineErrors of the tool itself, which are not the model's doing."""
-        problem, name = call.problem or self._problem(call), call.name
+        problem, name = call.problem or self._problem(call), _encodable(call.name[:_SHOWN_NAME])
         if not problem:
             try:
-                value = await within(self._timeout_s, f"the tool {name}", self._functions[name], **call.arguments)
+                function = self._functions[call.name]
+                value = await within(self._timeout_s, f"the tool {call.name}", function, **call.arguments)
+                return ToolResult(name, _encodable(value if isinstance(value, str) else _as_text(value)), failed=False)
             except AttemptFailedError as error:
                 problem = str(error)
             except SpurlineError:
                 raise
             except Exception as error:  # noqa: BLE001 - told to the model
                 problem = f"{type(error).__name__}: {error}"
-            else:
-                return ToolResult(name, value if isinstance(value, str) else _as_text(value), failed=False)
-        return ToolResult(name, f"error: {problem}", failed=True)
+        return ToolResult(name, _encodable(f"error: {problem}"), failed=True)
 
     def _problem(self, call: ToolCall) -> str:
         if call.name not in self._functions:
-            return f"there is no tool '{call.name}'. Tools: {listing(self._functions)}."
+            return f"there is no tool '{call.name[:_SHOWN_NAME]}'. Tools: {listing(self._functions)}."
         try:
             self._signatures[call.name].bind(**call.arguments)
         except TypeError as error:
@@ -131,7 +146,7 @@ def _parse(body: str, *, is_closed: bool) -> ToolCall:
         return ToolCall("", {}, f"a tool call was not closed; write {example}.")
     try:
         call = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"the tool call is not valid JSON ({error}); write {example}.")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, f"the tool call has no name; write {example}.")
@@ -146,6 +161,11 @@ def _as_text(value: Any) -> str:
         return json.dumps(value)
     except TypeError:
         return str(value)
+
+
+def _encodable(text: str) -> str:
+    """`text` with `?` for halves of surrogate pairs, which JSON can hold and no tokenizer or file takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
@@ -261,7 +281,7 @@ class Tools:
             reply = await self._reply(chat, is_first=not calls)
             if reply is None:
                 return "context", calls, failed
-            found = parse_calls(reply.text)
+            found = parse_calls(reply.text, self._config.max_calls_per_turn)
             was_cut = reply.result.finish_reason == "length"
             calls.append(len(found))
             failed.append(0)
@@ -269,8 +289,10 @@ class Tools:
                 return "length" if was_cut else "answer", calls, failed
             if len(calls) == self._config.max_turns:
                 return "max_turns", calls, failed
+            characters = self._config.max_result_characters
             for call in found:
-                result = await self._toolbox.answer(call)
+                result = (await self._toolbox.answer(call)).cut_to(characters)
+                characters = max(0, characters - len(result.text))
                 failed[-1] += result.failed
                 chat.add(result.message())
 

@@ -32,6 +32,11 @@ class HarnessConfig(EnvironmentConfig):
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
     """A program with its arguments instead, started for each attempt: the row comes as JSON on its standard input, the
     last line it prints is the rewards as JSON."""
+    pass_env: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], OnResume.FREE] = ()
+    """Names of environment variables that the program gets besides harmless ones such as PATH, HOME and LANG. Keys and
+    tokens are not passed to it otherwise; their values belong in the environment, not here."""
+    memory_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
+    """GiB of address space that each process of the program may take (RLIMIT_AS); null for no limit."""
     rewards: RewardTable | None = None
     """Reward components that score the agent's answer; then it returns the answer as text, or nothing."""
     history: Literal["exact", "retokenize"] = "exact"
@@ -72,6 +77,9 @@ class HarnessConfig(EnvironmentConfig):
                 f"or `command` says what makes an attempt, and {given}. Set agent: my_module:my_function, or "
                 "command: [program, argument].",
             )
+        for key in ("pass_env", "memory_gb"):
+            if self.command is None and getattr(self, key):
+                yield Problem(key, "is for programs (`command`); a function runs within the run. Remove it.")
         if self.host in _EVERY_ADDRESS and self.public_url is None:
             yield Problem(
                 "public_url",

@@ -150,7 +150,7 @@ class HarnessEnvironment:
 
 def _agent(config: HarnessConfig) -> Agent:
     if config.command is not None:
-        return command_agent(config.command)
+        return command_agent(config.command, config.pass_env, config.memory_gb)
     if config.agent is None:
         raise PluginError("The environment harness has neither agent nor command. Set agent: my_module:my_function.")
     return function_agent(config.agent)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spurline.errors import ModelError
-from spurline.model.segment_attention import segment_attention
+from spurline.model.segment_attention import chunk_of, segment_attention
 from spurline.model.token_stream import SegmentPlan
 
 _CAPACITY_STEP = 64
@@ -84,7 +84,7 @@ class KvCache:
         return moved
 
 
-_NAME = "spurline_cached"
+CACHED_ATTENTION = "spurline_cached"
 
 
 class KvPass(Protocol):
@@ -118,24 +118,24 @@ def cached_attention(
     return kv_pass.attend(module, query, key, value, attention_mask=attention_mask, **options), None
 
 
-AttentionInterface.register(_NAME, cached_attention)
+AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 
 @contextmanager
-def generating(causal: PreTrainedModel) -> Iterator[None]:
-    """The model in evaluation mode with this attention; as its owner left it afterwards.
+def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
+    """The model in evaluation mode with the attention of this name; as its owner left it afterwards.
 
     Gradients are not its business: that switch belongs to a thread, and this context to whoever starts the threads.
     """
-    attention: Any = causal.config._attn_implementation
+    before: Any = causal.config._attn_implementation
     was_training = causal.training
-    causal.set_attn_implementation(_NAME)
+    causal.set_attn_implementation(attention)
     causal.eval()
     try:
         yield
     finally:
         causal.train(was_training)
-        causal.set_attn_implementation(attention)
+        causal.set_attn_implementation(before)
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,10 @@ class AttentionPart:
         return self.masks[window]
 
 
+_NOT_CACHED = ("softcap", "s_aux", "position_bias")
+"""Keywords by which models ask for more than plain attention."""
+
+
 @dataclass(frozen=True)
 class TokenPass:
     """Read the next token of some rows.
@@ -210,6 +214,9 @@ class TokenPass:
         sliding_window: int | None = None,
         **options: Any,
     ) -> Tensor:
+        asked = [name for name in _NOT_CACHED if options.get(name) is not None]
+        if asked or chunk_of(module) is not None:
+            raise ModelError(f"{type(module).__name__} uses {', '.join(asked) or 'chunks'}, which the cache does not.")
         rows, heads = query.shape[:2]
         count = self.lengths.shape[0]
         keys, values = self.cache.append(

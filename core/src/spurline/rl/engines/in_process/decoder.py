@@ -27,11 +27,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spurline.errors import DataError, ModelError, RunFailedError
 from spurline.model.generation import model_stop_tokens
 from spurline.model.router_replay import ExpertRouting
-from spurline.model.stream_model import vocabulary_size
+from spurline.model.stream_model import OutputLogits, find_decoder, vocabulary_size
 from spurline.model.token_stream import plan_segments
 from spurline.protocols.backend import GenerationModel
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline.rl.engines.in_process.attention import AttentionPart, KvCache, KvPass, PromptPass, TokenPass, generating
+from spurline.rl.engines.in_process.attention import (
+    CACHED_ATTENTION,
+    AttentionPart,
+    KvCache,
+    KvPass,
+    PromptPass,
+    TokenPass,
+    generating,
+)
 from spurline.rl.engines.in_process.response import Response
 from spurline.rl.engines.in_process.sampling import sample, uniform
 
@@ -67,8 +75,8 @@ class Decoder:
         causal = model.causal
         self.model = model
         self.responses: list[Response] = []
-        self._run_decoder: Any = causal.get_decoder()
-        self._head: Any = causal.get_output_embeddings()
+        self._run_decoder: Any = find_decoder(causal)
+        self._logits = OutputLogits(causal)
         self._device = causal.device
         self._vocabulary = vocabulary_size(causal)
         eos = tokenizer.eos_token_id
@@ -81,6 +89,11 @@ class Decoder:
         self._routing = routing
         self._cache = KvCache()
         self._is_outdated = False
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention that the model has while it generates, as transformers knows it."""
+        return CACHED_ATTENTION
 
     def take(self, waiting: deque[Response]) -> tuple[list[Response], list[Response]]:
         """Remove from the front what there is room for now. Returns it, and what the model refuses to answer."""
@@ -235,7 +248,7 @@ class Decoder:
             if self._rows_per_pass:
                 states = F.pad(states, (0, 0, 0, size - len(chunk)))
             with self.model.computing():
-                logits = self._head(states)[: len(chunk)]
+                logits = self._logits(states)[: len(chunk)]
             sampled = sample(
                 logits,
                 [response.request.sampling for response in chunk],
@@ -281,20 +294,36 @@ def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterato
 
 
 @torch.no_grad()
-def probed_decoder(make_decoder: Callable[[int | None], Decoder], *, deterministic: bool) -> Decoder:
+def probed_decoder(
+    make_decoder: Callable[[int | None], Decoder], make_slow: Callable[[], Decoder], *, deterministic: bool
+) -> Decoder:
     """A decoder that has been tried. make_decoder: makes an empty one for so many rows per pass, None for any number.
+    make_slow: makes one that takes over where that cannot decode the model.
 
-    Raises ModelError for a model it cannot decode.
+    Raises ModelError for a model that neither can.
     """
     decoder = make_decoder(_ROWS if deterministic else None)
     causal = decoder.model.causal
-    with generating(causal):
-        _check_cache(decoder)
+    if not decoder.model.reads_streams or not _is_decoded_by(decoder):
+        slow = make_slow()
+        with generating(causal, slow.attention):
+            _check_cache(slow)
+        return slow
+    with generating(causal, decoder.attention):
         if deterministic and (
             _has_experts(causal) or not all(_computes_rows_alike(decoder, seed) for seed in range(_SHAPE_PROBES))
         ):
             return make_decoder(1)
     return decoder
+
+
+def _is_decoded_by(decoder: Decoder) -> bool:
+    try:
+        with generating(decoder.model.causal, decoder.attention):
+            _check_cache(decoder)
+    except ModelError:
+        return False
+    return True
 
 
 def _check_cache(decoder: Decoder) -> None:
@@ -315,9 +344,8 @@ def _check_cache(decoder: Decoder) -> None:
     if not difference <= allowed:
         raise ModelError(
             f"{type(decoder.model.causal).__name__} gives other log-probabilities token by token than at once: "
-            f"{difference:.2g} on average, allowed {allowed:.2g}. It remembers more of earlier tokens than keys and "
-            "values (linear attention, convolutions), so it cannot generate in_process. Choose another "
-            "source.engine.name, or a model with plain causal attention."
+            f"{difference:.2g} on average, allowed {allowed:.2g}. It remembers more of earlier tokens than its cache "
+            "holds, so it cannot generate in_process. Choose another source.engine.name, or another model."
         )
 
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ModelError, RunFailedError, listing, suggestion
+from spurline.errors import RunFailedError
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.generation import generation_model
 from spurline.model.loading import check_config, load_model
@@ -30,7 +28,6 @@ from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness
 from spurline.model.router_replay import ExpertRouting
 from spurline.model.stream_model import StreamModel
-from spurline.model.weights import NamedWeights
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
 from spurline.protocols.rollout_engine import (
     EngineMemory,
@@ -42,7 +39,9 @@ from spurline.protocols.rollout_engine import (
 from spurline.rl.engines.configs import InProcessEngineConfig
 from spurline.rl.engines.in_process.attention import generating
 from spurline.rl.engines.in_process.decoder import Decoder, probed_decoder
+from spurline.rl.engines.in_process.own_cache import OwnCacheDecoder
 from spurline.rl.engines.in_process.response import Response, StopTexts, Written, check_request
+from spurline.rl.engines.in_process.weight_writer import WeightWriter
 
 ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) when it is only slow."
 
@@ -82,7 +81,7 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
     limit = check_config(causal, run.model.path, run.data.max_length)
     model = StreamModel(causal.requires_grad_(False).eval())
     check_exactness(model, profile, run.model.path)
-    return generation_model(causal, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
+    return generation_model(model, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
 
 
 def _own_profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
@@ -118,41 +117,6 @@ def _return_to_system() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-class WeightWriter:
-    """Replaces every weight of a model in place, as they come. Where it raises, some have been replaced."""
-
-    def __init__(self, causal: PreTrainedModel):
-        self._targets = dict(NamedWeights(causal, adapted=False))
-        own = {tensor.untyped_storage().data_ptr() for tensor in causal.state_dict().values()}
-        if any(target.untyped_storage().data_ptr() not in own for target in self._targets.values()):
-            raise ModelError(
-                f"{type(causal).__name__} holds weights in another form than its files, so the engine's copy cannot "
-                "take new ones in place. Use a source that shares the backend's weights."
-            )
-        self._missing = set(self._targets)
-
-    @torch.no_grad()
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """weights: (hf_name, tensor). Raises RunFailedError when they are not of this model."""
-        for name, tensor in weights:
-            target = self._targets.get(name)
-            if target is None:
-                raise RunFailedError(f"The engine's model has no weight '{name}'.{suggestion(name, self._targets)}")
-            if tensor.shape != target.shape:
-                raise RunFailedError(
-                    f"Weight {name} has shape {tuple(tensor.shape)}, and the engine's model {tuple(target.shape)}."
-                )
-            target.copy_(tensor)
-            self._missing.discard(name)
-
-    def finish(self) -> None:
-        """End the update. Raises RunFailedError when weights are missing."""
-        if self._missing:
-            raise RunFailedError(
-                f"New weights came without {listing(self._missing)}; a model must be published as a whole."
-            )
 
 
 class InProcessEngine(TakesWeights):
@@ -304,7 +268,7 @@ class InProcessEngine(TakesWeights):
         ended: list[Response] = []
         try:
             decoder = await self._load_decoder()
-            with generating(decoder.model.causal):
+            with generating(decoder.model.causal, decoder.attention):
                 while self._goes_on(ended):
                     self._deliver(ended)
                     # Whoever got a response and asks again at once joins the very next step, so that what a step
@@ -381,7 +345,10 @@ class InProcessEngine(TakesWeights):
         def make(rows_per_pass: int | None) -> Decoder:
             return Decoder(model, self._tokenizer, **limits, rows_per_pass=rows_per_pass, routing=routing)
 
-        return probed_decoder(make, deterministic=self._config.deterministic)
+        def make_slow() -> Decoder:
+            return OwnCacheDecoder(model, self._tokenizer, **limits, routing=routing)
+
+        return probed_decoder(make, make_slow, deterministic=self._config.deterministic)
 
 
 def _update_to(version: int) -> str:

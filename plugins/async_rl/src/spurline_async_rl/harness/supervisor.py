@@ -1,0 +1,187 @@
+"""Run a program and let nothing that it has started outlive it.
+
+`python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`, see `main`. One such process stands between the run and the
+program of an attempt. On Linux it is the subreaper of all that the program starts, also of what leaves its session or
+its parent, so that no descendant gets away while it is there. It ends everything when the program has ended, when it
+gets SIGTERM, and when the run has died (PR_SET_PDEATHSIG); being killed itself, it takes the program along, and the run
+looks for the others. Elsewhere only the program's process group ends with it.
+
+What the program prints goes through here, and only its end is kept, so that no amount of it fills memory or disk.
+Ends with the program's exit code, or 128 + the signal's number. Standard library only: it starts without `site`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+STDOUT_KEPT = 2**20
+"""Bytes of standard output that are kept, from the end."""
+STDERR_KEPT = 2000
+CANNOT_BE_RUN = 127
+_READ = 2**16
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ON_LINUX = sys.platform == "linux"
+
+
+class Tail:
+    """Reads a pipe to its end on a thread and keeps the last bytes."""
+
+    def __init__(self, kept: int) -> None:
+        self._reader, self.writer = os.pipe()
+        self._kept = kept
+        self._data = bytearray()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def start(self) -> None:
+        """To be called when the program has its end of the pipe."""
+        os.close(self.writer)
+        self._thread.start()
+
+    def copy_to(self, target: int) -> None:
+        """Write what is kept to this open file; what the pipe still holds is waited for, but not for long."""
+        self._thread.join(5.0)
+        data = memoryview(bytes(self._data[-self._kept :]))
+        while data:
+            data = data[os.write(target, data) :]
+
+    def _read(self) -> None:
+        while chunk := os.read(self._reader, _READ):
+            self._data += chunk
+            if len(self._data) > 2 * self._kept:
+                del self._data[: -self._kept]
+
+
+def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int:
+    """The exit code.
+
+    run: process id of the parent. grace_s: time to end by itself after SIGTERM. memory_bytes: address space of each
+    process of the program; 0 for no limit.
+    """
+    if _ON_LINUX:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != run:
+            # The run died before it was asked to tell so.
+            return 128 + signal.SIGTERM
+    printed, complaints = Tail(STDOUT_KEPT), Tail(STDERR_KEPT)
+    # A signal between the fork and the handler would not find whom to hand it on to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    supervisor, program = os.getpid(), os.fork()
+    if program == 0:
+        _become(command, supervisor, printed.writer, complaints.writer, memory_bytes)
+    with suppress(OSError):
+        # Done on both sides, as shells do, so that the group is there whoever comes first.
+        os.setpgid(program, program)
+    signal.signal(signal.SIGALRM, lambda *_: _kill(program))
+    signal.signal(signal.SIGTERM, lambda *_: _ask_to_end(program, grace_s))
+    try:
+        printed.start()
+        complaints.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        code = _wait_for(program)
+    finally:
+        # What comes from here on must not interrupt the ending.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
+        _signal_group(program, signal.SIGKILL)
+        _end_descendants()
+    complaints.copy_to(sys.stderr.fileno())
+    printed.copy_to(sys.stdout.fileno())
+    return code
+
+
+def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memory_bytes: int) -> None:
+    """Replace this new process, a child of the supervisor, by the program."""
+    try:
+        os.setpgid(0, 0)
+        if _ON_LINUX:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:
+                os._exit(CANNOT_BE_RUN)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        if memory_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        # Python ignores them, and a program would inherit that.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.execvp(command[0], command)
+    except Exception as error:  # noqa: BLE001 - told; nothing of this function may go on in the copy of its caller
+        os.write(2, f"{command[0]} cannot be run: {error}\n".encode(errors="replace"))
+    finally:
+        os._exit(CANNOT_BE_RUN)
+
+
+def _ask_to_end(program: int, grace_s: float) -> None:
+    _signal_group(program, signal.SIGTERM)
+    # One that has stopped itself would not hear.
+    _signal_group(program, signal.SIGCONT)
+    signal.setitimer(signal.ITIMER_REAL, max(grace_s, 1e-3))
+
+
+def _wait_for(program: int) -> int:
+    """Exit code of the program. Descendants that have lost their parent are waited for on the way."""
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == program:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _end_descendants() -> None:
+    """Kill until none is left, however fast they multiply; whoever loses its parent becomes a child of this process."""
+    pause_s = 0.0
+    while True:
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if ended:
+            continue
+        for process in _descendants():
+            _kill(process)
+        time.sleep(pause_s)
+        # One that waits for its disk ends late, and one of another user never; the run does not wait for them.
+        pause_s = min(pause_s + 0.001, 0.1)
+
+
+def _descendants() -> list[int]:
+    """Process ids of all children and children's children; those nearest first."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if _ON_LINUX else ():
+        if name.isdecimal():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                # pid (name of the program, which may hold anything) state parent ...
+                children.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
+    found = [os.getpid()]
+    for process in found:
+        found += children.get(process, ())
+    return found[1:]
+
+
+def _kill(process: int) -> None:
+    # It has ended meanwhile, or is another user's.
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    # The group is gone, or, on some systems, made of processes that have ended but are not waited for yet.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

@@ -1,0 +1,188 @@
+"""Families of causal language models, each as a tiny random one, and how Spurline reads it.
+
+python tests/support/model_families.py     writes the table of docs/models.md
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spurline.model.stream_model import Reading
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_STATE_SPACE: dict[str, Any] = {"mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_WINDOW: dict[str, Any] = {"sliding_window": 5}
+_GPT2: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+}
+_LATENT: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """model_type: of transformers. reading: where no kernels of other packages are installed. settings: of the tiny
+    model. has: what the family has besides plain attention, for people."""
+
+    model_type: str
+    reading: Reading = "stream"
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    has: str = ""
+
+
+FAMILIES = (
+    Family("llama"),
+    Family("mistral", settings=_WINDOW, has="sliding windows"),
+    Family("ministral", settings=_WINDOW, has="sliding windows"),
+    Family("qwen2"),
+    Family("qwen3"),
+    Family("qwen3_moe", settings=_EXPERTS, has="experts"),
+    Family("mixtral", settings=_EXPERTS, has="experts"),
+    Family("deepseek_v3", settings=_EXPERTS | _LATENT, has="latent attention, experts"),
+    Family("glm4"),
+    Family(
+        "glm4_moe",
+        settings=_EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        has="experts",
+    ),
+    Family("gemma"),
+    Family("gemma2", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="softcaps of scores and logits, windows"),
+    Family("gemma3_text", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="sliding windows"),
+    Family("phi3"),
+    Family("olmo2"),
+    Family("olmo3", settings=_WINDOW, has="sliding windows"),
+    Family("smollm3"),
+    Family("granite", settings={"logits_scaling": 3.0}, has="a scale of logits"),
+    Family("ernie4_5"),
+    Family("hunyuan_v1_dense"),
+    Family("gpt_neox"),
+    Family("gpt2", settings=_GPT2),
+    Family("seed_oss", settings={"residual_dropout": 0.0}),
+    Family("gpt_oss", settings=_EXPERTS | _WINDOW, has="attention sinks, windows, experts"),
+    Family(
+        "cohere2",
+        settings=_WINDOW | {"layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.25},
+        has="a scale of logits, windows",
+    ),
+    Family(
+        "llama4_text",
+        "rows",
+        _EXPERTS | {"num_hidden_layers": 4, "attention_chunk_size": 5, "intermediate_size_mlp": 48},
+        has="chunked attention, experts; temperatures by the position in a row",
+    ),
+    Family(
+        "lfm2",
+        "rows",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        has="convolutions (causal_conv1d)",
+    ),
+    Family("qwen3_5_text", "rows", _DELTA, has="linear attention (flash-linear-attention)"),
+    Family(
+        "qwen3_next",
+        "rows",
+        _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 16},
+        has="linear attention (flash-linear-attention), experts",
+    ),
+    Family(
+        "falcon_h1",
+        "rows",
+        _STATE_SPACE | {"mamba_d_ssm": 32, "mamba_n_heads": 4},
+        has="state spaces (mamba_ssm, causal_conv1d)",
+    ),
+    Family(
+        "bamba",
+        "rows",
+        _STATE_SPACE | {"mamba_n_heads": 8, "attn_layer_indices": [1]},
+        has="state spaces (mamba_ssm, causal_conv1d)",
+    ),
+    Family("mamba", "rows", {"state_size": 8}, has="state spaces without attention (mamba_ssm, causal_conv1d)"),
+    Family(
+        "minimax",
+        "rows",
+        _EXPERTS | {"block_size": 4, "layer_types": ["linear_attention", "full_attention"]},
+        has="linear attention, experts",
+    ),
+    Family("bloom", "rows", {"n_layer": 2, "n_head": 4}, has="attention that cannot be replaced"),
+    Family("stablelm", "plain_rows", has="attention that is told nothing of segments"),
+)
+
+
+def tiny_model(family: Family) -> PreTrainedModel:
+    """Random weights on CPU in fp32, away from the initial ones, behind which a mistake can hide."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.model_type, **(_SHAPE | family.settings))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return model
+
+
+READ_AS: dict[str, str] = dict(
+    zip(get_args(Reading), ("packed", "a row each", "a row each, with attention of its own"), strict=True)
+)
+
+
+def table() -> str:
+    """Markdown: which families are tested, and how they are read."""
+    lines = ["| `model_type` | read as | has |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {f.model_type} | {READ_AS[f.reading]} | {f.has} |" for f in FAMILIES)])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+MARKED = re.compile(r"(?<=<!-- families -->\n).*(?=\n<!-- end of families -->)", re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(MARKED.sub(lambda _: table(), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
