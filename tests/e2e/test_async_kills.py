@@ -203,7 +203,7 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
     assert not [*(Path(fated_config["run_dir"]) / "weights").iterdir()]
 
 
-@pytest.mark.parametrize("kills", plans(("workers", "any order"), soak=20, phases=("start", "workers", "steps")))
+@pytest.mark.parametrize("kills", plans(("workers", "any order"), soak=20, phases=("start", "steps")))
 def test_a_run_killed_while_it_fills_the_token_cache_fills_it_anew(
     base_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
