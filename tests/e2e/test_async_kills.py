@@ -175,7 +175,7 @@ def test_a_synchronous_run_killed_between_evaluation_and_checkpoint_does_both_ag
     source["held_out"] = {"max_prompts": 2, "success": {"reward": "fated", "at_least": 0.5}}
     fated_config["data"]["eval"] = str(tmp_path / "held-out.jsonl")
     write_prompts(tmp_path / "held-out.jsonl", 3)
-    fated_config |= {"plugins": [], "evaluation": {"every_steps": 2}, "steps": 3 * len(kills) + 2}
+    fated_config |= {"plugins": [], "evaluation": {"every_steps": 4}, "steps": 3 * len(kills) + 2}
     fated_config["checkpoint"]["every_steps"] = 3
     train_and_kill(fated_config, kills)
     whole = fated_config | {"run_dir": str(tmp_path / "whole")}
