@@ -14,6 +14,7 @@ import psutil
 import pytest
 from async_runs import assert_every_prompt_ended_once
 from child_engines import engines_of, shared_memory_of
+from reward_functions import in_process
 from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
@@ -137,7 +138,7 @@ def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_
     child_config["evaluation"] = {"every_steps": 3}
     child_config["source"]["engine"]["engines"] = 1
     child_config["source"]["held_out"] = {"max_prompts": 8}
-    child_config["source"]["environment"]["rewards"] = {"early": "run_rewards:early_letters"}
+    child_config["source"]["environment"]["rewards"] = {"early": in_process("run_rewards:early_letters")}
     child_config["source"]["reward_weights"] = {}
     killed: list[int] = []
 

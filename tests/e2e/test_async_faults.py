@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once, reasons_of_given_up
+from reward_functions import in_process
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
@@ -28,7 +29,7 @@ def faulty_config(rl_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         "correction": "tis",
         "max_concurrent_groups": 6,
         "record_groups": True,
-        "environment": {"name": "single_turn", "rewards": {"early": "faulty_rewards:fails_and_hangs"}},
+        "environment": {"name": "single_turn", "rewards": {"early": in_process("faulty_rewards:fails_and_hangs")}},
         "reward_weights": {},
         "engine": "in_process",
         "faults": {"retries": 1, "attempt_timeout_s": 2.0, "max_quarantined": 64},

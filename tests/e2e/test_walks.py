@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
 SET_UP = re.compile(
     r"""(spurline/(config|plugins|protocols)/.*
     | spurline/run/(?!loop).*
-    | spurline/(errors|files|progress|digests)\.py
+    | spurline/(errors|files|progress|digests|terminal)\.py
     | spurline/backends/local/checkpoint\.py
     | spurline/model/(architecture|device_profile|loading|memory|positions|probe|generation)\.py
     | spurline/model/(saved_state|saved_weights|weight_files|weights)\.py

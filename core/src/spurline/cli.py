@@ -6,6 +6,7 @@ Heavy libraries are imported inside the commands that need them, so that `--help
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import traceback
@@ -301,6 +302,8 @@ def main(arguments: list[str] | None = None) -> None:
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    # Downloads would otherwise tell what they are for; read when the library is imported, here and in child processes.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         app(words, standalone_mode=True)
     except SpurlineError as error:

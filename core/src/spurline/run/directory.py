@@ -5,6 +5,7 @@ Those are the config, the summary and sample answers; trackers and checkpoints w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -43,10 +44,12 @@ class RunDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "run.lock").open("a+", encoding="utf-8")
+            # Emptied below: where a folder of others has a link here, not what that points to.
+            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            lock = os.fdopen(descriptor, "a+", encoding="utf-8")
         except OSError as error:
             raise RunDirectoryError(
-                f"run_dir {self.path} cannot be written: {error.strerror}. Choose another with --set run_dir=PATH."
+                f"run_dir {self.path} cannot be written: {_reason(error)}. Choose another with --set run_dir=PATH."
             ) from error
         if not _take_lock(lock):
             lock.seek(0)
@@ -117,6 +120,10 @@ class RunDirectory:
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
+
+
+def _reason(error: OSError) -> str:
+    return "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else str(error.strerror)
 
 
 def _lost(path: Path, why: str) -> str:

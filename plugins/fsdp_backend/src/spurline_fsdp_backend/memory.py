@@ -98,9 +98,7 @@ def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int
 
 def frozen_bytes(run: RunConfig) -> int:
     """Bytes of a frozen weight, which keeps the dtype of its file; the model's config tells, where no file is here."""
-    folder = Path(run.model.path)
-    files = (path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    if run.model.init == "random" or any(files):
+    if run.model.init == "random" or any(Path(run.model.path).glob("*.safetensors")):
         return stored_dtype(run.model).itemsize
     dtype = load_model_config(run.model).dtype
     return dtype.itemsize if isinstance(dtype, torch.dtype) else _WEIGHT_BYTES
