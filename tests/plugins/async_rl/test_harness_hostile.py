@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -394,6 +395,27 @@ def test_unfinished_bodies_have_a_part_of_the_memory_and_give_it_back() -> None:
         await until(lambda: served._buffered.num_bytes == 0)
         await good(session)
         assert served._buffered.num_bytes <= 1000, "what is answered is not held"
+        return 1.0
+
+    with_server(agent, max_body_bytes=10_000, max_buffered_bytes=80_000)
+
+
+def test_the_rest_of_a_body_that_is_refused_takes_no_room_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connections, "_GRACE_S", 0.05)
+
+    async def agent(session: Session, served: Any) -> float:
+        reader, writer = await dial(session)
+        writer.write(head(session, "Content-Length: 400000"))
+        assert await status(reader) == 413
+        for _ in range(3):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+            await good(session)
+            assert served._buffered.num_bytes < 1000
+        # It may not take for ever either.
+        with suppress(ConnectionResetError):
+            await answer(reader)
         return 1.0
 
     with_server(agent, max_body_bytes=10_000, max_buffered_bytes=80_000)
