@@ -175,7 +175,7 @@ def test_a_row_arrives_as_it_is(patient):
     # What looks like our mark of a type, but is somebody else's.
     forged = {"text": {"\0bytes": "not base64"}}
     plain = {name: value for name, value in ROW.items() if name in ("text", "nested", "nan")}
-    for row in (plain, {**plain, "day": ROW["day"]}, forged):
+    for row in (plain, {**plain, "day": ROW["day"]}, forged, {**forged, "day": ROW["day"]}):
         assert scores(patient, answer("row", **row)) == [fingerprint(row)]
     arrived = dict(unpack(pack_as_text(answer("row", **ROW))).row)
     assert np.array_equal(arrived.pop("vector"), ROW["vector"])

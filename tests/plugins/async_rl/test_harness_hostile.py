@@ -284,6 +284,22 @@ def test_what_the_model_wrote_in_one_session_is_no_turn_of_another() -> None:
     assert (len(one.turns), len(other.turns), other.info["conversations"]) == (1, 1, 1)
 
 
+def test_a_call_whose_name_no_client_could_send_back_is_text() -> None:
+    said: list[Any] = []
+
+    async def agent(session: Session) -> float:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        _, answered = await post(session, {**BODY, "tools": tools})
+        said.append(answered["choices"][0])
+        status, _ = await post(session, {"messages": [*QUESTION, said[0]["message"], *QUESTION], "tools": tools})
+        assert status == 200
+        return 1.0
+
+    written = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert len(attempt(agent, ScriptedEngine(says(TOKENIZER, written, "hi"))).turns) == 2
+    assert (said[0]["message"]["content"], said[0]["finish_reason"]) == (written, "stop")
+
+
 async def dial(session: Session) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     url = urlsplit(session.base_url)
     return await asyncio.open_connection(url.hostname, url.port)
