@@ -437,6 +437,35 @@ def test_the_rest_of_a_body_that_is_refused_takes_no_room_from_others(monkeypatc
     with_server(agent, max_body_bytes=10_000, max_buffered_bytes=80_000)
 
 
+def test_requests_that_come_before_the_last_is_answered_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, is_encoding = threading.Event(), threading.Event()
+
+    def wait(text: str) -> None:
+        if LONG in text:
+            is_encoding.set()
+            assert goes_on.wait(LIMIT_S)
+
+    watch_encoding(monkeypatch, wait)
+    body = json.dumps({"messages": [{"role": "user", "content": LONG}]}).encode()
+
+    async def agent(session: Session, served: Any) -> float:
+        _, writer = await dial(session)
+        writer.write(head(session, f"Content-Length: {len(body)}") + body)
+        await until(is_encoding.is_set)
+        [connection] = served._connections._open.values()
+        small = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+        for _ in range(20):
+            writer.write(small * 10_000)
+            await asyncio.sleep(0.01)
+        assert len(connection._handler._messages) < 1000
+        goes_on.set()
+        writer.transport.abort()
+        await good(session)
+        return 1.0
+
+    with_server(agent)
+
+
 def test_requests_on_their_way_are_counted_by_session() -> None:
     async def agent(session: Session) -> float:
         waiting = []
