@@ -26,11 +26,14 @@ from hostile_client import HostileClient
 from rl_attempts import make_task
 
 from spurline_async_rl.harness.agents import Session
+from spurline_async_rl.source.garbage import QuietCollector
 
 STATUSES = {0, 100, 200, 400, 401, 404, 405, 408, 413, 415, 417, 429, 503}
 """What a client may get; 0 is a connection that is closed without one."""
 SOAK_REQUESTS, AT_A_TIME, EACH = 20_000, 4, 100
 WARM = 3000
+TIDY = 10
+"""Attempts of a step, after which a run tidies up."""
 MEMORY_BYTES = 50 * 2**20
 LAG_S = 0.1
 
@@ -109,12 +112,17 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
     for process in processes:
         free.put_nowait(process)
     slots = asyncio.Semaphore(AT_A_TIME)
+    # As in a run: otherwise full collections stop the loop for a quarter of a second in this process.
+    collector = QuietCollector(settles_after=WARM // EACH // TIDY)
+    collector.quiet()
     async with Harness(agent, hello(), max_turns=10 * EACH) as harness:
 
         async def attempt(sample: int) -> None:
             async with slots:
                 task: Awaitable[Any] = harness.environment.run(make_task(sample=sample), harness.policy(sample))
                 assert (await asyncio.wait_for(task, 900)).rewards == {"reward": 1.0}
+            if sample % TIDY == 0:
+                collector.tidy()
             memory.append(psutil.Process().memory_info().rss)
 
         watching = asyncio.ensure_future(harness.environment.run(make_task(), harness.policy(0)))
@@ -123,6 +131,7 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
         await asyncio.wait_for(watching, 60)
         assert harness.environment._server is not None
         assert harness.environment._server._buffered.num_bytes == 0
+    collector.restore()
     for process in processes:
         assert process.stdin is not None
         process.stdin.close()

@@ -120,7 +120,8 @@ class AsyncRolloutSource(PromptSource):
         else:
             self._publisher.start_engines()
             self._advance()
-        if self._config.groups_at_once * self._config.samples_per_prompt >= WORTHWHILE_ATTEMPTS:
+        attempts = self._config.groups_at_once * self._config.samples_per_prompt
+        if attempts >= WORTHWHILE_ATTEMPTS or self._config.environment.serves_requests:
             self._collector.quiet()
         if self._colocation is None:
             self._loop.call(self._producer.start)
