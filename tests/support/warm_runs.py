@@ -132,6 +132,7 @@ def serve() -> None:
     files = os.open(os.devnull, os.O_RDONLY), os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in zip((*files, files[1]), range(3), strict=True):
         os.dup2(source, target)
+    sys.argv[1:] = order["words"]
     os.chdir(order["folder"])
     # Where temporary files go is a matter of the environment too.
     tempfile.tempdir = None
@@ -139,7 +140,7 @@ def serve() -> None:
         setattr(child, "subprocess", ForkedChildren())  # noqa: B010 - another type than the module's
     from spurline.cli import main
 
-    main(order["words"])
+    main()
 
 
 if __name__ == "__main__":

@@ -145,11 +145,12 @@ def replace_file(path: Path, text: str) -> None:
         raise write_failure(path, error) from error
 
 
-def write_failure(path: Path, error: OSError) -> RunFailedError:
+def write_failure(path: Path, error: Exception) -> RunFailedError:
     """The error for a file that cannot be written: which file, why, how much space is left, what to do."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("/"))
+    why = getattr(error, "strerror", None) or error
     free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free on that disk"
     return RunFailedError(
-        f"{path}: cannot be written: {error.strerror or error} ({free}). Free some space or make the folder writable, "
+        f"{path}: cannot be written: {why} ({free}). Free some space or make the folder writable, "
         "then resume the run; everything up to the last checkpoint is intact."
     )

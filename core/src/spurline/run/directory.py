@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError
-from spurline.files import remove_unfinished, write_json
+from spurline.files import remove_unfinished, write_failure, write_json
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 
@@ -156,18 +156,24 @@ class RunRecordFiles:
 
     def start(self, config: Mapping[str, Any], resume_step: int) -> None:
         """Write the resolved config, mark the run as running, and drop samples of steps that are trained again."""
-        write_json(self._directory.config, config)
-        self._write_status("running")
+        try:
+            write_json(self._directory.config, config)
+            self._write_status("running")
+        except OSError as error:
+            raise write_failure(self._directory.path, error) from error
         if self._directory.eval_samples.exists():
             cut_back(self._directory.eval_samples, resume_step)
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append the generated answers of one evaluation."""
+        """Append the generated answers of one evaluation. Raises RunFailedError when the disk refuses."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
             # Half a surrogate pair, which no file can hold, becomes what JSON writes for it.
-            with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
+            try:
+                with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(text)
+            except OSError as error:
+                raise write_failure(self._directory.eval_samples, error) from error
 
     def data_notes(self) -> list[str]:
         """What there is to train and evaluate on, and what was left out and why, as lines."""

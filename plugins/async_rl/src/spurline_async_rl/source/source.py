@@ -25,7 +25,6 @@ from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
-from spurline.run.checkpoint import write_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -34,7 +33,7 @@ from spurline_async_rl.source.load import LoopLoad
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher
-from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, recorded_step
+from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
 from spurline_async_rl.timeline.recorder import Timeline
@@ -147,7 +146,7 @@ class AsyncRolloutSource(PromptSource):
             collected = replace(collected, groups=tuple(groups))
         if self._config.record_groups:
             # Those of a step that is trained again after a crash replace the earlier ones.
-            write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
+            record_groups(self._context.config.run_dir, step, collected.groups)
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         measured = {
             **self._loop.call(self._levels),

@@ -20,8 +20,8 @@ from spurline import errors
 from spurline.data.token_store import SampleBlock
 from spurline.ranks.child import ChildProcess
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices, read_block
+from spurline_collation_fast.tokenization.own_folder import OwnFolder
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError, slice_path
-from spurline_collation_fast.tokenization.work_folder import WorkFolder
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Environment of a worker: the workers are what runs in parallel."""
@@ -67,8 +67,8 @@ class SliceWorkers:
 
     def __enter__(self) -> SliceWorkers:
         """Start the workers. Raises UnsharableDataError when they cannot be given the data."""
-        self._work_folder = WorkFolder(self._parent_folder)
-        self._folder = self._work_folder.path
+        self._own_folder = OwnFolder(self._parent_folder)
+        self._folder = self._own_folder.path
         try:
             self._task.save(self._folder)
             for number, rows in enumerate(self._slices):
@@ -196,4 +196,4 @@ class SliceWorkers:
             worker.child.kill()
         for worker in self._workers:
             worker.child.end()
-        self._work_folder.remove()
+        self._own_folder.remove()

@@ -296,11 +296,12 @@ class EngineStart:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Processes started within never get SIGINT: Ctrl-C in a terminal reaches all of a run's processes, and the run
-    would lose its engines before it has finished the step and saved. What a thread blocks, its children block."""
+    """Processes started within never get SIGINT and SIGHUP: Ctrl-C in a terminal, and its end, reach all of a run's
+    processes, and the run would lose its engines before it has finished the step and saved. What a thread blocks, its
+    children block."""
     # Where it has to be started first, the tracker lets the signal through again.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:
