@@ -32,8 +32,6 @@ STATUSES = {0, 100, 200, 400, 401, 404, 405, 408, 413, 415, 417, 429, 503}
 """What a client may get; 0 is a connection that is closed without one."""
 SOAK_REQUESTS, AT_A_TIME, EACH = 20_000, 4, 100
 WARM = 3000
-TIDY = 10
-"""Attempts of a step, after which a run tidies up."""
 MEMORY_BYTES = 50 * 2**20
 LAG_S = 0.1
 
@@ -113,7 +111,7 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
         free.put_nowait(process)
     slots = asyncio.Semaphore(AT_A_TIME)
     # As in a run: otherwise full collections stop the loop for a quarter of a second in this process.
-    collector = QuietCollector(settles_after=WARM // EACH // TIDY)
+    collector = QuietCollector(0, is_rare=False)
     collector.quiet()
     async with Harness(agent, hello(), max_turns=10 * EACH) as harness:
 
@@ -121,8 +119,6 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
             async with slots:
                 task: Awaitable[Any] = harness.environment.run(make_task(sample=sample), harness.policy(sample))
                 assert (await asyncio.wait_for(task, 900)).rewards == {"reward": 1.0}
-            if sample % TIDY == 0:
-                collector.tidy()
             memory.append(psutil.Process().memory_info().rss)
 
         watching = asyncio.ensure_future(harness.environment.run(make_task(), harness.policy(0)))
