@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from prompt_fates import AGENT, REWARDS, assert_each_prompt_ended_once, write_prompts
+from reward_functions import in_process
 from run_helpers import assert_same_weights, deterministic, read_metrics
 from run_trees import ORDERS, PHASES, Order, RunTree
 from warm_runs import WarmRuns
@@ -68,7 +69,7 @@ def fated_config(rl_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.
         "record_groups": True,
         "max_concurrent_groups": 2,
         "zero_variance": "refill",
-        "environment": {"name": "single_turn", "rewards": {"fated": "fated_rewards:fated"}},
+        "environment": {"name": "single_turn", "rewards": {"fated": in_process("fated_rewards:fated")}},
         "reward_weights": {},
         "engine": {"name": "child_process", "engines": 1, "max_restarts": 1000, "deterministic": True},
         "faults": {"retries": 1, "max_quarantined": 64},
@@ -123,6 +124,8 @@ def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
     fated_config["steps"] = 3 * len(kills) + 2
     fated_config["source"] |= {"max_concurrent_groups": 4}
     fated_config["source"]["engine"]["engines"] = 2
+    # In processes of their own, which have to end with the run too.
+    fated_config["source"]["environment"]["rewards"] = {"fated": "fated_rewards:fated"}
     train_and_kill(fated_config, kills)
     assert_each_prompt_ended_once(fated_config, write_prompts(tmp_path / "fated.jsonl"))
 
