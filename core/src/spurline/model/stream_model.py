@@ -40,10 +40,8 @@ or as such rows with attention of its own, for one whose attention cannot be rep
 
 _READ_AS: dict[Reading, str] = {
     "rows": "a row for each sequence",
-    "plain_rows": "a row for each sequence, with attention of its own, which holds all scores of a row",
+    "plain_rows": "a row for each sequence, with attention of its own",
 }
-
-_OWN_ATTENTION = "eager"
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 """Names of config fields by which models ask for randomness in training, other heads' not."""
@@ -87,7 +85,8 @@ class StreamModel:
 
     def read_as(self, reading: Reading) -> None:
         """Raises ModelError where the model's attention cannot be replaced, as `stream` and `rows` need."""
-        self.causal.set_attn_implementation(_OWN_ATTENTION if reading == "plain_rows" else ATTENTION_NAME)
+        own = library_attention(self.causal)
+        self.causal.set_attn_implementation(own if reading == "plain_rows" else ATTENTION_NAME)
         self._reading = reading
 
     def facts(self) -> dict[str, str]:
@@ -385,7 +384,7 @@ def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
 def library_attention(causal: PreTrainedModel) -> str:
     """Name of the fastest attention of transformers itself that the model has everywhere."""
     supports: Any = causal
-    return "sdpa" if supports._supports_sdpa else _OWN_ATTENTION
+    return "sdpa" if supports._supports_sdpa else "eager"
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:
