@@ -35,6 +35,11 @@ def terms(name: str, timeout_s: float = 30.0) -> dict[str, float]:
     return run(reward_terms({"mine": make_reward(name, timeout_s)}, ANSWER))
 
 
+def test_an_error_within_a_library_has_its_place_in_the_functions_own_file():
+    with pytest.raises(AttemptFailedError, match=r"KeyError: 'NO_SUCH_VARIABLE' \(.*reward_functions\.py:\d+ in"):
+        terms("reads_a_variable")
+
+
 @pytest.fixture
 def hung_threads() -> Iterator[None]:
     """Lets the threads go that a test has left hanging."""
