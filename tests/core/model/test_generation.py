@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from model_families import FAMILIES, tiny_model
 
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import generation
+from spurline.model.stream_model import StreamModel
 from spurline.protocols.loss import Objective
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]
@@ -36,6 +38,15 @@ def test_generation_equals_a_greedy_loop_without_a_cache(tmp_path: Path) -> None
     backend = excite(local_backend(write_model_folder(tmp_path / "model")))
     expected = [greedy_without_cache(backend._model.causal, prompt, 12, stop=3) for prompt in PROMPTS]
     assert backend.generate(PROMPTS, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "qwen3_5_text", "mamba", "bloom", "stablelm"])
+def test_generation_of_models_beyond_plain_attention_equals_the_greedy_loop(name: str) -> None:
+    family = next(family for family in FAMILIES if family.model_type == name)
+    causal = tiny_model(family)
+    StreamModel(causal).read_as(family.reading)
+    expected = [greedy_without_cache(causal, prompt, 6, stop=2) for prompt in PROMPTS]
+    assert generation.generate_greedily(causal, PROMPTS, 6, [2]) == expected
 
 
 def test_generation_stops_after_the_end_of_sequence_token(tmp_path: Path) -> None:

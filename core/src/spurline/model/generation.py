@@ -19,7 +19,7 @@ from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import LengthLimit
 from spurline.model.positions import position_limit
-from spurline.model.stream_model import StreamModel, evaluation_mode, other_attention
+from spurline.model.stream_model import StreamModel, evaluation_mode, generating_attention, other_attention
 from spurline.protocols.backend import GenerationModel
 
 _TOKENS_PER_BATCH = 65536
@@ -87,7 +87,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
     before = [(dict(vars(module)), dict(module._buffers)) for module in rotary]
     causal.generation_config = GenerationConfig()
     try:
-        with other_attention(causal, "sdpa"):
+        with other_attention(causal, generating_attention(causal)):
             yield
     finally:
         causal.generation_config = own_defaults

@@ -368,6 +368,12 @@ class TokenLogprobs:
         return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
+def generating_attention(causal: PreTrainedModel) -> str:
+    """The attention of transformers that knows left padding and a cache: the fast one, or that of the model's own code
+    where sinks, softcaps or the lack of any attention leave no other."""
+    return "sdpa" if causal._supports_sdpa else _OWN_ATTENTION
+
+
 @contextmanager
 def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
     """Attention of transformers of this name in the place of that which the model has."""
