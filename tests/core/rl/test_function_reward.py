@@ -40,6 +40,11 @@ def test_an_error_within_a_library_has_its_place_in_the_functions_own_file():
         terms("reads_a_variable")
 
 
+def test_a_function_of_the_script_itself_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"is in the script or notebook that runs.*Write it in a file"):
+        FunctionReward(FunctionRewardConfig(path="__main__:mine"))
+
+
 @pytest.fixture
 def hung_threads() -> Iterator[None]:
     """Lets the threads go that a test has left hanging."""

@@ -62,11 +62,9 @@ class GivenUpPrompts:
         count = len(self._by_row)
         if count <= self._limit:
             return
-        reasons = "".join(f"\n- {prompt.reason}" for prompt in self.prompts[:_SHOWN_REASONS])
-        more = f"\n- and {count - _SHOWN_REASONS} more" if count > _SHOWN_REASONS else ""
         raise RunFailedError(
             f"{count} prompts had to be given up, over source.faults.max_quarantined: {self._limit}. "
-            f"Correct what fails, or raise the limit.{reasons}{more}"
+            f"Correct what fails, or raise the limit.{reasons_of(self.prompts)}"
         )
 
     def state_dict(self) -> dict[str, object]:
@@ -77,6 +75,13 @@ class GivenUpPrompts:
         self._by_row = {}
         for prompt in saved:
             self._by_row.setdefault(row_of(prompt.uid), prompt)
+
+
+def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
+    """Lines with the first reasons and how many more there are, to stand behind a message."""
+    reasons = "".join(f"\n- {prompt.reason}" for prompt in prompts[:_SHOWN_REASONS])
+    more = f"\n- and {len(prompts) - _SHOWN_REASONS} more" if len(prompts) > _SHOWN_REASONS else ""
+    return f"{reasons}{more}"
 
 
 class _GiveUp(Exception):  # noqa: N818 - how an attempt tells its group
