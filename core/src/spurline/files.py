@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from spurline.errors import RunFailedError, UserError
+
+_TEMPORARY = re.compile(r"\..+\.(?P<process>\d{1,9})\.tmp", re.DOTALL)
+"""What `write_text` calls a file that is not finished."""
 
 
 def sync_file(path: Path) -> None:
@@ -40,6 +44,27 @@ def write_text(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_file(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes of this machine have left in a folder while they replaced files there."""
+    for path in folder.glob(".*.tmp"):
+        named = _TEMPORARY.fullmatch(path.name)
+        if named is not None and _has_ended(int(named["process"])):
+            # What cannot be removed is in nobody's way.
+            with suppress(OSError):
+                path.unlink()
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        # Another user's.
+        return False
+    return False
 
 
 def remove(path: Path) -> None:

@@ -26,6 +26,7 @@ from hostile_client import HostileClient
 from rl_attempts import make_task
 
 from spurline_async_rl.harness.agents import Session
+from spurline_async_rl.source.garbage import QuietCollector
 
 STATUSES = {0, 100, 200, 400, 401, 404, 405, 408, 413, 415, 417, 429, 503}
 """What a client may get; 0 is a connection that is closed without one."""
@@ -109,6 +110,9 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
     for process in processes:
         free.put_nowait(process)
     slots = asyncio.Semaphore(AT_A_TIME)
+    # As in a run: otherwise full collections stop the loop for a quarter of a second in this process.
+    collector = QuietCollector(0, is_rare=False)
+    collector.quiet()
     async with Harness(agent, hello(), max_turns=10 * EACH) as harness:
 
         async def attempt(sample: int) -> None:
@@ -123,6 +127,7 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
         await asyncio.wait_for(watching, 60)
         assert harness.environment._server is not None
         assert harness.environment._server._buffered.num_bytes == 0
+    collector.restore()
     for process in processes:
         assert process.stdin is not None
         process.stdin.close()

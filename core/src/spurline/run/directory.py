@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError
-from spurline.files import write_failure, write_json
+from spurline.files import remove_unfinished, write_failure, write_json
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 
@@ -38,7 +38,10 @@ class RunDirectory:
         self._folder: int | None = None
 
     def open(self) -> None:
-        """Create the folder and lock it. Raises RunDirectoryError when another process holds it."""
+        """Create the folder, lock it, and remove what a killed process had begun to write into it or its subfolders.
+
+        Raises RunDirectoryError when another process holds it.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Emptied below: where a folder of others has a link here, not what that points to.
@@ -63,6 +66,8 @@ class RunDirectory:
         self._lock = lock
         # Held open, its number on the disk cannot go to a folder that is made in its place.
         self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        for folder in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
+            remove_unfinished(folder)
 
     def check_present(self) -> None:
         """Raise RunDirectoryLostError when the folder that was opened is no longer at its path."""
@@ -86,8 +91,9 @@ class RunDirectory:
         number = next(number for number in count(1) if not (self.path / f"before-{number}").exists())
         target = self.path / f"before-{number}"
         target.mkdir()
-        own = (self.metrics, self.eval_samples, self.config, self.summary, self.report)
-        for name in (*(path.name for path in own), *more):
+        own = (self.eval_samples, self.config, self.summary, self.report)
+        # The metrics last: they say that there is something to move, also after a kill on the way.
+        for name in (*(path.name for path in own), *more, self.metrics.name):
             if (self.path / name).exists():
                 (self.path / name).rename(target / name)
         return (

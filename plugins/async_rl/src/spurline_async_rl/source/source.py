@@ -56,8 +56,10 @@ class AsyncRolloutSource(PromptSource):
         self._config = config
         self._context = context
         self._loop = LoopThread("spurline-rollouts")
+        attempts = config.groups_at_once * config.samples_per_prompt
+        self._is_quiet = attempts >= WORTHWHILE_ATTEMPTS or config.environment.serves_requests
         # As many steps as it takes to fill the buffer.
-        self._collector = QuietCollector(settles_after=config.max_staleness + 2)
+        self._collector = QuietCollector(config.max_staleness + 2, is_rare=attempts >= WORTHWHILE_ATTEMPTS)
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
@@ -120,7 +122,7 @@ class AsyncRolloutSource(PromptSource):
         else:
             self._publisher.start_engines()
             self._advance()
-        if self._config.groups_at_once * self._config.samples_per_prompt >= WORTHWHILE_ATTEMPTS:
+        if self._is_quiet:
             self._collector.quiet()
         if self._colocation is None:
             self._loop.call(self._producer.start)

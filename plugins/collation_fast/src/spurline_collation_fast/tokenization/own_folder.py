@@ -16,13 +16,13 @@ _PREFIX = "spurline-tokenize-"
 
 
 class OwnFolder:
-    """A new folder in this one; by default in that for temporary files, where those of dead owners are removed."""
+    """A new folder in this one, or in that for temporary files; those of dead owners there are removed."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        if parent is None:
-            _sweep(Path(tempfile.gettempdir()))
+        place = Path(tempfile.gettempdir()) if parent is None else parent
+        _sweep(place)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
             # Who sweeps just now may have taken it for abandoned before it was locked.
             with suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
