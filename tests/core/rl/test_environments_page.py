@@ -29,7 +29,7 @@ from spurline.testing.inputs import tiny_tokenizer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text("utf-8")
 FILES: dict[str, str] = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.S))
-SETTINGS: list[str] = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+SETTINGS: list[str] = re.findall(r"```yaml\n(source:.*?)```", PAGE, re.S)
 
 
 class SourceAsShown(Section):
@@ -76,6 +76,7 @@ def test_the_page_shows_what_these_tests_look_at() -> None:
     assert len(SETTINGS) == 3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("text", SETTINGS)
 def test_the_settings_are_valid_and_the_environments_can_be_built(text: str, modules: dict[str, ModuleType]) -> None:
     pytest.importorskip("math_verify")
