@@ -42,6 +42,10 @@ def raises(answer: Answer) -> float:
     raise ValueError("no such unit")
 
 
+def reads_a_variable(answer: Answer) -> float:
+    return float(os.environ["NO_SUCH_VARIABLE"])
+
+
 def exits(answer: Answer) -> float:
     sys.exit(2)
 

@@ -43,7 +43,7 @@ def test_generation_equals_a_greedy_loop_without_a_cache(tmp_path: Path) -> None
     assert backend.generate(PROMPTS, max_new_tokens=12) == expected
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "minimax", "llama4_text"])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "mamba", "minimax", "llama4_text"])
 def test_generation_is_exact_for_models_that_cannot_leave_padding_out_and_for_those_that_sdpa_does_not_know(
     name: str,
 ) -> None:

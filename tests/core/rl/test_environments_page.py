@@ -29,7 +29,7 @@ from spurline.testing.inputs import tiny_tokenizer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text("utf-8")
 FILES: dict[str, str] = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.S))
-SETTINGS: list[str] = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+SETTINGS: list[str] = re.findall(r"```yaml\n(source:.*?)```", PAGE, re.S)
 
 
 class SourceAsShown(Section):

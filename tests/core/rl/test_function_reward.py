@@ -36,6 +36,23 @@ def terms(name: str, timeout_s: float = 30.0) -> dict[str, float]:
     return run(reward_terms({"mine": make_reward(name, timeout_s)}, ANSWER))
 
 
+def test_an_error_within_a_library_has_its_place_in_the_functions_own_file():
+    with pytest.raises(AttemptFailedError, match=r"KeyError: 'NO_SUCH_VARIABLE' \(.*reward_functions\.py:\d+ in"):
+        terms("reads_a_variable")
+
+
+def test_a_function_of_the_script_itself_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"is in the script or notebook that runs.*Write it in a file"):
+        FunctionReward(FunctionRewardConfig(path="__main__:mine"))
+
+
+def test_a_function_in_place_of_its_name_is_refused_with_the_way_out():
+    environment = {"name": "single_turn", "rewards": lambda answer: 1.0}
+    source = {"name": "rollouts", "environment": environment, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
+    with pytest.raises(ConfigError, match=r"rewards is a Python object, which no config holds\. Write it in a file"):
+        load_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "steps": 1, "source": source})
+
+
 @pytest.fixture
 def hung_threads() -> Iterator[None]:
     """Lets the threads go that a test has left hanging."""

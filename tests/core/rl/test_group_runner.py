@@ -78,7 +78,7 @@ def test_no_more_attempts_run_at_a_time_than_allowed():
     assert most == 4
 
 
-def test_a_failed_attempt_is_made_again_with_other_seeds():
+def test_a_failed_attempt_is_made_again_with_other_seeds(capsys):
     engine = ScriptedEngine(one_token)
 
     async def fails_twice(task: Task, policy: PolicyHandle) -> Trajectory:
@@ -94,6 +94,10 @@ def test_a_failed_attempt_is_made_again_with_other_seeds():
     assert len({request.seed for request in engine.requests}) == 3
     assert [request.name for request in engine.requests][-1] == "train:0@0 sample 0 turn 0 attempt 2"
     assert len(group.trajectories[0].turns) == 1, "turns of failed attempts are gone"
+    [told] = capsys.readouterr().err.splitlines()
+    assert "rows.jsonl:1 (sample 0 of prompt train:0@0): ConnectionError: sandbox gone" in told, (
+        "the first, while others go on"
+    )
 
 
 def test_time_spent_waiting_for_a_place_does_not_count():

@@ -127,6 +127,11 @@ def test_a_call_that_crashes_its_process_fails_and_leaves_its_neighbours_alone(q
     assert others == [1.0] * 8
 
 
+def test_a_breakpoint_is_told_what_has_a_terminal(patient):
+    [stopped] = scores(patient, answer("breakpoint"))
+    assert "breakpoint() needs a terminal, which a reward function has with `in_process: true` alone" in str(stopped)
+
+
 def test_errors_of_the_function_have_their_kind_and_their_place(patient, tmp_path):
     [refused] = scores(patient, answer("bad row"))
     assert isinstance(refused, DataError)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from spurline.errors import ConfigError
 from spurline.protocols.environment import AttemptFailedError
-from spurline.rl.scoring import score
+from spurline.protocols.reward import Answer
+from spurline.rl.scoring import score, terms_of_all
 from spurline.rl.trajectory import Trajectory, Turn, trajectory_return
 
 
@@ -60,6 +63,29 @@ def test_the_return_is_the_sum_of_turn_rewards_and_weighted_terms(turns, terms, 
 
 def test_an_empty_last_turn_leaves_the_reward_to_the_turn_before():
     assert rewards_of(score(attempt(make_turn(2), make_turn(0), right=1.0), {})) == [[0, 1], []]
+
+
+class TwoAtATime:
+    """Answers no call before another one has come."""
+
+    def __init__(self) -> None:
+        self._both = asyncio.Event()
+        self._waiting = 0
+
+    def score(self, answer: Answer) -> float:
+        raise NotImplementedError
+
+    async def score_async(self, answer: Answer) -> float:
+        self._waiting += 1
+        if self._waiting == 2:
+            self._both.set()
+        await asyncio.wait_for(self._both.wait(), 10)
+        return float(answer.response)
+
+
+def test_answers_are_scored_side_by_side_and_their_terms_come_in_order():
+    answers = [Answer("", str(number), None, {}) for number in range(3)]
+    assert asyncio.run(terms_of_all({"value": TwoAtATime()}, answers)) == [{"value": 0}, {"value": 1}, {"value": 2}]
 
 
 def test_an_attempt_without_a_response_token_is_refused_because_its_reward_would_be_lost():

@@ -85,6 +85,8 @@ def _message(
         return f"is {_shown(details['input'])}; it must be {expected}.{close}"
     if kind in ("model_type", "dict_type") and details["input"] is None:
         return "is null, which a section cannot be. Leave it out, or write {}, for the defaults."
+    if kind in ("model_type", "dict_type") and callable(details["input"]):
+        return "is a Python object, which no config holds. Write it in a file, and name that: `my_rewards.py:is_right`."
     if kind in ("model_type", "dict_type"):
         return f"is {_shown(details['input'])}; it must be a mapping, written `key: value`."
     if kind == "too_short":

@@ -22,7 +22,7 @@ from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
 from spurline.protocols.reward import Answer
 from spurline.protocols.source import Longest
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline.rl.scoring import close_all, make_rewards, reward_terms
+from spurline.rl.scoring import close_all, make_rewards, terms_of_all
 
 
 class AnswersEvaluation(HeldOutEvaluation):
@@ -98,13 +98,10 @@ class AnswersEvaluation(HeldOutEvaluation):
         close_all(self._rewards)
 
     def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        async def score() -> list[dict[str, float]]:
-            return [await reward_terms(self._rewards, answer) for answer in answers]
-
         # On a thread of its own: whoever trains in a notebook has an event loop on this one.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
-                return scoring.submit(asyncio.run, score()).result()
+                return scoring.submit(asyncio.run, terms_of_all(self._rewards, answers)).result()
             except AttemptFailedError as error:
                 raise RunFailedError(str(error)) from error
 

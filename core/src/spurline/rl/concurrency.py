@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sysconfig
 import threading
 import time
 import traceback
@@ -44,10 +45,19 @@ processor; one that only looks again and again whether something has happened do
 _LOOK_S = 1.0
 """Seconds between two looks at those of one function; one at 1,024 of them takes tens of milliseconds."""
 
+_LIBRARIES = (
+    "<frozen",
+    f"{Path(__file__).parents[1]}/",
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+"""How the names of files begin that are not the user's own."""
+
 
 def located(error: BaseException) -> str:
-    """The exception and the innermost place it came through: `KeyError: 'unit' (rewards.py:12 in grade)`."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """The exception and the innermost place it came through, outside of libraries where there is one:
+    `KeyError: 'unit' (rewards.py:12 in grade)`."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if not frame.filename.startswith(_LIBRARIES)] or every
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     try:
         text = str(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
@@ -22,6 +23,7 @@ from spurline.rl.concurrency import all_or_none, located
 from spurline.rl.draws import Draw, SkippedRow, row_of
 from spurline.rl.limited_tasks import Job, LimitedTasks
 from spurline.rl.trajectory import Group, Trajectory
+from spurline.terminal import printable
 
 _SHOWN_REASONS = 5
 
@@ -60,11 +62,9 @@ class GivenUpPrompts:
         count = len(self._by_row)
         if count <= self._limit:
             return
-        reasons = "".join(f"\n- {prompt.reason}" for prompt in self.prompts[:_SHOWN_REASONS])
-        more = f"\n- and {count - _SHOWN_REASONS} more" if count > _SHOWN_REASONS else ""
         raise RunFailedError(
             f"{count} prompts had to be given up, over source.faults.max_quarantined: {self._limit}. "
-            f"Correct what fails, or raise the limit.{reasons}{more}"
+            f"Correct what fails, or raise the limit.{reasons_of(self.prompts)}"
         )
 
     def state_dict(self) -> dict[str, object]:
@@ -75,6 +75,13 @@ class GivenUpPrompts:
         self._by_row = {}
         for prompt in saved:
             self._by_row.setdefault(row_of(prompt.uid), prompt)
+
+
+def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
+    """Lines with the first reasons and how many more there are, to stand behind a message."""
+    reasons = "".join(f"\n- {prompt.reason}" for prompt in prompts[:_SHOWN_REASONS])
+    more = f"\n- and {len(prompts) - _SHOWN_REASONS} more" if len(prompts) > _SHOWN_REASONS else ""
+    return f"{reasons}{more}"
 
 
 class _GiveUp(Exception):  # noqa: N818 - how an attempt tells its group
@@ -114,6 +121,7 @@ class GroupRunner:
             max_concurrent, attempt_timeout_s, seconds_down, "source.faults.attempt_timeout_s"
         )
         self._retries_of: Counter[str] = Counter()
+        self._has_told = False
 
     async def run_groups(self, prompts: Sequence[Draw]) -> list[Outcome]:
         """The outcome of each prompt, in order. After an error or a cancellation no attempt is left running."""
@@ -143,9 +151,14 @@ class GroupRunner:
         """Attempts at this prompt that were made again; told once."""
         return self._retries_of.pop(uid, 0)
 
-    def count_retry(self, uid: str) -> None:
-        """An attempt at this prompt is made again."""
-        self._retries_of[uid] += 1
+    def count_retry(self, task: Task, attempt: int, error: Exception) -> None:
+        """An attempt at this task is made again. The first one is told on the terminal: where every attempt takes its
+        whole time to fail, much time passes before a prompt is given up."""
+        self._retries_of[task.uid] += 1
+        if not self._has_told:
+            self._has_told = True
+            text = f"An attempt failed and is made again, as others will be: {_explain_failure(task, attempt, error)}"
+            print(printable(text), file=sys.stderr, flush=True)
 
     async def attempt(self, task: Task, attempt: int) -> Trajectory:
         """One attempt, scored. Raises PluginError for an environment that does not keep its contract."""
@@ -238,7 +251,7 @@ class _GroupAttempts:
             if self._missing == 0:
                 self._done.set_result(None)
         elif _may_succeed(error) and job.attempt < self._runner.retries:
-            self._runner.count_retry(job.asked.uid)
+            self._runner.count_retry(job.asked, job.attempt, error)
             job.attempt += 1
             self._runner.tasks.submit(job)
         else:

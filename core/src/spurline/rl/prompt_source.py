@@ -20,7 +20,7 @@ from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, Outcome
+from spurline.rl.group_runner import GivenUpPrompt, Outcome, reasons_of
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline.rl.preparation import Preparation
@@ -61,10 +61,11 @@ async def collect_groups(
     """
     kept: list[Group] = []
     filtered: list[Group] = []
-    given_up = skipped = 0
+    given_up: list[GivenUpPrompt] = []
+    skipped = 0
     next_draw = first_draw
     while len(kept) < count:
-        tried = len(kept) + len(filtered) + given_up
+        tried = len(kept) + len(filtered) + len(given_up)
         missing = min(count - len(kept), draw_limit - tried)
         if missing == 0:
             break
@@ -76,7 +77,7 @@ async def collect_groups(
             if isinstance(outcome, SkippedRow):
                 skipped += 1
             elif isinstance(outcome, GivenUpPrompt):
-                given_up += 1
+                given_up.append(outcome)
             elif filters and has_equal_returns(outcome):
                 filtered.append(outcome)
             else:
@@ -85,12 +86,12 @@ async def collect_groups(
     every = sorted([*kept, *filtered], key=lambda group: group.draw)
     if short > len(filtered):
         raise RunFailedError(
-            f"The step drew {len(every) + given_up} prompts and {given_up} of them were given up, so "
+            f"The step drew {len(every) + len(given_up)} prompts and {len(given_up)} of them were given up, so "
             f"only {len(every)} of {count} groups are there. Correct what fails, or raise "
-            f"source.max_draws_per_step, which is {draw_limit}."
+            f"source.max_draws_per_step, which is {draw_limit}.{reasons_of(given_up)}"
         )
     groups = sorted([*kept, *filtered[:short]], key=lambda group: group.draw)
-    return Collected(tuple(groups), tuple(every), next_draw, given_up, skipped, short)
+    return Collected(tuple(groups), tuple(every), next_draw, len(given_up), skipped, short)
 
 
 class PromptSource(BatchSource):

@@ -7,7 +7,7 @@ have `rewards` [A] -> advantages. Evaluation takes the terms as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from spurline.errors import ConfigError, PluginError, Problem, SpurlineError, li
 from spurline.plugins.registry import Registry
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
-from spurline.rl.concurrency import in_thread, located
+from spurline.rl.concurrency import all_or_none, in_thread, located
 from spurline.rl.trajectory import Trajectory, Turn
 
 _SHOWN_CHARACTERS = 200
@@ -27,6 +27,14 @@ _NUMBERS = (int, float, np.number, np.bool_)
 async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
     """The score of each reward. Raises AttemptFailedError naming the reward and the response it failed on."""
     return {name: await _call(name, reward, answer) for name, reward in rewards.items()}
+
+
+async def terms_of_all(rewards: Mapping[str, Reward], answers: Sequence[Answer]) -> list[dict[str, float]]:
+    """`reward_terms` of each answer, in order, asked for side by side: some rewards take seconds each.
+
+    Raises what the first failure raises, once the others have ended.
+    """
+    return await all_or_none([reward_terms(rewards, answer) for answer in answers], "scoring")
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:

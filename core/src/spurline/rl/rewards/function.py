@@ -36,6 +36,12 @@ class FunctionReward:
         if config.in_process:
             self._function = _load(config.path)
             return
+        if config.path.startswith("__main__:"):
+            raise ConfigError.at(
+                f"reward function {config.path}",
+                "is in the script or notebook that runs, which worker processes do not import. Write it in a file, and "
+                "name that: `my_rewards.py:...`; or set `in_process: true`.",
+            )
         self._pool = KillablePool(
             config.path,
             config.timeout_s,

@@ -318,6 +318,9 @@ class _Workers:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
+        # Another debugger, set by PYTHONBREAKPOINT or by the module, may need no terminal.
+        if sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
+            sys.breakpointhook = _no_debugger
         if self._settings.output is not None:
             for stream in (1, 2):
                 os.dup2(self._settings.output, stream)
@@ -503,6 +506,10 @@ def _limit_memory(limit: int) -> None:
     as CUDA does with more than any machine has."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _no_debugger(*_: Any, **_keywords: Any) -> None:
+    raise EOFError("breakpoint() needs a terminal, which a reward function has with `in_process: true` alone")
 
 
 def _children() -> set[int]:

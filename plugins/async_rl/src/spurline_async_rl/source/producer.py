@@ -15,7 +15,7 @@ from typing import Any
 
 from spurline.errors import RunFailedError
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, GroupRunner, Outcome
+from spurline.rl.group_runner import GivenUpPrompt, GroupRunner, Outcome, reasons_of
 from spurline.rl.prompt_source import Collected
 from spurline.rl.trajectory import Group, has_equal_returns
 from spurline_async_rl.scheduling.scheduler import Scheduler, State
@@ -61,6 +61,7 @@ class Producer:
         self._groups: dict[int, Group] = {}
         # Since the last batch, by the names that a checkpoint has for them; quarantined prompts are those given up.
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
+        self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
         self._stopped = True
         self._goes_on_admitting = False
@@ -97,6 +98,7 @@ class Producer:
         groups = tuple(self._groups[draw] for draw in draws)
         every = tuple(self._groups.pop(draw) for draw in sorted(filtered | {*draws}))
         costs, self._costs = self._costs, dict.fromkeys(self._costs, 0)
+        self._given_up.clear()
         filled_up = len(filtered & {*draws})
         collected = Collected(groups, every, scheduler.num_drawn, costs["quarantined"], costs["skipped"], filled_up)
         self._timeline.taken(step, draws)
@@ -179,6 +181,7 @@ class Producer:
             state = State.SKIPPED
         elif isinstance(outcome, GivenUpPrompt):
             self._costs["quarantined"] += 1
+            self._given_up.append(outcome)
             state = State.GIVEN_UP
         else:
             self._groups[draw.number] = outcome
@@ -199,5 +202,5 @@ class Producer:
         return RunFailedError(
             f"The step drew {usable + given_up} prompts and {given_up} of them were given up, so only {usable} of "
             f"{limits.batch_size} groups are there. Correct what fails, or raise source.max_draws_per_step, which is "
-            f"{limits.draw_limit}."
+            f"{limits.draw_limit}.{reasons_of(self._given_up)}"
         )
