@@ -39,7 +39,7 @@ def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tup
 
 def group_of(config: OptimizerConfig, name: str) -> ParameterGroup | None:
     """The first group of the config whose pattern fits this name."""
-    return next((group for group in config.groups if matcher(group)(name)), None)
+    return next((group for group in config.groups if matcher(group.match)(name)), None)
 
 
 def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
@@ -49,12 +49,12 @@ def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
     return config.learning_rate * (1.0 if group.learning_rate_scale is None else group.learning_rate_scale)
 
 
-def matcher(group: ParameterGroup) -> Callable[[str], bool]:
-    """Whether the group's pattern fits a name."""
-    if group.match.startswith(REGEX):
-        expression = re.compile(group.match.removeprefix(REGEX))
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether the pattern fits a name: a glob over the whole name, or `re:` and a regular expression."""
+    if pattern.startswith(REGEX):
+        expression = re.compile(pattern.removeprefix(REGEX))
         return lambda name: expression.search(name) is not None
-    return lambda name: fnmatchcase(name, group.match)
+    return lambda name: fnmatchcase(name, pattern)
 
 
 def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "optimizer") -> None:
@@ -65,18 +65,18 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
     names = list(names)
     left = names
     for number, group in enumerate(config.groups):
-        fits = matcher(group)
+        fits = matcher(group.match)
         if not any(map(fits, left)):
             what = f"is {group.match!r}, and "
             if any(map(fits, names)):
                 what += "earlier groups have all parameters that it fits. The first that fits counts: move it up."
             else:
-                what += f"no trained parameter has such a name.{_near(group.match, names)}"
+                what += f"no trained parameter has such a name.{names_near(group.match, names)}"
             raise ConfigError.at(f"{key}.groups.{number}.match", what)
         left = [name for name in left if not fits(name)]
 
 
-def _near(pattern: str, names: list[str]) -> str:
+def names_near(pattern: str, names: list[str]) -> str:
     """Names like the pattern, by whole names and by their parts, and how names look."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
     parts = {part for name in names for part in (name, *name.split("."))}

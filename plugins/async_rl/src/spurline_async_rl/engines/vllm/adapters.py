@@ -95,6 +95,8 @@ def _obstacle(run: RunConfig, lora: LoraConfig, modules: Mapping[str, str]) -> s
     """Why engines cannot take the adapter alone, to follow a `but`; None when they can."""
     if run.model.init == "random":
         return "the weights below the adapter are random ones (model.init), which engines cannot read from model.path"
+    if not lora.is_added:
+        return "vLLM does not compute what DoRA trains (backend.lora.dora)"
     if lora.rank > _RANKS[-1]:
         return f"vLLM takes adapters of rank {_RANKS[-1]} at most, and backend.lora.rank is {lora.rank}"
     others = {f"{name} ({kind})" for name, kind in modules.items() if kind != nn.Linear.__name__}
