@@ -118,6 +118,11 @@ def test_unknown_target_modules_are_listed_against_what_exists(model: Path) -> N
         local_backend(model, lora=LoraConfig(target_modules=("query_key_value",)))
 
 
+def test_dora_on_what_is_no_linear_layer_is_refused(model: Path) -> None:
+    with pytest.raises(ModelError, match=r"dora trains the lengths of linear layers only.*embed_tokens \(Embedding\)"):
+        local_backend(model, lora=LoraConfig(dora=True, target_modules=("embed_tokens", "q_proj")))
+
+
 def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(ModelError, match="share one weight"):
