@@ -31,7 +31,7 @@ class LoraConfig(Section):
     dora: bool = False
     """Also train the length of each output's weights, and direction by the matrices (Liu et al. 2024,
     arXiv:2402.09353). Slower; engines are sent merged weights."""
-    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    base_dtype: Annotated[Literal["auto", "fp32", "bf16"], OnResume.FREE] = "auto"
     """In which the frozen weights are held. `auto`: that of their files, which changes no value; `bf16` rounds weights
     of fp32 files, and takes half the memory; `fp32` saves widening them where computing is in fp32."""
 

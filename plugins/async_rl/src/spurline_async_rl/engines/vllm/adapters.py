@@ -93,9 +93,7 @@ def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
     return {name: type(layer.get_base_layer()).__name__ for name, layer in adapted_layers(causal)}
 
 
-def _obstacle(
-    config: VllmEngineConfig, run: RunConfig, lora: LoraConfig, modules: Mapping[str, str]
-) -> str | None:
+def _obstacle(config: VllmEngineConfig, run: RunConfig, lora: LoraConfig, modules: Mapping[str, str]) -> str | None:
     """Why engines cannot take the adapter alone, to follow a `but`; None when they can."""
     if run.model.init == "random":
         return "the weights below the adapter are random ones (model.init), which engines cannot read from model.path"
