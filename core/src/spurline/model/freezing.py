@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from spurline.errors import ConfigError
-from spurline.optimizers.groups import matcher, names_near
+from spurline.optimizers.groups import name_matcher, names_near
 
 
 def freeze_parameters(causal: nn.Module, patterns: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ def frozen_names(names: Collection[str], patterns: Sequence[str], tied: Collecti
     """
     frozen: set[str] = set()
     for number, pattern in enumerate(patterns):
-        fits = matcher(pattern)
+        fits = name_matcher(pattern)
         found = set(filter(fits, names))
         if not found:
             second = next(filter(fits, tied), None)

@@ -39,7 +39,7 @@ def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tup
 
 def group_of(config: OptimizerConfig, name: str) -> ParameterGroup | None:
     """The first group of the config whose pattern fits this name."""
-    return next((group for group in config.groups if matcher(group.match)(name)), None)
+    return next((group for group in config.groups if matcher(group)(name)), None)
 
 
 def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
@@ -49,7 +49,12 @@ def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
     return config.learning_rate * (1.0 if group.learning_rate_scale is None else group.learning_rate_scale)
 
 
-def matcher(pattern: str) -> Callable[[str], bool]:
+def matcher(group: ParameterGroup) -> Callable[[str], bool]:
+    """Whether the group's pattern fits a name."""
+    return name_matcher(group.match)
+
+
+def name_matcher(pattern: str) -> Callable[[str], bool]:
     """Whether the pattern fits a name: a glob over the whole name, or `re:` and a regular expression."""
     if pattern.startswith(REGEX):
         expression = re.compile(pattern.removeprefix(REGEX))
@@ -65,7 +70,7 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
     names = list(names)
     left = names
     for number, group in enumerate(config.groups):
-        fits = matcher(group.match)
+        fits = matcher(group)
         if not any(map(fits, left)):
             what = f"is {group.match!r}, and "
             if any(map(fits, names)):
