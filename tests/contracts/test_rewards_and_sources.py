@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from reward_functions import in_process
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.sft import SftSource
@@ -30,14 +31,21 @@ class TestPrefixMatch(RewardContract):
         return PrefixMatch(PrefixMatchConfig())
 
 
+@pytest.mark.processes
 class TestFunction(RewardContract):
     def make_reward(self) -> FunctionReward:
-        return FunctionReward(FunctionRewardConfig(path="reward_functions:length"))
+        return FunctionReward(FunctionRewardConfig(path="reward_functions:length", workers=2))
 
 
+@pytest.mark.processes
 class TestAsyncFunction(RewardContract):
     def make_reward(self) -> FunctionReward:
         return FunctionReward(FunctionRewardConfig(path="reward_functions:length_later"))
+
+
+class TestFunctionInProcess(RewardContract):
+    def make_reward(self) -> FunctionReward:
+        return FunctionReward(FunctionRewardConfig(path="reward_functions:length", in_process=True))
 
 
 @pytest.mark.processes
@@ -70,7 +78,7 @@ class TestPreference(SourceContract):
 ROLLOUTS: dict[str, Any] = {
     "prompts_per_step": 4,
     "samples_per_prompt": 2,
-    "environment": {"rewards": "reward_functions:length"},
+    "environment": {"rewards": {"length": in_process("reward_functions:length")}},
     "sampling": {"max_new_tokens": 5},
 }
 OF_ROLLOUTS = {"minibatches": {"name": "by_prompt", "prompts_per_minibatch": 2}}

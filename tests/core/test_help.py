@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 
 import pytest
 
 from spurline import testing
 from spurline.backends.local.configs import LocalBackendConfig
+from spurline.cli import main
 from spurline.config.loading import config_model
 from spurline.config.run_config import RunConfig
 from spurline.config.section import ComponentConfig, Section, summary_of
@@ -56,3 +58,18 @@ def test_sections_made_at_run_time_repeat_no_settings_and_the_schema_describes_e
     described = [schema["description"], *(part.get("description", "") for part in schema["$defs"].values())]
     assert all("Settings:" not in text for text in described)
     assert "One training run: the whole configuration file." in described
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_the_command_sends_no_statistics_of_its_use_to_the_hub_unless_the_user_wants_that(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "HF_HUB_DISABLE_TELEMETRY"
+    # Whatever the command sets is taken back.
+    monkeypatch.setenv(name, chosen or "")
+    if chosen is None:
+        del os.environ[name]
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert os.environ[name] == (chosen or "1")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from reward_functions import in_process
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
@@ -71,7 +72,7 @@ def rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "name": "rollouts",
         "prompts_per_step": 2,
         "samples_per_prompt": 4,
-        "environment": {"rewards": "column_rewards:length"},
+        "environment": {"rewards": in_process("column_rewards:length")},
         "sampling": {"max_new_tokens": 6},
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_functions import in_process
 from ruamel.yaml import YAML
 from warm_runs import WarmRuns
 
@@ -80,7 +81,7 @@ def rl_config(base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.M
         "samples_per_prompt": 4,
         "environment": {
             "name": "single_turn",
-            "rewards": {"early": "run_rewards:early_letters", "brevity": "run_rewards:brevity"},
+            "rewards": {"early": in_process("run_rewards:early_letters"), "brevity": in_process("run_rewards:brevity")},
         },
         "engine": {"name": "in_process", "deterministic": True},
         "sampling": {"max_new_tokens": 6},

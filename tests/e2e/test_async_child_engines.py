@@ -7,25 +7,21 @@ import os
 import random
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once
+from async_runs import assert_every_prompt_ended_once
 from child_engines import engines_of, shared_memory_of
-from run_helpers import assert_same_weights, deterministic, num_lines, read_metrics, wait_for
-from warm_runs import WarmRuns
+from reward_functions import in_process
+from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
-
-WriteConfig = Callable[[dict[str, Any]], Path]
 
 
 @pytest.fixture
@@ -105,41 +101,6 @@ def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained
     assert engines_of(os.getpid()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_controller_killed_again_and_again_leaves_no_process_and_no_memory_and_loses_no_prompt(
-    child_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns, tmp_path: Path
-) -> None:
-    kills = 20 if os.environ.get("SPURLINE_SOAK") else 3
-    (tmp_path / "modules" / "faulty_rewards.py").write_text(FAULTY_REWARDS, encoding="utf-8")
-    child_config["source"] |= {
-        "environment": {"name": "single_turn", "rewards": {"early": "faulty_rewards:fails_and_hangs"}},
-        "reward_weights": {},
-        "faults": {"retries": 1, "attempt_timeout_s": 5.0, "max_quarantined": 64},
-    }
-    child_config["source"]["engine"]["engines"] = 1
-    child_config |= {"steps": 15 * kills, "checkpoint": {"every_steps": 3}}
-    path = write_config(child_config)
-    instants = random.Random(5)
-    metrics = Path(child_config["run_dir"]) / "metrics.jsonl"
-    for kill in range(kills):
-        before, steps = num_lines(metrics), instants.randint(1, 5)
-        controller = warm_runs.start("train", path)
-        # Every third while the engines start.
-        if kill % 3 != 2:
-            wait_for(lambda: abs(num_lines(metrics) - before) >= steps, f"{steps} steps after the start")  # noqa: B023
-        else:
-            wait_for(lambda: bool(engines_of(controller.pid)), "an engine process")  # noqa: B023
-        time.sleep(instants.uniform(0, 0.1))
-        assert controller.poll() is None, "the run ended before it could be killed"
-        controller.kill()
-        controller.wait(10)
-        wait_for(lambda: not engines_of(controller.pid), "the engines of the killed controller to end")  # noqa: B023
-        wait_for(lambda: not shared_memory_of(controller.pid), "the killed controller's shared memory to go")  # noqa: B023
-    assert Run(load_config(path)).train().status == "finished"
-    assert_every_prompt_ended_once(child_config)
-
-
 def test_a_stalled_run_names_the_engine_that_holds_a_request(
     child_config: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +138,7 @@ def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_
     child_config["evaluation"] = {"every_steps": 3}
     child_config["source"]["engine"]["engines"] = 1
     child_config["source"]["held_out"] = {"max_prompts": 8}
-    child_config["source"]["environment"]["rewards"] = {"early": "run_rewards:early_letters"}
+    child_config["source"]["environment"]["rewards"] = {"early": in_process("run_rewards:early_letters")}
     child_config["source"]["reward_weights"] = {}
     killed: list[int] = []
 

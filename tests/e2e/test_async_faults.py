@@ -1,17 +1,14 @@
-"""Kills, failing environments and failing publishes: every prompt still ends exactly once."""
+"""Failing environments and failing publishes: every prompt still ends exactly once. Kills are in `test_async_kills`."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from async_runs import FAULTY_REWARDS, assert_every_prompt_ended_once, reasons_of_given_up
-from run_helpers import train_and_kill
-from warm_runs import WarmRuns
+from reward_functions import in_process
 
 from spurline import Run, load_config
 from spurline.errors import RunFailedError
@@ -19,8 +16,6 @@ from spurline.protocols.backend import Backend
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline_async_rl.scheduling.scheduler import State
 from spurline_async_rl.weights.buckets import InProcessSync
-
-WriteConfig = Callable[[dict[str, Any]], Path]
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def faulty_config(rl_config: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         "correction": "tis",
         "max_concurrent_groups": 6,
         "record_groups": True,
-        "environment": {"name": "single_turn", "rewards": {"early": "faulty_rewards:fails_and_hangs"}},
+        "environment": {"name": "single_turn", "rewards": {"early": in_process("faulty_rewards:fails_and_hangs")}},
         "reward_weights": {},
         "engine": "in_process",
         "faults": {"retries": 1, "attempt_timeout_s": 2.0, "max_quarantined": 64},
@@ -53,22 +48,6 @@ def test_environments_that_raise_and_hang_cost_prompts_but_lose_none(faulty_conf
     reasons = reasons_of_given_up(Path(faulty_config["run_dir"]))
     assert len(reasons) == len(given_up)
     assert all("the sandbox is gone" in reason or "did not end within 2 s" in reason for reason in reasons)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_run_killed_again_and_again_trains_on_every_prompt_once(
-    faulty_config: dict[str, Any], write_config: WriteConfig, warm_runs: WarmRuns
-) -> None:
-    kills = 20 if os.environ.get("SPURLINE_SOAK") else 3
-    faulty_config |= {"steps": 20 * kills, "checkpoint": {"every_steps": 3}}
-    path = write_config(faulty_config)
-    instants = random.Random(5)
-    metrics = Path(faulty_config["run_dir"]) / "metrics.jsonl"
-    for _ in range(kills):
-        train_and_kill(warm_runs, path, metrics, steps=instants.randint(1, 8), wait_s=instants.uniform(0, 0.1))
-    assert Run(load_config(path)).train().status == "finished"
-    assert_every_prompt_ended_once(faulty_config)
 
 
 class _FailsOnce(InProcessSync):

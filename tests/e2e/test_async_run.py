@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reward_functions import in_process
 from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
@@ -97,7 +98,7 @@ def test_zero_staleness_equals_the_synchronous_run_where_groups_are_replaced_and
     source["zero_variance"] = "refill"
     source["max_draws_per_step"] = 7
     source["sampling"]["max_new_tokens"] = 2
-    source["environment"]["rewards"] = {"early": "run_rewards:fails_on_some_rows"}
+    source["environment"]["rewards"] = {"early": in_process("run_rewards:fails_on_some_rows")}
     source["reward_weights"] = {}
     source["faults"] = {"retries": 1, "max_quarantined": 64}
     lines = assert_equals_synchronous(async_config)
@@ -116,7 +117,7 @@ def test_zero_staleness_equals_the_synchronous_run_with_tools_and_several_turns(
         "name": "tools",
         "tools": ["run_tools:letter"],
         "max_turns": 2,
-        "rewards": {"early": "run_rewards:early_letters"},
+        "rewards": {"early": in_process("run_rewards:early_letters")},
     }
     source["reward_weights"] = {}
     # The tiny model's template knows no tools, and its answers call none on purpose.
@@ -203,7 +204,7 @@ def test_an_environment_that_blocks_everything_is_told_with_its_place_in_the_cod
         encoding="utf-8",
     )
     async_config["steps"] = 1
-    async_config["source"]["environment"]["rewards"] = {"early": "run_stall:sleeps"}
+    async_config["source"]["environment"]["rewards"] = {"early": in_process("run_stall:sleeps")}
     async_config["source"]["reward_weights"] = {}
     async_config["source"] |= {"watchdog_s": 0.5, "stall_timeout_s": 2.0}
     with pytest.raises(RunFailedError, match=r"blocks the event loop"):
@@ -219,7 +220,7 @@ def test_rollouts_that_stall_are_told_with_prompt_and_time(
     (tmp_path / "modules" / "run_waits.py").write_text(
         "import asyncio\nasync def waits(answer):\n    await asyncio.sleep(3600)\n", encoding="utf-8"
     )
-    async_config["source"]["environment"]["rewards"] = {"early": "run_waits:waits"}
+    async_config["source"]["environment"]["rewards"] = {"early": in_process("run_waits:waits")}
     async_config["source"]["reward_weights"] = {}
     async_config["source"] |= {"watchdog_s": 0.5, "stall_timeout_s": 1.5, "max_concurrent_groups": 2}
     with pytest.raises(

@@ -25,7 +25,7 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     warm_runs: WarmRuns,
     tmp_path: Path,
 ) -> None:
-    kills = 100 if os.environ.get("SPURLINE_SOAK") else 8
+    kills = 100 if os.environ.get("SPURLINE_SOAK") else 4
     config = config_to_kill(base_config, spurline_chat_file, 12 * kills)
     whole = config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()

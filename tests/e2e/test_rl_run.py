@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_plugins import FakePlugins
+from reward_functions import in_process
 from run_helpers import assert_same_weights, deterministic, read_metrics, train_and_kill
 from safetensors.torch import load_file, save_file
 from warm_runs import WarmRuns
@@ -70,7 +71,7 @@ def test_training_raises_the_reward(rl_config: dict[str, Any]) -> None:
     rl_config["steps"] = 30
     rl_config["optimizer"] = {"learning_rate": 5e-3}
     rl_config["source"]["samples_per_prompt"] = 8
-    rl_config["source"]["environment"]["rewards"] = {"early": "run_rewards:early_letters"}
+    rl_config["source"]["environment"]["rewards"] = {"early": in_process("run_rewards:early_letters")}
     del rl_config["source"]["reward_weights"]
     Run(load_config(rl_config)).train()
     rewards = [line["reward/mean"] for line in read_metrics(rl_config["run_dir"])]
@@ -102,8 +103,8 @@ def test_right_answers_pass_whatever_a_penalty_beside_them_takes_from_their_retu
 ) -> None:
     rl_config["data"]["eval"] = str(spurline_chat_file)
     rl_config["source"]["environment"]["rewards"] = {
-        "right": "run_rewards:always_one",
-        "brevity": "run_rewards:brevity",
+        "right": in_process("run_rewards:always_one"),
+        "brevity": in_process("run_rewards:brevity"),
     }
     rl_config["source"]["held_out"] = {"max_prompts": 3, "success": {"reward": "right", "at_least": 1}}
     Run(load_config(rl_config | {"steps": 1})).train()
@@ -145,7 +146,7 @@ def test_a_resume_on_other_prompts_is_refused(rl_config: dict[str, Any], spurlin
 def test_dynamic_sampling_is_bounded_and_reported(rl_config: dict[str, Any]) -> None:
     rl_config["steps"] = 1
     rl_config["source"] |= {"zero_variance": "refill", "max_draws_per_step": 9}
-    rl_config["source"]["environment"]["rewards"] = {"same": "run_rewards:always_one"}
+    rl_config["source"]["environment"]["rewards"] = {"same": in_process("run_rewards:always_one")}
     del rl_config["source"]["reward_weights"]
     Run(load_config(rl_config)).train()
     [line] = read_metrics(rl_config["run_dir"])
@@ -154,7 +155,7 @@ def test_dynamic_sampling_is_bounded_and_reported(rl_config: dict[str, Any]) -> 
 
 
 def test_prompts_whose_reward_fails_are_given_up_within_a_budget(rl_config: dict[str, Any]) -> None:
-    rl_config["source"]["environment"]["rewards"] = {"some": "run_rewards:fails_on_some_rows"}
+    rl_config["source"]["environment"]["rewards"] = {"some": in_process("run_rewards:fails_on_some_rows")}
     rl_config["source"]["faults"] = {"retries": 1}
     del rl_config["source"]["reward_weights"]
     rl_config["steps"] = 16

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -57,7 +59,9 @@ def test_the_slurm_script_trains_on_its_cluster_and_saves_when_its_time_is_over(
         "backend: {name: fsdp, device: cpu, ranks: 2, ranks_per_node: 1, num_threads: 1}\n"
     )
     script = tmp_path / "train.sh"
-    script.write_text(_script(_free_port(), tmp_path / "ray", config))
+    # The path of a socket has 107 bytes at most.
+    folder = Path(tempfile.mkdtemp())
+    script.write_text(_script(_free_port(), folder, config))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
     environment |= {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
@@ -86,6 +90,7 @@ def test_the_slurm_script_trains_on_its_cluster_and_saves_when_its_time_is_over(
         for process in [*family, *([psutil.Process(job.pid)] if job.poll() is None else [])]:
             if job.poll() is None and process.is_running():
                 process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
     done = read_metrics(run_dir)[-1]["step"]
     said = (tmp_path / "log").read_text()
     assert (run_dir / "checkpoints" / f"step-{done:08d}").is_dir(), said
@@ -98,9 +103,9 @@ def _script(port: int, folder: Path, config: Path) -> str:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     found = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
     assert found is not None
-    script = found[1].replace("6379", str(port)).replace(" run.yaml ", f" {config} ")
+    script = found[1].replace("=64", "=4").replace("6379", str(port)).replace(" run.yaml ", f" {config} ")
     head = f"--head --include-dashboard=false --temp-dir={folder}"
-    return script.replace("source /shared/venv/bin/activate\n", "").replace("--head", head).replace("=64", "=4")
+    return script.replace("source /shared/venv/bin/activate\n", "").replace("--head", head)
 
 
 def _num_steps(run_dir: Path) -> int:

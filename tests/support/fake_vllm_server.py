@@ -21,7 +21,8 @@ class FakeVllmServer:
     """tokens_given: by all requests so far. calls: paths of the calls that change anything, in order.
 
     extension: the worker extension it says it runs; without one it takes weights as vLLM itself does. device: `cpu` or
-    `cuda`. adapters: `none`, `startup` for an engine that knows adapters and does not take new ones, or `any time`.
+    `cuda`. key: what a proxy before it asks for at all paths. adapters: `none`, `startup` for an engine that knows
+    adapters and does not take new ones, or `any time`.
     loaded: tensors of the folder that was loaded last. config: of the adapter in it. models: that requests asked for.
     adapters: folder of each that was loaded by name.
     """
@@ -34,6 +35,7 @@ class FakeVllmServer:
         extension: str = WORKER_EXTENSION,
         device: str = "cpu",
         adapters: str = "none",
+        key: str | None = None,
     ) -> None:
         self.tokens_given = 0
         self.calls: list[str] = []
@@ -45,6 +47,7 @@ class FakeVllmServer:
         self.is_broken = False
         self._extension = extension
         self._device = device
+        self._key = key
         self._adapters = adapters
         self._logprobs_mode = logprobs_mode
         self._has_dev_endpoints = has_dev_endpoints
@@ -55,7 +58,7 @@ class FakeVllmServer:
 
     async def start(self) -> str:
         """Its base URL."""
-        app = web.Application(client_max_size=1 << 24)
+        app = web.Application(client_max_size=1 << 24, middlewares=[self._ask_for_key])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._done)
         app.router.add_post("/v1/completions", self._complete)
@@ -77,6 +80,12 @@ class FakeVllmServer:
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @web.middleware
+    async def _ask_for_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self._key is not None and request.headers.get("Authorization") != f"Bearer {self._key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "fake", "max_model_len": 512}]})

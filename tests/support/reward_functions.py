@@ -20,6 +20,11 @@ release = threading.Event()
 NOT_A_FUNCTION = 3
 
 
+def in_process(path: str) -> dict[str, Any]:
+    """Settings of a reward that starts no process, for tests that are about something else."""
+    return {"name": "function", "path": path, "in_process": True}
+
+
 def length(answer: Answer) -> float:
     return float(len(answer.response))
 
@@ -54,6 +59,12 @@ def forgets(answer: Answer) -> None: ...
 
 def hangs(answer: Answer) -> float:
     release.wait(60)
+    return 1.0
+
+
+def computes(answer: Answer) -> float:
+    while not release.is_set():
+        pass
     return 1.0
 
 

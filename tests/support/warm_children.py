@@ -98,6 +98,32 @@ class WarmChildren:
         return self._control
 
 
+class ForkedChildren(WarmChildren):
+    """The same in a process that has imported everything itself: what is forked for the children is a fork of it.
+
+    To be made while that process has no threads, and after `prepare` in it or in what it is a fork of.
+    """
+
+    @staticmethod
+    def prepare() -> None:
+        for name in IMPORTED:
+            importlib.import_module(name)
+        # It looks for its place when it is first called, and finds none once the environment is another one.
+        importlib.import_module("setproctitle").getproctitle()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            return
+        self._control.close()
+        if (order := serve(theirs)) is None:
+            os._exit(0)
+        become(order)
+        os._exit(0)
+
+
 def _adopt(on: bool) -> None:
     """Whether grandchildren whose parent ends become children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
@@ -126,6 +152,9 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
         if os.fork():
             os._exit(0)
         while os.getppid() != tests:
+            # It ended meanwhile, so that nobody adopts.
+            if _has_ended(tests):
+                os._exit(1)
             time.sleep(0.001)
         os.setsid()
         for target, file in enumerate(files):
@@ -134,6 +163,14 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
         control.send(str(os.getpid()).encode())
         control.close()
         return json.loads(message)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def become(order: dict[str, Any]) -> None:

@@ -13,10 +13,14 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from warm_children import ForkedChildren
+
 import spurline
+from spurline.ranks import child
 
 IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", "datasets")
 
@@ -55,9 +59,21 @@ class WarmRuns:
         self._parent: subprocess.Popen[str] | None = None
         self._started: list[WarmProcess] = []
 
-    def start(self, *words: object, output: Path | str = os.devnull) -> WarmProcess:
-        """Run `spurline WORDS` with this process's environment. output: the file that it writes to."""
-        order = {"words": [str(word) for word in words], "environment": dict(os.environ), "output": str(output)}
+    def start(
+        self, *words: object, output: Path | str = os.devnull, folder: Path | str = ".", warm_children: bool = False
+    ) -> WarmProcess:
+        """Run `spurline WORDS` with this process's environment.
+
+        output: the file that it writes to. folder: where it runs. warm_children: engines and workers that it starts
+        need no imports either.
+        """
+        order = {
+            "words": [str(word) for word in words],
+            "environment": dict(os.environ),
+            "output": str(output),
+            "folder": str(Path(folder).absolute()),
+            "warm_children": warm_children,
+        }
         self._started.append(WarmProcess(self.ask(order), self))
         return self._started[-1]
 
@@ -101,6 +117,8 @@ def serve() -> None:
         if "wait" in order:
             answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
         else:
+            if order["warm_children"]:
+                ForkedChildren.prepare()
             answer = os.fork()
             if answer == 0:
                 break
@@ -114,9 +132,15 @@ def serve() -> None:
     files = os.open(os.devnull, os.O_RDONLY), os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for source, target in zip((*files, files[1]), range(3), strict=True):
         os.dup2(source, target)
+    sys.argv[1:] = order["words"]
+    os.chdir(order["folder"])
+    # Where temporary files go is a matter of the environment too.
+    tempfile.tempdir = None
+    if order["warm_children"]:
+        setattr(child, "subprocess", ForkedChildren())  # noqa: B010 - another type than the module's
     from spurline.cli import main
 
-    main(order["words"])
+    main()
 
 
 if __name__ == "__main__":

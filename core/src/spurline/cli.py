@@ -6,6 +6,7 @@ Heavy libraries are imported inside the commands that need them, so that `--help
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import traceback
@@ -296,11 +297,18 @@ def _print_result(result: RunResult) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N."""
+    """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
+
+    arguments: those of this process by default, which then ends at a second signal, whatever it is doing.
+    """
     words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        _end_at_second_signal()
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    # Downloads would otherwise tell what they are for; read when the library is imported, here and in child processes.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         app(words, standalone_mode=True)
     except SpurlineError as error:
@@ -314,6 +322,15 @@ def main(arguments: list[str] | None = None) -> None:
             traceback.print_exc()
         typer.echo(printable(str(stop)), err=True)
         sys.exit(130)
+
+
+def _end_at_second_signal() -> None:
+    from spurline.run.second_signal import end_at_second_signal
+
+    try:
+        end_at_second_signal()
+    except OSError as error:
+        typer.echo(f"Warning: what hangs can be ended by SIGKILL only, as no process can be started: {error}", err=True)
 
 
 if __name__ == "__main__":

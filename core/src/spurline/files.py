@@ -1,17 +1,25 @@
-"""Write files so that a kill or a power cut leaves either the old content or the new, never a mixture."""
+"""Write files so that a kill or a power cut leaves either the old content or the new, never a mixture.
+
+Links that somebody put where a file is written or removed give way themselves: what they point to is left alone.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from spurline.errors import RunFailedError
+from spurline.errors import RunFailedError, UserError
+
+_TEMPORARY = re.compile(r"\..+\.(?P<process>\d{1,9})\.tmp", re.DOTALL)
+"""What `write_text` calls a file that is not finished."""
 
 
 def sync_file(path: Path) -> None:
@@ -26,8 +34,9 @@ def sync_file(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically and durably, encoded as UTF-8."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(text.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
@@ -35,6 +44,66 @@ def write_text(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_file(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes of this machine have left in a folder while they replaced files there."""
+    for path in folder.glob(".*.tmp"):
+        named = _TEMPORARY.fullmatch(path.name)
+        if named is not None and _has_ended(int(named["process"])):
+            # What cannot be removed is in nobody's way.
+            with suppress(OSError):
+                path.unlink()
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        # Another user's.
+        return False
+    return False
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link; nothing where there is none. Raises OSError."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can enter, in a place where others may write: its content will be trusted.
+
+    Raises UserError when something else is there: another user's folder, or a link.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        # Not by its name again, which another user may have given to another folder by then.
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise UserError(f"{path}: {_not_private(error.strerror or str(error))}") from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise UserError(f"{path}: {_not_private(f'it belongs to the user with number {found.st_uid}')}")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UserError(f"{path}: {_not_private('others may write into it')}")
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _not_private(why: str) -> str:
+    return (
+        f"cannot be this user's own folder ({why}), and files of others are not used. Remove it, or set TMPDIR to a "
+        "folder of your own."
+    )
 
 
 @contextmanager
@@ -76,11 +145,12 @@ def replace_file(path: Path, text: str) -> None:
         raise write_failure(path, error) from error
 
 
-def write_failure(path: Path, error: OSError) -> RunFailedError:
+def write_failure(path: Path, error: Exception) -> RunFailedError:
     """The error for a file that cannot be written: which file, why, how much space is left, what to do."""
     folder = next((parent for parent in path.parents if parent.is_dir()), Path("/"))
+    why = getattr(error, "strerror", None) or error
     free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free on that disk"
     return RunFailedError(
-        f"{path}: cannot be written: {error.strerror or error} ({free}). Free some space or make the folder writable, "
+        f"{path}: cannot be written: {why} ({free}). Free some space or make the folder writable, "
         "then resume the run; everything up to the last checkpoint is intact."
     )

@@ -325,7 +325,7 @@ def test_the_fingerprint_of_whole_splits_opens_no_file(split, monkeypatch):
     dataset = HfDataset(HfDatasetConfig(path="data", split=split))
     expected = open_data("data", split=split).fingerprint()
 
-    def refuse(path):
+    def refuse(path, limits):
         raise AssertionError(f"opened {path}")
 
     monkeypatch.setattr("spurline.data.hf_dataset.JsonLines", refuse)

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from listening import listening, reachable
 from rank_workers import TwoPartError
 from run_helpers import wait_for
 
 from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
-from spurline.ranks import calls, machine, processes
+from spurline.ranks import calls, devices, machine, processes
 from spurline.ranks.group import RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.processes import LocalRanks
@@ -74,6 +75,30 @@ def test_ranks_compute_together_and_arrays_come_back_whole(start: Start) -> None
 
 def test_each_rank_gets_its_own_argument_first_and_then_the_common_ones(start: Start) -> None:
     assert start(2).call("echo", "all", 7, per_rank=["zero", "one"]) == [("zero", "all", 7), ("one", "all", 7)]
+
+
+def test_ranks_of_one_machine_listen_on_its_loopback_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    before = listening([psutil.Process()])
+    ranks = start(2)
+    ranks.call("sum", np.ones(2))
+    heard = listening(psutil.Process(pid) for pid in (os.getpid(), *ranks.call("pid"))) - before
+    assert len(heard) == 3, "a store, and where each rank is reached by the other"
+    assert reachable(heard) == []
+    # Where the name of the machine leads says which interface gloo takes by itself, so that this may not show it above.
+    environment = ranks.call("describe")[0]["environment"]
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_interfaces_are_left_to_whoever_has_set_them_and_nccl_s_to_ranks_that_send_weights_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "of-the-user")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    here, beyond = (devices.local_environments(RankRequest(1, peers_elsewhere=there))[0] for there in (False, True))
+    assert here == {"NCCL_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    assert beyond == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_calls_of_several_threads_take_turns(start: Start) -> None:
@@ -422,8 +447,6 @@ def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None
 def test_each_rank_sees_one_gpu_and_too_few_are_refused(
     request_: dict[str, Any], visible: Sequence[str], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.ranks import devices
-
     monkeypatch.setattr(devices, "visible_gpus", lambda: tuple(visible))
     request = RankRequest(device="cuda", **request_)
     if isinstance(expected, str):

@@ -1,8 +1,9 @@
-"""Reward `function`: what may be named, and what happens when the function misbehaves."""
+"""Reward `function`: what may be named, and what happens when the function misbehaves in the run's own process."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ import reward_functions
 from rl_attempts import run
 
 from spurline import load_config
-from spurline.errors import ConfigError, PluginError
+from spurline.errors import ConfigError, PluginError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
+from spurline.rl import concurrency
 from spurline.rl.functions import load_function
 from spurline.rl.rewards.configs import ExactMatchConfig, FunctionRewardConfig
 from spurline.rl.rewards.function import FunctionReward
@@ -26,7 +28,7 @@ ANSWER = Answer("a prompt", "four", "4", {"difficulty": 3})
 
 
 def make_reward(name: str, timeout_s: float = 30.0) -> FunctionReward:
-    return FunctionReward(FunctionRewardConfig(path=f"reward_functions:{name}", timeout_s=timeout_s))
+    return FunctionReward(FunctionRewardConfig(path=f"reward_functions:{name}", timeout_s=timeout_s, in_process=True))
 
 
 def terms(name: str, timeout_s: float = 30.0) -> dict[str, float]:
@@ -131,14 +133,14 @@ def test_what_cannot_be_called_or_found_is_refused_at_the_start():
     with pytest.raises(PluginError, match=has_no):
         make_reward("lenght")
     with pytest.raises(PluginError, match="reward function cannot be imported from 'no_such_module:f': ModuleNotFound"):
-        FunctionReward(FunctionRewardConfig(path="no_such_module:f"))
+        FunctionReward(FunctionRewardConfig(path="no_such_module:f", in_process=True))
 
 
 def test_a_file_in_the_working_directory_can_be_named(tmp_path, monkeypatch):
     (tmp_path / "my_local_rewards.py").write_text("def one(answer):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    reward = FunctionReward(FunctionRewardConfig(path="my_local_rewards:one"))
+    reward = FunctionReward(FunctionRewardConfig(path="my_local_rewards:one", in_process=True))
     monkeypatch.delitem(sys.modules, "my_local_rewards")
     assert reward.score(ANSWER) == 1.0
 
@@ -151,7 +153,7 @@ def test_a_path_must_have_module_and_function():
 def test_a_file_can_be_named_by_its_path_whatever_the_working_directory(tmp_path):
     (tmp_path / "beside.py").write_text("SCORE = 0.25\n")
     (tmp_path / "my rewards.py").write_text("from beside import SCORE\n\ndef quarter(answer):\n    return SCORE\n")
-    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/my rewards.py:quarter"))
+    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/my rewards.py:quarter", in_process=True))
     assert reward.score(ANSWER) == 0.25
 
 
@@ -209,6 +211,105 @@ def test_a_module_of_a_folder_is_no_other_one_of_that_name(tmp_path, monkeypatch
 
 def test_a_reward_that_cannot_be_built_is_named() -> None:
     registry = load_config({"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "steps": 1}).host.registry
-    configs = {"right": ExactMatchConfig(), "short": FunctionRewardConfig(path="reward_functions:lenght")}
+    configs = {
+        "right": ExactMatchConfig(),
+        "short": FunctionRewardConfig(path="reward_functions:lenght", in_process=True),
+    }
     with pytest.raises(PluginError, match=r"^reward 'short': The reward function names 'reward_functions:lenght'"):
         make_rewards(configs, registry)
+
+
+def test_a_file_that_an_installed_module_hides_is_named_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "random.py").write_text("def toss():\n    return 1.0\n")
+    (tmp_path / "math.py").write_text("half = 0.5\n")
+    (tmp_path / "tosses.py").write_text("from random import toss\n")
+    with pytest.raises(
+        PluginError, match=r"cannot import name 'toss'.* .*/random\.py is hidden by the module 'random'"
+    ):
+        load_function(f"{tmp_path}/tosses.py:f", "reward function")
+    (tmp_path / "halves.py").write_text("import math\n\ndef half(answer):\n    return math.half\n")
+    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/halves.py:half", in_process=True))
+    hidden = r"halves\.py:4 in half\)\. .*/math\.py is hidden by the module 'math' .* Rename that file\."
+    with pytest.raises(AttemptFailedError, match=hidden):
+        run(reward_terms({"half": reward}, ANSWER))
+
+
+def test_modules_beside_a_function_take_no_modules_place_in_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("json", "colorsys", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('not this one')\n")
+        monkeypatch.delitem(sys.modules, name, raising=False) if name == "colorsys" else None
+    (tmp_path / "mine.py").write_text("def one(answer):\n    return 1.0\n")
+    reward = FunctionReward(FunctionRewardConfig(path=f"{tmp_path}/mine.py:one", in_process=True))
+    import colorsys
+
+    assert not str(colorsys.__file__).startswith(str(tmp_path))
+    assert reward.score(ANSWER) == 1.0
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_a_function_that_many_threads_still_run_is_refused_until_they_end(monkeypatch):
+    monkeypatch.setattr(concurrency, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(concurrency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(concurrency, "_abandoned", {})
+    for _ in range(2):
+        with pytest.raises(AttemptFailedError, match="did not return within"):
+            terms("hangs", timeout_s=0.05)
+    assert terms("length") == {"mine": 4.0}
+    with pytest.raises(
+        RunFailedError, match=r"reward_functions\.hangs still runs on 2 threads .*without in_process: true"
+    ):
+        terms("hangs", timeout_s=0.05)
+    reward_functions.release.set()
+    for thread in threading.enumerate():
+        if thread.name == "call-hangs":
+            thread.join(timeout=30)
+    assert terms("hangs") == {"mine": 1.0}
+
+
+@pytest.mark.usefixtures("hung_threads")
+def test_threads_that_compute_are_refused_sooner(monkeypatch):
+    monkeypatch.setattr(concurrency, "MAX_COMPUTING", 2)
+    monkeypatch.setattr(concurrency, "_COMPUTES_S", 0.05)
+    monkeypatch.setattr(concurrency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(concurrency, "_abandoned", {})
+    for _ in range(4):
+        with pytest.raises(AttemptFailedError, match="did not return within"):
+            terms("hangs", timeout_s=0.01)
+
+    async def until_refused() -> None:
+        while True:
+            await reward_terms({"mine": make_reward("computes", timeout_s=0.05)}, ANSWER)
+
+    async def again_and_again() -> str:
+        while True:
+            try:
+                await until_refused()
+            except AttemptFailedError:
+                continue
+            except RunFailedError as error:
+                return str(error)
+
+    refused = run(again_and_again())
+    assert "reward_functions.computes still runs on" in refused
+    assert re.search(r"[2-9] of them compute\. Nothing can stop a thread", refused)
+
+
+def test_settings_of_worker_processes_are_refused_where_there_are_none():
+    with pytest.raises(
+        ConfigError, match=r"rewards\.f\.workers limits worker processes, but in_process: true has none"
+    ):
+        load_config(
+            {
+                "model": {"path": "m"},
+                "data": {"train": "t.jsonl"},
+                "steps": 1,
+                "source": {
+                    "name": "rollouts",
+                    "environment": {
+                        "rewards": {"f": {"name": "function", "path": "a:f", "in_process": True, "workers": 2}}
+                    },
+                },
+            }
+        )

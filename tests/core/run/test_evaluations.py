@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import reward_functions
 from fake_plugins import FakePlugins
+from reward_functions import in_process
 
 from spurline import Run, load_config
 from spurline.config.loading import LoadedConfig
@@ -55,7 +56,7 @@ def rl(sft: Config, spurline_chat_file: Path) -> Config:
         "name": "rollouts",
         "prompts_per_step": 2,
         "samples_per_prompt": 2,
-        "environment": {"rewards": {"right": f"{rewards}:right", "short": f"{rewards}:short"}},
+        "environment": {"rewards": {name: in_process(f"{rewards}:{name}") for name in ("right", "short")}},
         "sampling": {"max_new_tokens": 4},
         "held_out": {"max_prompts": 2, "success": {"reward": "short"}},
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -223,3 +225,20 @@ def test_forced_colours_in_a_log_file_do_not_bring_a_moving_bar(monkeypatch: pyt
     tracker.log(1, metrics(1))
     tracker.close()
     assert "\x1b[?25l" not in output.getvalue()
+
+
+def test_training_goes_on_when_nobody_reads_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=1))
+        tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
+        for step in range(1, 4):
+            tracker.log(step, metrics(step))
+        tracker.close()
+    assert capfd.readouterr().err == (
+        "Progress is not shown any more: Broken pipe. Training goes on, and so does metrics.jsonl.\n"
+    )

@@ -8,21 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import listening, reachable
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError
-from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
+from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, PoolConfig, VllmEngineConfig
 from spurline_async_rl.weights import exchange
 from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig, NcclSyncConfig
-from spurline_async_rl.weights.exchange import ExchangeGroup
+from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting
 from spurline_async_rl.weights.packing import checksum, pack, unpack
 
 LIMIT_S = 20.0
@@ -365,6 +367,27 @@ def test_two_members_on_one_gpu_are_named_before_nccl_is_asked(monkeypatch: pyte
     for text in texts:
         assert "the sender and engine 0 are on one GPU, GPU-1234" in text
         assert "Set source.weight_sync: shared_memory" in text
+
+
+def test_weights_of_a_run_on_one_machine_are_reached_from_it_alone() -> None:
+    sync = make_sync()
+    before = listening([psutil.Process()])
+    try:
+        publish(sync, Weights(weights()), [Taker("engine 0", 2)])
+        heard = listening([psutil.Process()]) - before
+        assert len(heard) >= 2, "the store, and where the members of the group reach each other"
+        assert reachable(heard) == []
+    finally:
+        sync.close()
+
+
+@pytest.mark.parametrize("lie", [1 << 44, 24, -1])
+def test_a_bucket_that_lies_about_its_size_is_refused_before_there_is_memory_for_it(lie: int) -> None:
+    meeting = Meeting("127.0.0.1", 1, "nobody's", {"engine 0": 1}, "cpu", 1.0, "0")
+    where = {"meeting": meeting.to_plain(), "bytes": lie, "number": [1, 1]}
+    bucket = WeightBucket("collective", (TensorPlace("weight", "float32", (8,)),), where, receiver="engine 0")
+    with pytest.raises(RunFailedError, match="bytes, and its tensors take 32"):
+        BroadcastReader().read(bucket)
 
 
 def test_an_address_of_no_machine_is_an_error_that_names_the_setting() -> None:

@@ -71,7 +71,7 @@ def test_after_any_runs_beside_each_other_the_collector_is_as_before(calls, enab
         patch.setattr(garbage, "gc", collector)
         patch.setattr(garbage, "_PROCESS", garbage._Process())
         memory = iter(peaks * 20)
-        runs = [QuietCollector(1, lambda: next(memory)) for _ in range(3)]
+        runs = [QuietCollector(1, peak_memory=lambda: next(memory)) for _ in range(3)]
         quiet: set[int] = set()
         for call, run in calls:
             getattr(runs[run], call)()
@@ -93,7 +93,7 @@ def test_after_any_runs_beside_each_other_the_collector_is_as_before(calls, enab
 def test_everything_is_collected_again_only_when_memory_has_grown_by_half_since_it_settled(fake):
     collector = fake()
     memory = iter([10, 30, 90, 100, 134, 136, 200, 205])
-    run = QuietCollector(3, lambda: next(memory))
+    run = QuietCollector(3, peak_memory=lambda: next(memory))
     run.quiet()
     for _ in range(8):
         run.tidy()
@@ -126,7 +126,7 @@ def forget(node: Node) -> weakref.ref[Node]:
 def test_cycles_that_were_young_or_frozen_are_found_in_the_end():
     before = gc.get_threshold(), gc.get_freeze_count()
     peak = 1
-    run = QuietCollector(1, lambda: peak)
+    run = QuietCollector(1, peak_memory=lambda: peak)
     run.quiet()
     try:
         used = Node()
@@ -143,3 +143,16 @@ def test_cycles_that_were_young_or_frozen_are_found_in_the_end():
     finally:
         run.restore()
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_a_run_of_few_attempts_leaves_alone_only_what_was_there_before() -> None:
+    before = gc.get_threshold()
+    run = QuietCollector(0, is_rare=False)
+    run.quiet()
+    assert gc.get_freeze_count() > 0
+    assert gc.get_threshold() == before
+    count = gc.get_freeze_count()
+    run.tidy()
+    assert gc.get_freeze_count() == count
+    run.restore()
+    assert gc.get_freeze_count() == 0

@@ -34,7 +34,7 @@ MALFORMED = [
     ({**BODY, "temperature": "hot"}, "temperature", None),
     ({**BODY, "top_logprobs": 5}, "top_logprobs", None),
     ({**BODY, "tools": ["add"]}, "tools", None),
-    (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature", None),
+    (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', None, "invalid_json"),
     ({**BODY, "response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     ({**BODY, "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     ({**BODY, "temperature": 0.5}, "temperature", "sampling_differs"),
@@ -133,7 +133,7 @@ def test_the_openai_client_raises_its_own_errors() -> None:
         return 1.0
 
     attempt(agent, hello())
-    assert raised == [openai.AuthenticationError, openai.NotFoundError, openai.BadRequestError]
+    assert raised == [openai.AuthenticationError, openai.AuthenticationError, openai.BadRequestError]
 
 
 @pytest.mark.parametrize("path", ["/embeddings", "/chat"])

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from every_run import SOAK
+from listening import listening, reachable
 from vllm_engines import (
     OneEngine,
     collective,
@@ -107,6 +108,15 @@ def test_a_request_gets_the_same_tokens_alone_and_among_others(one_engine: OneEn
     for alone, among in zip(*one_engine.use(untied.old, use), strict=False):
         assert alone.token_ids.tolist() == among.token_ids.tolist()
         assert np.abs(alone.logprobs - among.logprobs).max() <= 1e-5
+
+
+def test_processes_of_an_engine_listen_on_the_loopback_alone(one_engine: OneEngine, untied: ModelPair) -> None:
+    async def use(_: Any) -> None:
+        heard = listening(engine_processes())
+        assert heard, "nothing was looked at"
+        assert reachable(heard) == []
+
+    one_engine.use(untied.old, use)
 
 
 def test_weights_come_through_files_too(one_engine: OneEngine, untied: ModelPair, tmp_path: Path) -> None:

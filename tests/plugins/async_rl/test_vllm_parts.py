@@ -154,6 +154,25 @@ def test_the_environment_is_as_before_when_an_engine_has_been_started(monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("settings", "peers_elsewhere", "expected"),
+    [
+        ({}, False, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}),
+        ({}, True, {"GLOO_SOCKET_IFNAME": "lo"}),
+        ({"engine_args": {"distributed_executor_backend": "ray"}}, False, {}),
+    ],
+)
+def test_processes_of_an_engine_meet_on_the_loopback_where_all_are_on_one_machine(
+    settings: dict[str, Any], peers_elsewhere: bool, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    with engine_environment(VllmEngineConfig(**settings), peers_elsewhere=peers_elsewhere):
+        assert {name: os.environ[name] for name in names if name in os.environ} == expected
+        assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize(
     ("package", "settings", "message"),
     [
         ("vllm", {}, r"vllm is not installed.*pip install 'spurline-async-rl\[vllm\]'.*install_vllm_cpu"),

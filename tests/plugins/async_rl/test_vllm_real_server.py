@@ -25,6 +25,7 @@ from spurline.protocols.rollout_engine import GenerationResult
 from spurline.testing.engine_update_contract import ModelPair
 from spurline.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
+from spurline_async_rl.engines.vllm.server import ServerApi
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.disk import FileMaker
@@ -70,7 +71,8 @@ def server(
         _kill(process)
 
 
-OURS = ["--worker-extension-cls", WORKER_EXTENSION]
+KEY = "of the server"
+OURS = ["--worker-extension-cls", WORKER_EXTENSION, "--api-key", KEY]
 PLAIN: list[str] = []
 FOR_ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
 
@@ -82,9 +84,15 @@ FOR_ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
     ids=["with our extension, collective", "with our extension, disk", "as vLLM ships it"],
 )
 def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_noticed(
-    models: ModelPair, server: tuple[str, subprocess.Popen[bytes]], transport: str, tmp_path: Path
+    models: ModelPair,
+    server: tuple[str, subprocess.Popen[bytes]],
+    transport: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A server with a key asks for it where tokens are made, and not where weights are changed."""
     url, process = server
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
     asked = [request(prompt, seed=seed, max_new_tokens=400) for seed, prompt in enumerate(PROMPTS * 2)]
 
     def sync() -> Any:
@@ -100,6 +108,9 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
         try:
             async with asyncio.timeout(LIMIT_S):
                 await publish(engine, 1, models.old, sync())
+                member = ServerApi(url, KEY, 10.0)
+                assert (await member.model()).is_open
+                await member.close()
                 writing = asyncio.gather(*map(engine.generate, asked))
                 await engine.generate(request(PROMPTS[0], max_new_tokens=20, temperature=0.0))
                 await publish(engine, 2, models.new, sync())

@@ -22,6 +22,7 @@ from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
+from spurline_async_rl.engines.vllm.server import ServerApi
 from spurline_async_rl.engines.vllm.server_files import ServerFiles
 from spurline_async_rl.weights.disk import FileMaker
 
@@ -222,6 +223,21 @@ def test_weights_that_a_server_on_cpus_would_keep_old_copies_of_are_refused_with
         add_to_cpu()
 
 
+def test_links_among_files_of_weights_are_removed_and_what_they_point_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for name in ("spurline-weights-1-1.tmp", "spurline-weights-1-1.safetensors", "spurline-server-s"):
+        (weights / name).symlink_to(tmp_path / "precious")
+    (weights / "spurline-weights-folder").mkdir()
+    files = ServerFiles("s", on_cpu=False)
+    files.add(FileMaker(str(weights), checksum=False).make(1, 1, [("a", torch.ones(2))]))
+    assert files.model() == weights / "spurline-server-s"
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["thesis.txt"]
+    assert not any(path.is_symlink() for path in weights.iterdir())
+
+
 def test_a_server_that_cannot_load_the_files_ends_the_run_and_none_are_left(
     drive: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -291,6 +307,39 @@ def test_weights_that_adapters_are_put_on_are_never_replaced(
         assert server.calls == ["resume"]
 
     drive(use, is_new=True, extension=extension, adapters=adapters)
+
+
+@pytest.mark.parametrize("key", [None, "of the proxy"])
+def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key_gets_it_with_every_call(
+    drive: Callable[..., Any], key: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VllmEngineConfig().api_key_env, "of the proxy")
+    monkeypatch.setattr(ServerApi, "is_here", False)
+
+    async def use(engine: Any, *_: Any) -> Any:
+        return await engine.generate(request([5] * 3, max_new_tokens=2))
+
+    assert len(drive(use, key=key).token_ids) == 2
+    assert ("change its weights" in capsys.readouterr().err) == (key is None)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://[::1]:8000", True),
+        ("http://localhost:8000/base", True),
+        ("http://192.0.2.7:8000", False),
+        ("http://node1:8000", False),
+    ],
+)
+def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback(url: str, is_here: bool) -> None:
+    async def main() -> bool:
+        api = ServerApi(url, None, 1.0)
+        await api.close()
+        return api.is_here
+
+    assert asyncio.run(main()) == is_here
 
 
 @pytest.mark.parametrize(

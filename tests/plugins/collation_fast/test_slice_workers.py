@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,9 @@ from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
 from spurline.errors import DataError, RunFailedError
 from spurline.testing.inputs import tiny_tokenizer
+from spurline_collation_fast.tokenization import own_folder
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices
+from spurline_collation_fast.tokenization.own_folder import OwnFolder
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 
@@ -144,3 +147,41 @@ def test_data_that_cannot_be_pickled_is_found_out_before_a_worker_starts() -> No
     with pytest.raises(UnsharableDataError, match="lambda"):
         run(workers, [])
     assert workers.process_ids == []
+
+
+def test_the_files_of_a_whole_tree_that_was_killed_go_with_the_next_start() -> None:
+    place = Path(tempfile.gettempdir())
+    owner = OwnFolder()
+    (owner.path / "slice-0").write_bytes(b"tokens")
+    # A process that is gone: its lock went with it.
+    os.close(owner._lock)
+    elsewhere = place.parent / "elsewhere"
+    elsewhere.mkdir()
+    link = place / "spurline-tokenize-link"
+    link.symlink_to(elsewhere)
+    next_one = OwnFolder()
+    assert sorted(place.iterdir()) == sorted([link, next_one.path])
+    assert elsewhere.is_dir()
+    link.unlink()
+    next_one.remove()
+
+
+def test_the_files_of_a_living_owner_stay() -> None:
+    mine, others = OwnFolder(), OwnFolder()
+    assert mine.path.is_dir()
+    mine.remove()
+    others.remove()
+
+
+def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def flock(file: int, operation: int) -> None:
+        made.append(Path(os.readlink(f"/proc/self/fd/{file}")))
+        if len(made) == 1:
+            made[0].rmdir()
+
+    monkeypatch.setattr(own_folder.fcntl, "flock", flock)
+    owner = OwnFolder()
+    assert owner.path == made[-1] != made[0]
+    owner.remove()

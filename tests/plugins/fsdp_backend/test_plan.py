@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from spurline.config.loading import load_config
@@ -228,16 +227,6 @@ def test_a_reference_lies_with_the_weights_on_the_host(config: dict[str, Any], t
     kept = sum(run.backend.estimate_memory(run, 0, 0)[part] for part in (*STAYING, "reference"))
     assert "reference" not in offloaded.estimate_memory(run, 0, 0)
     assert offloaded.estimate_host_memory(run) == 8 * kept
-
-
-def test_frozen_weights_in_bin_files_are_planned_as_ranks_hold_them(config: dict[str, Any], tmp_path: Path) -> None:
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS, dtype="bfloat16"))
-    config["model"] = {"path": config["model"]["path"]}
-    run = load_config(config | {"backend": BACKEND | {"lora": {"rank": 4}}}).config
-    unknown = run.backend.estimate_memory(run, 0, 0)["weights"]
-    torch.save({}, tmp_path / "8b" / "pytorch_model.bin")
-    # All but the adapters, which are fp32 anyway.
-    assert run.backend.estimate_memory(run, 0, 0)["weights"] == pytest.approx(2 * unknown, rel=0.01)
 
 
 def test_no_more_ranks_are_suggested_than_gpus_are_named(config: dict[str, Any]) -> None:

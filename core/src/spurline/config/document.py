@@ -7,6 +7,7 @@ through settings that the file writes in short: `collator: packed` or `data.trai
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import YAMLError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
+from spurline.config.bounded_yaml import MAX_CHARACTERS, BadYamlError, parse_yaml
 from spurline.config.section import BARE, as_list
 from spurline.errors import ConfigError, Problem
+
+_MAX_BYTES = MAX_CHARACTERS
+_MAX_KEY_PARTS = 200
+_MAX_PATH = 1000
+"""Characters of the key paths whose lines are kept; no setting has a longer one."""
 
 
 @dataclass
@@ -56,24 +61,28 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Parse the file. Raises ConfigError for a missing file, a syntax error, a duplicate key or a non-mapping."""
+    """Parse the file. Raises ConfigError for a missing file, a syntax error, a duplicate key, a non-mapping, or a file
+    that is larger, deeper or longer than a config is."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            # One byte more than is read of any file tells that there is more; a device has no end.
+            content = file.read(_MAX_BYTES + 1)
+        text = content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError([Problem("", _missing(path))], str(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError([Problem("", f"cannot be read: {error}.")], str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem("", f"is not UTF-8 text ({error.reason}). Save it as UTF-8.")], str(path)) from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError([Problem("", f"is larger than a config may be, which is {_MAX_BYTES} bytes.")], str(path))
     if path.suffix.lower() == ".toml":
-        try:
-            return Document(str(path), tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError([Problem("", f"is not valid TOML: {error}.")], str(path)) from None
+        return Document(str(path), _parse_toml(text, str(path)))
     try:
-        loaded = _parse(text)
-    except YAMLError as error:
-        mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError([Problem("", f"is not valid YAML: {_first_line(error)}.{_yaml_fix(error)}")], place) from None
+        loaded = parse_yaml(text)
+    except BadYamlError as error:
+        place = str(path) if error.line is None else f"{path}:{error.line}"
+        raise ConfigError([Problem("", f"is not valid YAML: {error}.{error.fix}")], place) from None
     if loaded is None:
         loaded = CommentedMap()
     if not isinstance(loaded, CommentedMap):
@@ -83,18 +92,25 @@ def read_document(path: Path) -> Document:
     return Document(str(path), plain(loaded), lines)
 
 
+def _parse_toml(text: str, place: str) -> dict[str, Any]:
+    # Reading a dotted key takes the time of the square of its parts.
+    if any(run.count(".") > _MAX_KEY_PARTS for run in re.split(r"[=,{\[\n]", text)):
+        raise ConfigError([Problem("", f"has a dotted key of more than {_MAX_KEY_PARTS} parts.")], place)
+    try:
+        return tomllib.loads(text)
+    # A number of too many digits is a plain ValueError.
+    except ValueError as error:
+        raise ConfigError([Problem("", f"is not valid TOML: {error}.")], place) from None
+    except RecursionError:
+        raise ConfigError([Problem("", "nests lists and tables too deeply.")], place) from None
+
+
 def parse_value(text: str) -> Any:
     """One value as YAML reads it, so `1e-5` is a float and `[1]` a list. Raises ValueError with the parser's words."""
     try:
-        return plain(_parse(text))
-    except YAMLError as error:
-        raise ValueError(_first_line(error)) from None
-
-
-def _parse(text: str) -> Any:
-    # Round-trip mode is YAML 1.2 (1e-5 is a float, `on` is a string), refuses duplicate keys and keeps line numbers.
-    parser: Any = YAML(typ="rt")
-    return parser.load(text)
+        return plain(parse_yaml(text))
+    except BadYamlError as error:
+        raise ValueError(str(error)) from None
 
 
 def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
@@ -108,6 +124,8 @@ def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
     places: dict[Any, Any] = cast("Any", node).lc.data or {}
     for name, key, child in items:
         path = f"{prefix}.{name}" if prefix else name
+        if len(path) > _MAX_PATH:
+            continue
         position = places.get(key)
         if position is not None:
             lines[path] = int(position[0]) + 1
@@ -126,24 +144,6 @@ def plain(node: Any) -> Any:
     if type(node).__module__.startswith("ruamel."):
         return next((base(node) for base in (int, float, str) if isinstance(node, base)), node)
     return node
-
-
-def _first_line(error: Exception) -> str:
-    problem: object = getattr(error, "problem", None) or str(error).strip().splitlines()[0]
-    return str(problem).rstrip(".")
-
-
-def _yaml_fix(error: YAMLError) -> str:
-    """The usual mistake behind an error of the parser."""
-    problem = str(getattr(error, "problem", ""))
-    if "'\\t'" in problem:
-        return " Indent with spaces, not with tabs."
-    if "block" in problem or "mapping values" in problem:
-        return (
-            " Keys of one level begin in the same column, those of a section further to the right; text with `: ` "
-            "needs quotes."
-        )
-    return ""
 
 
 def _missing(path: Path) -> str:

@@ -18,6 +18,10 @@ from spurline.config.section import ComponentConfig
 from spurline.errors import Problem, listing, misspelling, nearest, suggestion
 from spurline.plugins.registry import CORE, Registration, Registry
 
+_PROBLEMS_TOLD = 50
+_CHARACTERS_TOLD = 300
+"""Of a value in a message."""
+
 
 def explain(
     error: ValidationError,
@@ -32,15 +36,20 @@ def explain(
     """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
-    for details in all_details:
-        if _follows_from_another(details, all_details) or details["type"] in skip:
+    # Looking for the name that was meant takes milliseconds for each.
+    told = all_details[:_PROBLEMS_TOLD]
+    for details in told:
+        if _follows_from_another(details, told) or details["type"] in skip:
             continue
         path, owner = _locate(model, details["loc"])
         message = _message(details, path, owner, registry, model, unlisted)
         known = messages.setdefault(".".join(path), [])
         if message not in known:
             known.append(message)
-    return [Problem(key, " Or: ".join(alternatives)) for key, alternatives in messages.items()]
+    problems = [Problem(key, " Or: ".join(alternatives)) for key, alternatives in messages.items()]
+    if len(all_details) > len(told):
+        problems.append(Problem("", f"has {len(all_details) - len(told)} more problems than are told here."))
+    return problems
 
 
 def _follows_from_another(details: ErrorDetails, all_details: list[ErrorDetails]) -> bool:
@@ -73,18 +82,23 @@ def _message(
         expected = str(context.get("expected", ""))
         choices = [part.strip().strip("'") for part in expected.replace(" or ", ", ").split(",")]
         close = misspelling(str(details["input"]), choices)
-        return f"is {details['input']!r}; it must be {expected}.{close}"
+        return f"is {_shown(details['input'])}; it must be {expected}.{close}"
     if kind in ("model_type", "dict_type") and details["input"] is None:
         return "is null, which a section cannot be. Leave it out, or write {}, for the defaults."
     if kind in ("model_type", "dict_type"):
-        return f"is {details['input']!r}; it must be a mapping, written `key: value`."
+        return f"is {_shown(details['input'])}; it must be a mapping, written `key: value`."
     if kind == "too_short":
         return "is empty; give at least one."
     if kind == "tuple_type":
-        return f"is {details['input']!r}; it must be a list."
-    shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {details['input']!r}: "
+        return f"is {_shown(details['input'])}; it must be a list."
+    shown = "" if isinstance(details["input"], (dict, list, tuple)) else f"is {_shown(details['input'])}: "
     text = details["msg"][0].lower() + details["msg"][1:]
     return f"{shown}{text}."
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _CHARACTERS_TOLD else f"{text[:_CHARACTERS_TOLD]}..."
 
 
 def _unlisted_section(path: list[str], unlisted: Collection[str]) -> str:

@@ -6,7 +6,7 @@ is never served from an old cache and nothing is written beside the data.
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 import functools
 import glob
 import os
@@ -19,16 +19,23 @@ from typing import Any
 import datasets
 import pyarrow
 import xxhash
-from datasets import Features, Value
+from datasets import Features, Json, Value
 from datasets.config import HF_DATASETS_CACHE
 from datasets.exceptions import DatasetsError
 
+from spurline.data.configs import TableLimits
 from spurline.data.file_digest import digest_of_file, digest_of_files
 from spurline.data.hub import asked_once
+from spurline.data.table_checks import check_csv, check_parquet, csv_header
 from spurline.errors import DataError
+from spurline.files import private_folder
 
 _BLOCK = 128
 """Rows converted to Python at once; one at a time is several times slower."""
+_ROWS_EXPANDED = 1000
+"""Rows of a parquet file that are held at once while it is copied into the cache."""
+_CHECKS = {"parquet": check_parquet, "csv": check_csv}
+"""Before the library reads a file. It looks at the offsets in arrow files itself."""
 
 
 class ArrowRows:
@@ -36,6 +43,8 @@ class ArrowRows:
 
     def __init__(self, table: datasets.Dataset, name: str, find_digest: Callable[[], str]) -> None:
         self._table = table
+        self._plain = table.with_format("arrow")
+        self._features = Features({name: _without_files(feature) for name, feature in table.features.items()})
         self._name = name
         self._find_digest = find_digest
         self._block: tuple[int, list[dict[str, Any]]] = (0, [])
@@ -47,8 +56,8 @@ class ArrowRows:
         start, rows = self._block
         if not start <= row < start + len(rows):
             start = row - row % _BLOCK
-            columns = self._table[start : start + _BLOCK]
             size = min(_BLOCK, len(self) - start)
+            columns = self._features.decode_batch(self.arrow(start, start + size).to_pydict())
             rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(size)]
             self._block = (start, rows)
         return rows[row - start]
@@ -61,23 +70,42 @@ class ArrowRows:
         return f"{self._name} row {row}"
 
     def arrow(self, start: int, stop: int) -> pyarrow.Table:
-        """Rows [start, stop) as the table holds them."""
-        return self._table.with_format("arrow")[start:stop]  # type: ignore[return-value]
+        """Rows [start, stop) as the table holds them. Raises DataError where it does not hold what it says."""
+        with data_errors(f"{self._name} rows {start} to {stop - 1}", prefix="are not what the file says they are: "):
+            rows: Any = self._plain[start:stop]
+            # A mapped file was not looked at before, and its offsets may point anywhere.
+            rows.validate(full=True)
+        return rows
 
 
-def load_file(path: Path) -> ArrowRows:
-    """Rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read."""
-    digest = digest_of_file(path)
+def _without_files(feature: Any) -> Any:
+    """A feature of `datasets` that opens no images and sounds, at paths and addresses that rows name."""
+    if isinstance(feature, dict):
+        return {name: _without_files(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_without_files(inner) for inner in feature]
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=_without_files(feature.feature))
+    is_in_the_row = not hasattr(feature, "decode") or isinstance(feature, Json)
+    return feature if is_in_the_row else dataclasses.replace(feature, decode=False)
+
+
+def load_file(path: Path, limits: TableLimits) -> ArrowRows:
+    """Rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read or goes beyond the limits."""
+    cache = _cache_folder() / digest_of_file(path)
     builder = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}[path.suffix.lower()]
-    # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
-    options = {"features": _csv_columns(path), "keep_default_na": False} if builder == "csv" else {}
+    options: dict[str, Any] = {}
+    if builder == "csv":
+        # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
+        options = {"features": _csv_columns(path, limits), "keep_default_na": False}
+    elif builder == "parquet":
+        # By itself the library expands whole row groups.
+        options = {"batch_size": _ROWS_EXPANDED}
     with _quiet(), data_errors(str(path)):
+        if not cache.exists() and builder in _CHECKS:
+            _CHECKS[builder](path, limits)
         table = datasets.load_dataset(
-            builder,
-            data_files=glob.escape(str(path.absolute())),
-            split="train",
-            cache_dir=str(_cache_folder() / digest),
-            **options,
+            builder, data_files=glob.escape(str(path.absolute())), split="train", cache_dir=str(cache), **options
         )
     return ArrowRows(table, str(path), functools.partial(digest_of_file, path))  # type: ignore[arg-type]
 
@@ -116,12 +144,8 @@ def without_padding(value: Any) -> Any:
     return value
 
 
-def _csv_columns(path: Path) -> Features:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = next(csv.reader(file), [])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}:1: not valid CSV in UTF-8: {error}.") from error
+def _csv_columns(path: Path, limits: TableLimits) -> Features:
+    header = csv_header(path, limits)
     if not header:
         raise DataError(f"{path}: is empty.")
     return Features({name: Value("string") for name in header})
@@ -130,8 +154,9 @@ def _csv_columns(path: Path) -> Features:
 def _cache_folder() -> Path:
     folder = Path(HF_DATASETS_CACHE)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    writable = folder if os.access(existing, os.W_OK) else Path(tempfile.gettempdir())
-    return writable / "spurline"
+    if os.access(existing, os.W_OK):
+        return folder / "spurline"
+    return private_folder(Path(tempfile.gettempdir(), f"spurline-datasets-{os.getuid()}"))
 
 
 @contextmanager

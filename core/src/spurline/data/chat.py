@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from spurline.data.chat_template import compile_template, is_large, render_template
 from spurline.data.formats import Conversation
 from spurline.data.messages import Message, assistant_turns
 from spurline.data.rows import BadRowError
+from spurline.data.template_budget import TemplateTooCostlyError
 from spurline.data.tokenizer import template_name
 from spurline.errors import ModelError
 
@@ -206,22 +206,43 @@ class ChatRenderer:
         add_generation_prompt: bool = False,
         track_generation: bool = False,
     ) -> tuple[str, list[Span]]:
+        variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
+        template = self._template(tools)
         try:
-            texts, indices = render_jinja_template(
-                conversations=[list(messages)],
-                tools=tools,  # type: ignore[arg-type]
-                chat_template=self._template(tools),
-                return_assistant_tokens_mask=track_generation,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokenizer.special_tokens_map,  # type: ignore[arg-type]
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            compile_template(template)
+        except ValueError as error:
+            raise ModelError(
+                f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Give another one "
+                "(`model.chat_template`: a file, or a name such as chatml)."
+            ) from error
+        try:
+            return render_template(template, messages, tools, variables, track_generation=track_generation)
+        except TemplateTooCostlyError as error:
+            raise self._too_costly(error, messages, tools) from error
+        except Exception as error:
+            # A template is a program, which may fail with anything.
+            reason = str(error) or type(error).__name__
             raise BadRowError(
                 "messages",
-                f"are refused by the chat template {template_name(self._tokenizer)}: {error}. Give a template "
+                f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
                 "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
             ) from error
-        return texts[0], [(int(start), int(stop)) for start, stop in indices[0]] if track_generation else []
+
+    def _too_costly(
+        self, error: TemplateTooCostlyError, messages: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> Exception:
+        """The row's fault when it is large, the template's when it is not."""
+        name = template_name(self._tokenizer)
+        if is_large([list(messages), tools]):
+            return BadRowError(
+                "messages",
+                f"are more than the chat template {name} can render: {error}. Take the row out, or cut it in parts.",
+            )
+        return ModelError(
+            f"the chat template {name} is not rendered any further: {error}, for a row of {len(messages)} messages. A "
+            "template that loops without end, or writes without measure, is broken or hostile; give another one "
+            "(`model.chat_template`: a file, or a name such as chatml)."
+        )
 
 
 def _common_prefix(texts: Sequence[str]) -> str:

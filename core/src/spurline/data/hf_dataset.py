@@ -20,10 +20,10 @@ import xxhash
 from datasets import ReadInstruction
 
 from spurline.data.arrow_rows import ArrowRows, load_file, load_hub, load_saved
-from spurline.data.configs import HfDatasetConfig
+from spurline.data.configs import HfDatasetConfig, TableLimits
 from spurline.data.local_files import (
-    JsonArray,
     JsonLines,
+    JsonRows,
     LocalFile,
     LocalRows,
     RowFile,
@@ -61,7 +61,7 @@ class _SplitRows:
         """Raise DataError for the first of these rows that is not readable."""
         for file, end in zip(self._files, self._ends, strict=True):
             opened = file.rows if isinstance(file, LocalFile) else file
-            if isinstance(opened, (JsonLines, JsonArray)):
+            if isinstance(opened, JsonRows):
                 begin = end - len(file)
                 opened.check(range(max(rows.start - begin, 0), min(rows.stop - begin, len(file))))
 
@@ -160,7 +160,8 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
     if is_saved_dataset(Path(path).expanduser()):
         splits = {name: [table] for name, table in load_saved(Path(path).expanduser()).items()}
     else:
-        splits = {name: [LocalFile(file, _open_rows) for file in files] for name, files in find_files(path).items()}
+        open_rows = functools.partial(_open_rows, limits=config.limits)
+        splits = {name: [LocalFile(file, open_rows) for file in files] for name, files in find_files(path).items()}
 
     def open_split(name: str) -> _SplitRows:
         if name not in splits:
@@ -170,11 +171,11 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
     return open_split
 
 
-def _open_rows(path: Path) -> LocalRows:
+def _open_rows(path: Path, limits: TableLimits) -> LocalRows:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        return JsonLines(path)
-    return open_json(path) if suffix == ".json" else load_file(path)
+        return JsonLines(path, limits)
+    return open_json(path, limits) if suffix == ".json" else load_file(path, limits)
 
 
 def _no_such_split(path: str, name: str, known: list[str]) -> DataError:

@@ -7,12 +7,16 @@ differ in type must stay readable and a malformed line must be named; all other 
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import errno
 import functools
 import glob
+import itertools
 import json
 import os
+import re
+import stat
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +25,16 @@ from typing import Any, BinaryIO, Protocol
 
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
+from spurline.data.configs import TableLimits
 from spurline.data.file_digest import digest_of_file
 from spurline.data.rows import describe
 from spurline.errors import DataError, listing
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 """Files that can be read, by the end of their name."""
+
+_MAX_MATCHES = 50_000
+"""Files of a glob."""
 
 _OTHER_SUFFIXES = (
     ".ndjson",
@@ -70,12 +78,32 @@ def find_files(path: str) -> dict[str, list[Path]]:
             raise DataError(f"{path}: cannot read files ending in {local.suffix!r}. Known: {', '.join(SUFFIXES)}.")
         return {"train": [local]}
     if glob.has_magic(path):
-        matches = sorted(Path(match) for match in glob.glob(str(local), recursive=True))
+        # Links among folders may make a tree without end.
+        found = list(itertools.islice(glob.iglob(str(local), recursive=True), _MAX_MATCHES + 1))
+        if len(found) > _MAX_MATCHES:
+            raise DataError(
+                f"{path}: matches more than {_MAX_MATCHES:,} names, among them {found[-1][-200:]}. Name fewer files, "
+                "or join them; where folders have links to folders above them, write the way without **."
+            )
+        matches = sorted(map(Path, found))
         files = [match for match in matches if match.is_file() and match.suffix.lower() in SUFFIXES]
         if not files:
             raise DataError(f"{path}: matches no file ending in {', '.join(SUFFIXES)}.{_neighbours(local)}")
         return {"train": files}
+    if local.exists():
+        raise DataError(f"{path}: is {_kind_of(local)} and no regular file. Write its rows into a file and give that.")
     raise DataError(f"{path}: no such file or folder.{_neighbours(local)}")
+
+
+def _kind_of(path: Path) -> str:
+    """`a pipe`; reading from such a thing may never end."""
+    mode = path.stat().st_mode
+    kinds = {
+        "a pipe": stat.S_ISFIFO,
+        "a socket": stat.S_ISSOCK,
+        "a device": lambda m: stat.S_ISCHR(m) or stat.S_ISBLK(m),
+    }
+    return next((name for name, is_kind in kinds.items() if is_kind(mode)), "something else")
 
 
 def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
@@ -187,20 +215,12 @@ class LocalFile:
             raise DataError(f"{self._path}: cannot be read: {error.strerror or error}.") from error
 
 
-class JsonLines:
-    """One JSON object per line; blank lines are passed over. Holds only where lines begin."""
+class JsonRows:
+    """JSON objects in a file. Holds only where they begin and how long they are."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
-        offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._starts.append(offset)
-                    self._sizes.append(len(line))
-                    self._lines.append(number)
-                offset += len(line)
+    def __init__(self, path: Path, limits: TableLimits) -> None:
+        self._path, self._limits = path, limits
+        self._starts, self._sizes = array("q"), array("q")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -210,7 +230,7 @@ class JsonLines:
             return self._read(file, row)
 
     def location(self, row: int) -> str:
-        return f"{self._path}:{self._lines[row]}"
+        return f"{self._path} row {row}"
 
     def check(self, rows: range) -> None:
         """Raise DataError for the first of these rows that is not a JSON object."""
@@ -219,8 +239,47 @@ class JsonLines:
                 self._read(file, row)
 
     def _read(self, file: BinaryIO, row: int) -> Mapping[str, Any]:
+        if self._sizes[row] > self._limits.max_row_bytes:
+            raise self._limits.too_large_row(self.location(row))
         file.seek(self._starts[row])
         return read_json_line(file.read(self._sizes[row]), self.location(row))
+
+
+class JsonLines(JsonRows):
+    """One JSON object per line; blank lines are passed over."""
+
+    def __init__(self, path: Path, limits: TableLimits) -> None:
+        super().__init__(path, limits)
+        self._lines = array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(pieces_of_lines(file, limits), start=1):
+                size = len(line)
+                if size > limits.max_row_bytes:
+                    size += skip_line(file)
+                if line.strip():
+                    self._starts.append(offset)
+                    self._sizes.append(size)
+                    self._lines.append(number)
+                offset += size
+
+    def location(self, row: int) -> str:
+        return f"{self._path}:{self._lines[row]}"
+
+
+def pieces_of_lines(file: BinaryIO, limits: TableLimits) -> Iterator[bytes]:
+    """Lines; of one that is too large its beginning, which has a byte too many. Then `skip_line` goes to the next."""
+    return iter(functools.partial(file.readline, limits.max_row_bytes + 1), b"")
+
+
+def skip_line(file: BinaryIO) -> int:
+    """Pass over the rest of a line; returns its bytes."""
+    size = 0
+    while piece := file.readline(1 << 20):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
 
 
 def read_json_line(line: bytes, location: str) -> Mapping[str, Any]:
@@ -234,29 +293,125 @@ def read_json_line(line: bytes, location: str) -> Mapping[str, Any]:
         raise DataError(f"{location}: not valid JSON: {error.msg} (column {error.pos + 1}).{hint}") from error
     except RecursionError as error:
         raise DataError(f"{location}: not valid JSON: nested too deeply.") from error
+    except ValueError as error:
+        raise DataError(f"{location}: not readable JSON: {error}.") from error
     return _require_object(values, location)
 
 
-class JsonArray:
-    """One JSON list of objects, held in memory."""
+class JsonArray(JsonRows):
+    """One JSON list of objects, of which one is held at a time."""
 
-    def __init__(self, path: Path, rows: list[Any]) -> None:
-        self._path = path
-        self._rows = rows
+    def __init__(self, path: Path, limits: TableLimits) -> None:
+        """Raises DataError where it is not a list of values."""
+        super().__init__(path, limits)
+        with path.open("rb") as file:
+            text = _ArrayText(file, path, limits)
+            text.expect("[")
+            closed = text.next_is("]")
+            while not closed:
+                begin, size = text.take_value(self.location(len(self)))
+                self._starts.append(begin)
+                self._sizes.append(size)
+                closed = text.next_is("]")
+                if not closed:
+                    text.expect(",")
+            text.expect_end()
 
-    def __len__(self) -> int:
-        return len(self._rows)
 
-    def __getitem__(self, row: int) -> Mapping[str, Any]:
-        return _require_object(self._rows[row], self.location(row))
+class _ArrayText:
+    """The text of a JSON file, read on where more of it is needed; what has been taken is let go of then."""
 
-    def location(self, row: int) -> str:
-        return f"{self._path} row {row}"
+    def __init__(self, file: BinaryIO, path: Path, limits: TableLimits) -> None:
+        self._file, self._path, self._limits = file, path, limits
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._text = ""
+        self._place = 0
+        """In the text."""
+        self._byte = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+        """Of that place, in the file."""
+        file.seek(self._byte)
+        self._line = self._column = 1
+        """Of the text's beginning."""
+        self._ended = False
 
-    def check(self, rows: range) -> None:
-        """Raise DataError for the first of these rows that is not a JSON object."""
-        for row in rows:
-            self[row]
+    def expect(self, mark: str) -> None:
+        """Go past this character, and any space before it. Raises DataError where another comes."""
+        if not self.next_is(mark):
+            raise self._error(f"Expecting {mark!r} delimiter", self._place)
+
+    def next_is(self, mark: str) -> bool:
+        """Whether this character comes next, after any space; then it is gone past."""
+        self._skip_space()
+        found = self._text.startswith(mark, self._place)
+        self._go_to(self._place + found)
+        return found
+
+    def expect_end(self) -> None:
+        """Raises DataError where anything but space comes."""
+        self._skip_space()
+        if self._place < len(self._text):
+            raise self._error("Extra data", self._place)
+
+    def take_value(self, location: str) -> tuple[int, int]:
+        """First byte and number of bytes of the JSON value that comes next. Raises DataError where none does."""
+        self._skip_space()
+        while True:
+            try:
+                _, end = _DECODER.raw_decode(self._text, self._place)
+            except json.JSONDecodeError as error:
+                if self._ended:
+                    raise self._error(error.msg, error.pos) from error
+            except RecursionError as error:
+                raise DataError(f"{location}: not valid JSON: nested too deeply.") from error
+            except ValueError as error:
+                raise DataError(f"{location}: not readable JSON: {error}.") from error
+            else:
+                # At the end of what was read a number may go on.
+                if end < len(self._text) or self._ended:
+                    begin = self._byte
+                    self._go_to(end)
+                    return begin, self._byte - begin
+            if len(self._text) - self._place > self._limits.max_row_bytes:
+                raise self._limits.too_large_row(location)
+            self._read_on()
+
+    def _skip_space(self) -> None:
+        while True:
+            space = _SPACE.match(self._text, self._place)
+            self._go_to(space.end() if space else self._place)
+            if self._place < len(self._text) or self._ended:
+                return
+            self._read_on()
+
+    def _go_to(self, place: int) -> None:
+        self._byte += len(self._text[self._place : place].encode())
+        self._place = place
+
+    def _read_on(self) -> None:
+        self._line, self._column = self._position(self._place)
+        rest = self._text[self._place :]
+        # As much again as there is: a long value is then looked at a few times, however long.
+        content = self._file.read(max(_CHUNK_BYTES, len(rest)))
+        self._ended = not content
+        try:
+            self._text, self._place = rest + self._decoder.decode(content, final=self._ended), 0
+        except UnicodeDecodeError as error:
+            line = self._line + rest.count("\n") + content.count(b"\n", 0, error.start)
+            raise DataError(f"{self._path}:{line}: not valid UTF-8: {error.reason}.") from error
+
+    def _position(self, place: int) -> tuple[int, int]:
+        """Line and column in the file, counted from 1."""
+        lines = self._text.count("\n", 0, place)
+        return self._line + lines, place - self._text.rfind("\n", 0, place) if lines else self._column + place
+
+    def _error(self, message: str, place: int) -> DataError:
+        line, column = self._position(place)
+        return DataError(f"{self._path}:{line}: not valid JSON: {message} (column {column}).")
+
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\n\r]*")
+_CHUNK_BYTES = 1 << 20
 
 
 def _require_object(values: Any, location: str) -> Mapping[str, Any]:
@@ -265,30 +420,25 @@ def _require_object(values: Any, location: str) -> Mapping[str, Any]:
     return values
 
 
-def open_json(path: Path) -> JsonLines | JsonArray:
+def open_json(path: Path, limits: TableLimits) -> JsonRows:
     """Rows of a .json file: a list of objects, or JSON lines under that name."""
-    content = path.read_bytes()
-    start = content.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if start != b"[":
-        lines = JsonLines(path)
-        if start == b"{" and len(lines) > 1 and not _is_json(content.splitlines()[0]) and _is_json(content):
+    with path.open("rb") as file:
+        start = file.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if start == b"[":
+        return JsonArray(path, limits)
+    lines = JsonLines(path, limits)
+    if start == b"{" and len(lines) > 1 and path.stat().st_size <= limits.max_row_bytes:
+        content = path.read_bytes()
+        if not _is_json(content.splitlines()[0]) and _is_json(content):
             raise DataError(
                 f"{path}: holds one JSON object. Expected a list of objects, or one object per line, each a row."
             )
-        return lines
-    try:
-        rows = json.loads(content)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno}).") from error
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not valid UTF-8: {error.reason}.") from error
-    return JsonArray(path, rows)
+    return lines
 
 
 def _is_json(content: bytes) -> bool:
     try:
         json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

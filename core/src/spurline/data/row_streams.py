@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 
 from spurline.data.arrow_rows import data_errors, without_padding
-from spurline.data.configs import HfStreamConfig
+from spurline.data.configs import HfStreamConfig, TableLimits
 from spurline.data.hf_dataset import default_label
 from spurline.data.hub import asked_once
-from spurline.data.local_files import find_files, looks_local, read_json_line
+from spurline.data.local_files import find_files, looks_local, pieces_of_lines, read_json_line, skip_line
+from spurline.data.table_checks import batches_of, check_rows, open_parquet
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.dataset import RowReader, StreamedRow
 
@@ -38,7 +37,7 @@ class HfStream:
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
         """A reader at the beginning, or where another reader was."""
         if self._files is not None:
-            return FilesReader(self._files, position)
+            return FilesReader(self._files, position, self._config.limits)
         config = self._config
         with asked_once(), data_errors(config.path, prefix="cannot be streamed from the Hugging Face hub: "):
             rows = datasets.load_dataset(
@@ -72,17 +71,17 @@ def _files(config: HfStreamConfig) -> list[Path]:
 class FilesReader:
     """Reads files one after another. position: the number of the file, and the place in it."""
 
-    def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None) -> None:
-        self._files = files
+    def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None, limits: TableLimits) -> None:
+        self._files, self._limits = files, limits
         self._number = int(position["file"]) if position else 0
         self._inside: _FileReader | None = None
         if position and self._number < len(files):
-            self._inside = _open(files[self._number], position["place"])
+            self._inside = _open(files[self._number], position["place"], limits)
 
     def read(self) -> StreamedRow | None:
         while self._number < len(self._files):
             if self._inside is None:
-                self._inside = _open(self._files[self._number], None)
+                self._inside = _open(self._files[self._number], None, self._limits)
             row = self._inside.read()
             if row is not None:
                 return row
@@ -101,18 +100,20 @@ class FilesReader:
 class JsonLinesReader:
     """Lines of a file. place: byte and line that come next."""
 
-    def __init__(self, path: Path, place: Sequence[int] | None) -> None:
-        self._path = path
+    def __init__(self, path: Path, place: Sequence[int] | None, limits: TableLimits) -> None:
+        self._path, self._limits = path, limits
         self._file: BinaryIO = path.open("rb")
         self._offset, self._line = place or (0, 1)
         self._file.seek(self._offset)
 
     def read(self) -> StreamedRow | None:
-        while line := self._file.readline():
-            number = self._line
+        for line in pieces_of_lines(self._file, self._limits):
+            location = f"{self._path}:{self._line}"
             self._offset, self._line = self._offset + len(line), self._line + 1
+            if len(line) > self._limits.max_row_bytes:
+                self._offset += skip_line(self._file)
+                return StreamedRow(self._limits.too_large_row(location), location)
             if line.strip():
-                location = f"{self._path}:{number}"
                 try:
                     return StreamedRow(read_json_line(line, location), location)
                 except DataError as error:
@@ -129,10 +130,10 @@ class JsonLinesReader:
 class ParquetReader:
     """Rows of a parquet file, a few at a time. place: the row that comes next."""
 
-    def __init__(self, path: Path, place: int | None) -> None:
-        self._path = path
+    def __init__(self, path: Path, place: int | None, limits: TableLimits) -> None:
+        self._path, self._limits = path, limits
         with data_errors(str(path)):
-            self._table = pyarrow.parquet.ParquetFile(path)
+            self._table = open_parquet(path)
         self._row = place or 0
         self._rows = self._from(self._row)
 
@@ -160,7 +161,10 @@ class ParquetReader:
             else:
                 row -= size
         if groups:
-            for batch in self._table.iter_batches(_ROWS_AT_ONCE, row_groups=groups):
+            first = self._row - row
+            for batch in batches_of(self._table, groups, _ROWS_AT_ONCE):
+                check_rows(batch, self._path, first, self._limits)
+                first += len(batch)
                 yield from batch.slice(min(row, len(batch))).to_pylist()
                 row -= min(row, len(batch))
 
@@ -196,11 +200,14 @@ class HubReader:
 
 
 _FileReader = JsonLinesReader | ParquetReader
-_READERS: Mapping[str, Callable[[Path, Any], _FileReader]] = {".jsonl": JsonLinesReader, ".parquet": ParquetReader}
+_READERS: Mapping[str, Callable[[Path, Any, TableLimits], _FileReader]] = {
+    ".jsonl": JsonLinesReader,
+    ".parquet": ParquetReader,
+}
 
 
-def _open(path: Path, place: Any) -> _FileReader:
+def _open(path: Path, place: Any, limits: TableLimits) -> _FileReader:
     try:
-        return _READERS[path.suffix.lower()](path, place)
+        return _READERS[path.suffix.lower()](path, place, limits)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error

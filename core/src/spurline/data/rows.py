@@ -7,6 +7,7 @@ In: a row and the `columns` setting. Out: values by expected name; every error n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, cast
 
 from spurline.errors import DataError, listing, suggestion
@@ -41,7 +42,7 @@ def describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "a list" if len(value) else "an empty list"
     if isinstance(value, dict):
-        return f"an object with {', '.join(map(str, value)) or 'no fields'}"
+        return f"an object with {listing(map(str, value)) if value else 'no fields'}"
     return f"a {type(value).__name__}"
 
 
@@ -184,7 +185,7 @@ def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, 
         missing = {name: label for name, label in missing.items() if name not in view}
         if not missing:
             return None
-        seen |= dict.fromkeys(column_paths(row))
+        seen |= dict.fromkeys(islice(column_paths(row), 1000))
     for name, label in missing.items() if count else ():
         return (
             f"columns.{name} is '{label}', and none of the first {count:,} rows has such a column."

@@ -39,7 +39,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 revision=None if model.tokenizer else model.revision,
                 trust_remote_code=model.trust_remote_code,
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    # The last three: JSON nested without end, or with another kind of value than its readers look for.
+    except (OSError, ValueError, KeyError, ImportError, RecursionError, TypeError, AttributeError) as error:
         raise ModelError(describe_missing(key, source, "tokenizer", error, model.trust_remote_code)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers makes an empty tokenizer of the model's type when there are no tokenizer files.

@@ -7,7 +7,6 @@ probe (`probe.py`) is switched off: losses that would be left out, frequencies t
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from spurline.model.device_profile import DeviceProfile
 from spurline.model.positions import rope_settings, rope_type
 from spurline.model.weight_files import check_weight_files
 
-_BROKEN_FILES = (SafetensorError, pickle.UnpicklingError, EOFError)
+_BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
 
 _NAMES_SHOWN = 3
@@ -70,6 +69,10 @@ def _with_weights(model: ModelConfig, config: PretrainedConfig, common: Mapping[
     """The pretrained model. Raises ModelError where the files lack weights: they would be random ones."""
     # Weights of other shapes are asked for too, so that they can be named.
     options: dict[str, Any] = {"revision": model.revision, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    # Of the hub too no pickle is opened; and the files are those that `check_weight_files` has seen, whatever a config
+    # names besides.
+    options |= {"use_safetensors": True}
+    vars(config).pop("transformers_weights", None)
     loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, **common, **options)
     causal, report = loaded
     check_loaded(model, report["missing_keys"], report["mismatched_keys"], report["unexpected_keys"])
@@ -116,6 +119,11 @@ def _what_may_not_fit(model: ModelConfig) -> str:
 
 
 def _loading_failed(model: ModelConfig, error: Exception) -> str:
+    if "use_safetensors" in str(error):
+        return (
+            f"model.path: {model.path} has no safetensors files on the hub. Weights in other files are pickles, which "
+            "can run code when they are opened: choose a revision or a model with safetensors files."
+        )
     message = describe_missing("model.path", model.path, "weights", error, model.trust_remote_code)
     if model.init == "pretrained":
         message += "\nTo train this architecture from scratch set model.init: random."

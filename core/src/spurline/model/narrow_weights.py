@@ -27,9 +27,7 @@ def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
     """In which dtype weights under these adapters are held. Where no file is here, the model's config tells."""
     if lora.base_dtype != "auto":
         return _DTYPES[lora.base_dtype]
-    folder = Path(model.path)
-    files = (path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    if model.init == "random" or any(files):
+    if model.init == "random" or any(Path(model.path).glob("*.safetensors")):
         return stored_dtype(model)
     dtype = load_model_config(model).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32

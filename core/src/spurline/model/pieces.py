@@ -351,7 +351,7 @@ def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, Stored
             if end - begin != (high - low) * dtype.itemsize:
                 raise DamagedCheckpointError(f"{path} is damaged: {key} has {end - begin} bytes there.")
             yield key, tuple(shape), dtype, StoredPiece(path.name, 8 + length + begin, box, (low, high))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}).") from error
 
 

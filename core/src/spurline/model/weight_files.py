@@ -1,13 +1,13 @@
 """The weight files of a Hugging Face folder: are those that shall be loaded there and whole, and writing new ones.
 
-The check reads headers and file lists alone, so that `spurline plan` can afford it for any size. Writing takes one
+The check reads headers and file lists alone, so that `spurline plan` can afford it for any size. Nothing in them is
+believed before it is compared with the file, and no pickle is opened: files may come from anybody. Writing takes one
 tensor at a time, in any order: sizes are planned beforehand from names and shapes, so no more than that tensor is held.
 """
 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,15 +22,18 @@ from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.hub import finding
-from spurline.errors import ModelError
+from spurline.errors import ModelError, listing
+from spurline.model.adapter_weights import SETTINGS_FILE
 
-_CANDIDATES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_CANDIDATES = ("model.safetensors", "model.safetensors.index.json")
 """In the order in which transformers looks for them."""
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+"""Weights in the form of `torch.save`."""
+
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_FILES = 10_000
+_MAX_HEADER_BYTES = 32 << 20
+"""Of all files of a model together. The largest models there are have 10 MB of headers, in a few hundred files."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -49,27 +52,56 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The inverse of `DTYPES`."""
 
 _LFS = b"version https://git-lfs"
-_PICKLE = b"\x80"
 _FETCH = "Copy or download it again."
+_LENGTH_BYTES = 8
+"""What a safetensors file begins with: the length of its header."""
 
 
 def check_weight_files(model: ModelConfig) -> None:
-    """Raise ModelError naming a file that is missing or broken. Models on the hub are checked by its client."""
+    """Raise ModelError naming a file that is missing, broken or a pickle. The hub's client checks models on the hub."""
     folder = Path(model.path)
     if model.init == "random" or not folder.is_dir():
         return
+    if (folder / SETTINGS_FILE).is_file():
+        raise ModelError(
+            f"model.path: {folder} has an {SETTINGS_FILE}: it is an adapter, which transformers would put on another "
+            "model. Merge it into its model, and set model.path to that; or remove the file if the weights beside it "
+            "are whole."
+        )
     found = next((folder / name for name in _CANDIDATES if (folder / name).is_file()), None)
     if found is None:
-        files = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "(empty)"
-        raise ModelError(
-            f"model.path: no weights can be loaded from folder {folder}: it has none of {', '.join(_CANDIDATES)}.\n"
-            f"Files there: {files}.\nCopy or download its weights into it, or set model.path to one that has them. "
-            "To train this architecture from scratch set model.init: random."
+        raise ModelError(_without_weights(folder))
+    paths = shards_of(found) if found.suffix == ".json" else [found]
+    headers = 0
+    for path in paths:
+        headers += _checked_header(path)
+        if headers > _MAX_HEADER_BYTES:
+            raise ModelError(
+                f"model.path: {path} has a header of {_header_bytes(path):,} bytes, which makes more than "
+                f"{_MAX_HEADER_BYTES:,} for the model: no list of weights is as long. Get the model from its makers."
+            )
+    for path in paths:
+        _check_readable(path)
+
+
+def _without_weights(folder: Path) -> str:
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        convert = (
+            "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+            f"[kind.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for kind in (M, T)]"
         )
-    for path in shards_of(found) if found.suffix == ".json" else [found]:
-        problem = _problem_of(path)
-        if problem:
-            raise ModelError(f"model.path: {path} {problem} {_FETCH}")
+        return (
+            f"model.path: {folder / pickled[0]} is a pickle, which can run code when it is opened, and {folder} has no "
+            "safetensors files. Use a copy of the model in safetensors. Where you trust its makers make one, and set "
+            f'model.path to it: python -c "{convert}"'
+        )
+    files = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "(empty)"
+    return (
+        f"model.path: no weights can be loaded from folder {folder}: it has none of {', '.join(_CANDIDATES)}.\n"
+        f"Files there: {files}.\nCopy or download its weights into it, or set model.path to one that has them. "
+        "To train this architecture from scratch set model.init: random."
+    )
 
 
 def safetensors_files(model: ModelConfig) -> list[Path]:
@@ -97,24 +129,48 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
 
 
 def layout_of(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on device `meta`, from its header."""
+    """The tensors of a safetensors file, on device `meta`, from its header. Raises ModelError for a dtype without a
+    place in `DTYPES`."""
     with safe_open(path, "pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        return {
-            key: torch.empty(value.get_shape(), dtype=DTYPES[value.get_dtype()], device="meta")
-            for key, value in slices.items()
-        }
+        return {key: _without_memory(path, key, value) for key, value in slices.items()}
+
+
+def _without_memory(path: Path, name: str, tensor: Any) -> Tensor:
+    dtype = DTYPES.get(tensor.get_dtype())
+    if dtype is None:
+        raise ModelError(
+            f"{path} holds {name} as {tensor.get_dtype()}. Weights can be trained that are {listing(DTYPES)}: convert "
+            "the model to BF16 first."
+        )
+    return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
 
 
 def shards_of(index: Path) -> list[Path]:
-    """The files that an index names."""
+    """The files that an index names, which lie beside it. Raises ModelError."""
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise ModelError(
+            f"model.path: {index} has {index.stat().st_size:,} bytes, and no list of weights is as long (at most "
+            f"{_MAX_INDEX_BYTES:,}). Get the model from its makers."
+        )
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
         names = sorted({str(name) for name in content["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"model.path: {index} is no index of weights ({type(error).__name__}: {error}). {_FETCH}"
+            f"model.path: {index} is no index of weights ({type(error).__name__}: {str(error)[:200]}). {_FETCH}"
         ) from error
+    if not 0 < len(names) <= _MAX_FILES:
+        raise ModelError(
+            f"model.path: {index} names {len(names):,} files, and a model has 1 to {_MAX_FILES:,}. {_FETCH}"
+        )
+    for name in names:
+        # A file elsewhere was not given with the model, and is not to be read in its name.
+        if Path(name).name != name or not name.isprintable() or not name.endswith(".safetensors"):
+            raise ModelError(
+                f"model.path: {index} names {name!r}, which is no safetensors file beside it. Get the model from its "
+                "makers, or put its files into one folder and name them without folders."
+            )
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -125,24 +181,40 @@ def shards_of(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _problem_of(path: Path) -> str:
-    """What is wrong with a file of weights, as the end of a sentence that begins with its name; empty for nothing."""
+def _checked_header(path: Path) -> int:
+    """Bytes of a safetensors file's header, which lies within the file. Raises ModelError."""
     size = path.stat().st_size
     if size == 0:
-        return "is empty."
+        raise ModelError(f"model.path: {path} is empty. {_FETCH}")
     with path.open("rb") as file:
-        begin = file.read(len(_LFS))
-    if begin == _LFS:
-        return "is a pointer of Git LFS and not the weights: run `git lfs pull` in that folder."
-    if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, "pt") as _:
-                return ""
-        except (SafetensorError, OSError) as error:
-            return f"is truncated or no safetensors file ({error}; {size:,} bytes)."
-    if zipfile.is_zipfile(path) or (begin[:1] == _PICKLE and not begin.startswith(b"PK")):
-        return ""
-    return f"is truncated or was not written by torch.save ({size:,} bytes)."
+        if file.read(len(_LFS)) == _LFS:
+            pointer = "is a pointer of Git LFS and not the weights: run `git lfs pull` in that folder."
+            raise ModelError(f"model.path: {path} {pointer} {_FETCH}")
+    header = _header_bytes(path)
+    if header > size - _LENGTH_BYTES:
+        raise ModelError(
+            f"model.path: {path} is truncated or no safetensors file (its first bytes announce a header of {header:,} "
+            f"bytes; {size:,} bytes). {_FETCH}"
+        )
+    return header
+
+
+def _header_bytes(path: Path) -> int:
+    """As the file says, true or not."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(_LENGTH_BYTES), "little")
+
+
+def _check_readable(path: Path) -> None:
+    """The library refuses headers that contradict themselves or the file: places, shapes, dtypes."""
+    try:
+        with safe_open(path, "pt") as _:
+            pass
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise ModelError(
+            f"model.path: {path} is truncated or no safetensors file ({str(error)[:300]}; {size:,} bytes). {_FETCH}"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ torch process group; those are in the ranks, whose class a subclass names (`work
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,7 +59,7 @@ class RankBackend:
         self._hidden: int = self._model_config.get_text_config().hidden_size
         self._length_limit = length_limit(self._model_config)
         self._is_device_given = False
-        request = config.rank_request()
+        request = replace(config.rank_request(), peers_elsewhere=run.source.engines_elsewhere)
         self._ranks = open_ranks(
             request,
             self.worker,

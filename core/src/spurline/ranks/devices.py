@@ -5,6 +5,7 @@ from __future__ import annotations
 from spurline.errors import ConfigError
 from spurline.ranks.group import RankRequest
 from spurline.ranks.machine import num_cores, visible_gpus
+from spurline.ranks.network import variables_of_one_machine
 
 
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
@@ -12,9 +13,9 @@ def local_environments(request: RankRequest) -> list[dict[str, str]]:
 
     Raises ConfigError when there are too few GPUs.
     """
-    if request.device != "cuda":
-        return [{**request.variables, "CUDA_VISIBLE_DEVICES": ""} for _ in range(request.count)]
-    return [{**request.variables, "CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus_of_ranks(request)]
+    gpus = gpus_of_ranks(request) if request.device == "cuda" else [""] * request.count
+    common = {**variables_of_one_machine(peers_elsewhere=request.peers_elsewhere), **request.variables}
+    return [{**common, "CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
 
 
 def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:

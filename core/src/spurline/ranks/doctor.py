@@ -27,7 +27,7 @@ from spurline.model.device_profile import device_profile
 from spurline.protocols.backend import Finding
 from spurline.ranks.cluster_checks import check_nodes
 from spurline.ranks.configs import RankBackendConfig
-from spurline.ranks.group import Place, RankGroup
+from spurline.ranks.group import ClusterRequest, Place, RankGroup
 from spurline.ranks.launch import open_ranks
 from spurline.ranks.messages import plain_run, read_run
 
@@ -75,13 +75,16 @@ def examine(
     began = time.monotonic()
     # It leaves nothing in the run directory, which may be that of no run yet.
     cluster = replace(cluster_request(run), log_dir=None)
+    request = replace(config.rank_request(), peers_elsewhere=run.source.engines_elsewhere)
     try:
-        ranks = open_ranks(config.rank_request(), worker, (plain_run(run),), limits, check_nodes(run), cluster)
+        ranks = open_ranks(request, worker, (plain_run(run),), limits, check_nodes(run), cluster)
     except SpurlineError as error:
         yield Finding("ranks", f"{config.num_ranks} were asked for, and did not start", _words(error))
         return
     try:
         yield from _ask(ranks, time.monotonic() - began, run, follows)
+        if request.launch == "ray":
+            yield access_to(cluster)
     except SpurlineError as error:
         yield Finding("ranks", "ended before they had answered", _words(error))
     finally:
@@ -100,6 +103,23 @@ def _ask(ranks: RankGroup, seconds: float, run: RunConfig, follows: Follows | No
             yield _exchanged(group, kind, outcomes)
             if (group, kind) == (ALL_RANKS, REDUCE) and follows is not None:
                 yield from follows(_slowest(outcomes))
+
+
+def access_to(request: ClusterRequest) -> Finding:
+    """Who may use the cluster, which is there. What is open is not wrong where nobody else reaches the machines."""
+    from spurline.ranks.ray_cluster import RayCluster
+
+    cluster = RayCluster(request)
+    cluster.open()
+    try:
+        is_open = cluster.obeys_strangers()
+    finally:
+        cluster.close()
+    who = (
+        "whoever reaches its ports runs code on its machines, as it asks for no token: set RAY_AUTH_MODE=token and one "
+        "RAY_AUTH_TOKEN where `ray start` and `spurline` run, or keep others out of its network"
+    )
+    return Finding("who may use the cluster", who if is_open else "those who have its token")
 
 
 def _words(error: SpurlineError) -> str:

@@ -74,6 +74,7 @@ class RankRequest:
     gpus: which GPUs of this machine they may have, in order; None for all.
     num_threads: CPU threads of each; None divides the cores of a machine among its ranks.
     variables: of the environment of each rank, before it touches its device.
+    peers_elsewhere: whether they exchange tensors with other machines too, where launch is local: with engines there.
     """
 
     count: int
@@ -83,6 +84,7 @@ class RankRequest:
     gpus: tuple[int, ...] | None = None
     num_threads: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    peers_elsewhere: bool = False
 
     def cluster_need(self) -> ClusterNeed | None:
         """With `ray`: the room for them."""

@@ -30,8 +30,10 @@ from spurline.ranks.calls import RankCalls
 from spurline.ranks.child import ChildProcess
 from spurline.ranks.devices import local_environments, num_threads
 from spurline.ranks.group import RankRequest, TimeLimits
+from spurline.ranks.network import LOOPBACK
 from spurline.ranks.outcomes import Died, Identity, Outcome
 from spurline.ranks.rank_main import RankOrder
+from spurline.ranks.store import open_store
 
 _END_TIMEOUT_S = 30.0
 """Seconds that a process may take to be gone after it was killed."""
@@ -55,11 +57,8 @@ class LocalRanks(RankCalls):
         environments = local_environments(request)
         node, threads = platform.node(), num_threads(request, request.count)
         self._server = _server_for(worker.partition(":")[0], limits.start_s)
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.port = port = listener.getsockname()[1]
-        self._store: TCPStore | None = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store: TCPStore | None = open_store(LOOPBACK)
+        self.port = port = self._store.port
         self._ranks: list[_Process] = []
         try:
             for rank, environment in enumerate(environments):
@@ -73,7 +72,7 @@ class LocalRanks(RankCalls):
                     limits,
                     request.device,
                     threads,
-                    ("127.0.0.1", port),
+                    (LOOPBACK, port),
                     environment,
                 )
                 self._ranks.append(_Process(self._server, order))

@@ -22,17 +22,18 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import RunFailedError
 from spurline.ranks.calls import START, RankCalls
 from spurline.ranks.cluster_checks import NodeChecks
 from spurline.ranks.cluster_room import each_needs, outcomes_of, room_for, what_comes
 from spurline.ranks.group import ANY_CLUSTER, ClusterRequest, RankRequest, TimeLimits
+from spurline.ranks.network import variables_of_one_machine
 from spurline.ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of
 from spurline.ranks.rank_main import RankMain, RankOrder
 from spurline.ranks.ray_cluster import Node, RayCluster
 from spurline.ranks.ray_node import NodeActor, packed, unpacked, write_into
+from spurline.ranks.store import open_store
 
 _END_TIMEOUT_S = 30.0
 """Seconds that a process may take to be gone after it was killed."""
@@ -65,8 +66,8 @@ class RankActor:
         """Outcome: what the controller must know of this process, with the place of its store where it hosts one."""
         store = None
         if hosts_store:
-            self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-            store = (get_node_ip_address(), self._store.port)
+            self._store = open_store(address := get_node_ip_address())
+            store = (address, self._store.port)
         return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
     def start(self, order: RankOrder, log: str | None) -> bytes:
@@ -234,6 +235,8 @@ class RayRanks(RankCalls):
         cores = what_comes(asked, self._limits.start_s)
         per_node = self.size // len(self._watchers)
         chosen = self._cluster_request.runtime_env.env_vars
+        here = variables_of_one_machine(peers_elsewhere=request.peers_elsewhere) if self._cluster.is_own else {}
+        variables = {**here, **request.variables}
         self._answers = {}
         for number, rank in enumerate(self._ranks):
             order = RankOrder(
@@ -248,7 +251,7 @@ class RayRanks(RankCalls):
                 num_threads=request.num_threads or max(1, cores.get(rank.node.id, 1) // per_node),
                 store=store,
                 # What the user has set for the machines, the processes have already.
-                environment={name: value for name, value in request.variables.items() if name not in chosen},
+                environment={name: value for name, value in variables.items() if name not in chosen},
             )
             log = (
                 None if self._cluster_request.log_dir is None else f"{self._cluster_request.log_dir}/rank-{number}.log"

@@ -12,8 +12,9 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spurline.errors import UserError
 from spurline.ranks.group import ClusterRequest, RuntimeEnv
+from spurline.ranks.ray_protection import folder_of_ours, obeys_strangers, read_authentication, starting_for_us_alone
 
 Bundle = Mapping[str, float]
 """What one machine has to give, such as `{"GPU": 2, "CPU": 2}`."""
@@ -91,6 +93,11 @@ class RayCluster:
     def is_own(self) -> bool:
         """Whether it was started here, so that no machine will be added to it."""
         return _CONNECTION.is_own
+
+    def obeys_strangers(self) -> bool:
+        """Whether whoever reaches it can run code on it, without a token. Raises RunFailedError when that is not to be
+        found out."""
+        return obeys_strangers(ray.get_runtime_context().gcs_address)
 
     def nodes(self) -> list[Node]:
         """Those that are alive, in an order that stays."""
@@ -190,26 +197,32 @@ class _Connection:
             raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
 
     def _keep(self, started: Future[None]) -> None:
-        before = set(os.environ)
-        try:
-            self.is_own = _connect(self._request)
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            started.set_exception(error)
-            return
-        started.set_result(None)
-        self._leaving.wait()
-        ray.shutdown()
-        # Such as how its own cluster is protected: with that, processes of ours could not join another one.
-        for name in set(os.environ) - before:
-            if name.startswith("RAY_"):
-                del os.environ[name]
+        with ExitStack() as until_left:
+            until_left.callback(_forget_protection, set(os.environ))
+            try:
+                self.is_own = _connect(self._request, until_left)
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            self._leaving.wait()
+            ray.shutdown()
 
 
 _CONNECTION = _Connection()
 
 
-def _connect(request: ClusterRequest) -> bool:
-    """Join the cluster there is, or start one; returns whether it was started."""
+def _forget_protection(before: Collection[str]) -> None:
+    """What Ray has taken over of how a cluster is protected: with that, processes of ours could not join another one.
+    before: names of the variables of the environment that there were."""
+    for name in set(os.environ) - set(before):
+        if name.startswith("RAY_"):
+            del os.environ[name]
+    read_authentication()
+
+
+def _connect(request: ClusterRequest, until_left: ExitStack) -> bool:
+    """Join the cluster there is, or start one; returns whether it was started. until_left: frees what that one has."""
     environment = _plain(request.runtime_env)
     # Not `address="auto"`: that also finds the own cluster of another run on this machine, which ends with it.
     address = None if request.address == "auto" else request.address
@@ -226,7 +239,10 @@ def _connect(request: ClusterRequest) -> bool:
         # On this very machine modules are found where this process finds them.
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         here = {**environment, "env_vars": {"PYTHONPATH": path, **environment["env_vars"]}}
-        init("local", num_cpus=_OWN_CPUS, include_dashboard=False, _system_config=_OWN_SETTINGS, runtime_env=here)
+        own = {"num_cpus": _OWN_CPUS, "include_dashboard": False, "_system_config": _OWN_SETTINGS}
+        folder = until_left.enter_context(folder_of_ours())
+        with starting_for_us_alone():
+            init("local", **own, _temp_dir=folder, runtime_env=here)
         return True
     try:
         init(joined, runtime_env=environment)

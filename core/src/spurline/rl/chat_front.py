@@ -109,6 +109,7 @@ class ChatFront:
         self._stretches: list[_Stretch] = []
         self._num_turns = 0
         self._ending: tuple[str, int] | None = None
+        self._opened: list[int] | None = None
 
     def fork(self) -> ChatFront:
         """The same conversation, which goes on by itself from here."""
@@ -124,14 +125,25 @@ class ChatFront:
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append messages of the user, of tools or of the system."""
+        assert self._opened is None, "the prompt of the next turn stands already"
         self._messages += [dict(message) for message in messages]
+
+    def open_turn(self) -> Sequence[int]:
+        """Lay out the prompt of the model's next turn, which is else a part of `reply`; returns its token ids.
+
+        Takes long for long conversations, and may be called on any thread, once for all forks made after it. Raises as
+        `reply` does.
+        """
+        if self._opened is None:
+            self._opened = self._extend_prompt()
+        return self._opened
 
     async def reply(self, sampling: Sampling | None = None) -> Reply:
         """Let the model take its turn, and append it to the messages.
 
         Raises PrefixError, DataError for messages that the template refuses, and what the policy raises.
         """
-        prompt_ids = self._extend_prompt()
+        prompt_ids, self._opened = self.open_turn(), None
         result = await self._policy.generate(prompt_ids, sampling)
         text = self._take_in([int(token) for token in result.token_ids], result, sampling)
         self._messages.append({"role": "assistant", "content": text})

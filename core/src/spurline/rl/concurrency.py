@@ -1,25 +1,40 @@
 """Run what environments and rewards do, on the event loop and on threads, and end it for certain.
 
 A thread cannot be killed: one whose caller was cancelled or timed out runs on unheard, and as a daemon it keeps no
-process alive. What must really end belongs in a process. Tasks are cancelled, waited for, and named when they do not
+process alive. They are counted, and a function that has left too many behind is not called any more. What must really
+end belongs in a process. Tasks are cancelled, waited for, and named when they do not
 let themselves be cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from spurline.errors import RunFailedError
 from spurline.protocols.environment import AttemptFailedError
+from spurline.rl.functions import hidden_module
 
 T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
 """Seconds a cancelled attempt may take to end."""
+MAX_ABANDONED = 64
+"""Threads on which one function may still run although nobody waits for it: each keeps its stack and what it holds."""
+MAX_COMPUTING = 8
+"""Such threads that compute. Each holds the interpreter for 5 ms at a time, so that everything else of the run gets its
+turn every 40 ms at best."""
+_COMPUTES_S = 0.25
+"""Processor time of a thread that computes, since it was left behind."""
+_LOOK_S = 0.5
+"""Seconds between two looks at those of one function."""
 
 
 def located(error: BaseException) -> str:
@@ -30,11 +45,18 @@ def located(error: BaseException) -> str:
         text = str(error)
     except Exception as unsaid:  # noqa: BLE001 - told; a class of somebody else's must not hide where it was raised
         text = f"its text cannot be had, {type(unsaid).__name__}: {unsaid}"
-    return f"{type(error).__name__}: {text}{place}"
+    hint = hidden_module(error)
+    return f"{type(error).__name__}: {text}{place}{'.' if hint else ''}{hint}"
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
-    """The function's result, or what it raises. Cancelling abandons the thread."""
+    """The function's result, or what it raises. Cancelling abandons the thread.
+
+    Raises RunFailedError when too many threads of this function run on already.
+    """
+    name = _name_of(function)
+    if name in _abandoned:
+        _abandoned[name].refuse_too_many()
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 
@@ -51,11 +73,66 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
             # The loop is closed, so nobody waits any more.
             return
 
-    threading.Thread(target=work, name=f"call-{getattr(function, '__name__', 'function')}", daemon=True).start()
-    value, error = await done
+    thread = threading.Thread(target=work, name=f"call-{getattr(function, '__name__', 'function')}", daemon=True)
+    thread.start()
+    try:
+        value, error = await done
+    except asyncio.CancelledError:
+        _abandoned.setdefault(name, _Abandoned(".".join(name))).add(thread)
+        raise
     if error is not None:
         raise error
     return value
+
+
+class _Abandoned:
+    """The threads of one function that nobody waits for any more."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._before_s: dict[threading.Thread, float] = {}
+        self._looked_at = 0.0
+
+    def add(self, thread: threading.Thread) -> None:
+        self._before_s[thread] = _processor_seconds(thread)
+
+    def refuse_too_many(self) -> None:
+        """Raise RunFailedError when more of them still run than a run can bear."""
+        if len(self._before_s) < min(MAX_ABANDONED, MAX_COMPUTING) or time.monotonic() - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        self._before_s = {thread: before_s for thread, before_s in self._before_s.items() if thread.is_alive()}
+        used = [_processor_seconds(thread) - before_s for thread, before_s in self._before_s.items()]
+        computing = sum(used_s >= _COMPUTES_S for used_s in used)
+        if len(used) >= MAX_ABANDONED or computing >= MAX_COMPUTING:
+            raise RunFailedError(
+                f"{self._name} still runs on {len(used)} threads that were left behind, because it took longer than "
+                f"its time limit or its attempt was ended; {computing} of them compute. Nothing can stop a thread. Let "
+                "the function end by itself, with time limits on what it waits for, or run it in a process: a reward "
+                "function without in_process: true, an agent as a command."
+            )
+
+
+_abandoned: dict[tuple[str, str], _Abandoned] = {}
+"""By module and name of the function."""
+
+
+def _processor_seconds(thread: threading.Thread) -> float:
+    """That the thread has used; 0 when it has ended, or where the system does not tell."""
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:
+        return 0.0
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name, also of a method and of an object that is called."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return str(named.__module__), str(named.__qualname__)
 
 
 async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:

@@ -104,4 +104,26 @@ def _explain(error: Exception, source: str) -> str:
         )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"{text}{place}."
+    return f"{text}{place}.{hidden_module(error)}"
+
+
+def hidden_module(error: BaseException) -> str:
+    """` FILE is hidden ...` where code misses something in a module that it may have taken for the file of this name
+    beside it; else empty."""
+    name: Any = None
+    if isinstance(error, ImportError):
+        name = error.name
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        name = error.obj.__name__
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    if module is None or not frames:
+        return ""
+    beside = Path(frames[-1].filename).absolute().parent / f"{module.__name__}.py"
+    imported = getattr(module, "__file__", None) or "part of Python itself"
+    if not beside.is_file() or imported == str(beside):
+        return ""
+    return (
+        f" {beside} is hidden by the module '{module.__name__}' that is installed ({imported}): what lies beside a "
+        "function comes last, so that it takes no module's place in the run. Rename that file."
+    )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spurline.digests import FileDigest, digest_file, verify_files
-from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError, listing
-from spurline.files import give_default_permissions, sync_file, write_json, write_text
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError, listing
+from spurline.files import give_default_permissions, remove, sync_file, write_json, write_text
 from spurline.protocols.stateful import StateParts
 
 FORMAT = "spurline-checkpoint"
@@ -48,6 +49,7 @@ LATEST = "latest"
 """File that names the newest checkpoint."""
 BACKEND = "backend"
 """Folder of what the backend wrote."""
+_STEP_FOLDER = re.compile(r"step-\d{8,18}")
 BEST = "best"
 """File that names the checkpoint with the best evaluation."""
 
@@ -106,7 +108,7 @@ class CheckpointStore:
         temporary = self.root / f".writing-{final.name}-{os.getpid()}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
             temporary.mkdir()
             known = write(temporary) or {}
             entries = sorted(temporary.rglob("*"))
@@ -117,10 +119,10 @@ class CheckpointStore:
                 sync_file(folder)
             # An earlier one of this step goes out of the way once the new one is whole, and is deleted when that is in
             # place: it may be the only checkpoint there is.
-            replaced = self._put_away(final) if final.exists() else None
+            replaced = self._put_away(final) if os.path.lexists(final) else None
             temporary.rename(final)
             if replaced is not None:
-                shutil.rmtree(replaced)
+                remove(replaced)
             sync_file(self.root)
             write_text(self.root / LATEST, final.name + "\n")
             self.point_to_best(best)
@@ -151,7 +153,7 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         # Renamed first: a kill during the deletion must not leave half a checkpoint under its name.
-        shutil.rmtree(self._put_away(path))
+        remove(self._put_away(path))
 
     def _put_away(self, path: Path) -> Path:
         return path.rename(path.with_name(f".removing-{path.name}-{os.getpid()}"))
@@ -160,11 +162,11 @@ class CheckpointStore:
         """Remove what killed processes left half written or half removed."""
         for pattern in (".writing-*", ".removing-*", f".{LATEST}.*.tmp", f".{BEST}.*.tmp"):
             for path in self.root.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
 
     def paths(self) -> list[Path]:
         """Folders of all checkpoints, oldest step first."""
-        return sorted(self.root.glob("step-*"))
+        return sorted(path for path in self.root.glob("step-*") if _STEP_FOLDER.fullmatch(path.name))
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename checkpoints beyond `step`, whose steps will be trained again; returns their new paths."""
@@ -172,7 +174,7 @@ class CheckpointStore:
         for path in self.paths():
             if int(path.name.removeprefix("step-")) > step:
                 target = path.with_name(f"superseded-{path.name}")
-                if target.exists():
+                if os.path.lexists(target):
                     self._remove(target)
                 moved.append(path.rename(target))
         return moved
@@ -294,8 +296,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a Spurline checkpoint: it has no {MANIFEST}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} is not valid JSON ({error}).") from error
+    except OSError as error:
+        raise CheckpointError(f"Checkpoint {path}: {MANIFEST} cannot be read ({error.strerror}).") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a Spurline checkpoint: its {MANIFEST} has another format.")
     if manifest.get("version") not in _READABLE:
@@ -304,7 +308,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"versions {listing(map(str, _READABLE))}. "
             f"It was saved by spurline {manifest.get('versions', {}).get('spurline', '?')}: use that version."
         )
+    files: Any = manifest.get("files")
+    if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
+        raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} has no step and config.")
+    if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
+        raise CheckpointError(f"Checkpoint {path} is damaged: {MANIFEST} does not list files of this folder.")
     return manifest
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Whether it describes a file of the folder, by a path that leads nowhere else."""
+    if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
+        return False
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("xxh3"), str)
 
 
 _REFERENCE = "__array__"
@@ -343,10 +359,8 @@ def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...]) -> No
     structure, arrays_path, parts_path = _state_paths(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # A state that was here belongs together with its arrays and parts: it ends with them.
-    structure.unlink(missing_ok=True)
-    arrays_path.unlink(missing_ok=True)
-    if parts_path.exists():
-        shutil.rmtree(parts_path)
+    for earlier in (structure, arrays_path, parts_path):
+        remove(earlier)
     taken = _TakenOut({}, [])
     content = taken.replaced(state, keys)
     if taken.arrays:
@@ -367,15 +381,21 @@ def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...]) -> int:
 def read_state(path: Path) -> dict[str, object]:
     """What `write_state` wrote, but parts, which are read while they are iterated over.
 
-    Raises FileNotFoundError when there is none.
+    Raises FileNotFoundError when there is none, DamagedCheckpointError when it is not as it was written.
     """
     structure, arrays_path, parts_path = _state_paths(path)
-    content = json.loads(structure.read_text(encoding="utf-8"))
-    parts = [
-        StateParts(partial(_read_parts, parts_path / str(number), count))
-        for number, count in enumerate(content.get("parts", []))
-    ]
-    return _put_back(content["state"], load_file(arrays_path) if arrays_path.exists() else {}, parts)
+    text = structure.read_bytes()
+    try:
+        content = json.loads(text)
+        parts = [
+            StateParts(partial(_read_parts, parts_path / str(number), count))
+            for number, count in enumerate(content.get("parts", []))
+        ]
+        return _put_back(content["state"], load_file(arrays_path) if arrays_path.exists() else {}, parts)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise DamagedCheckpointError(
+            f"{structure} is damaged, or not of one state with the files beside it ({type(error).__name__}: {error})."
+        ) from error
 
 
 def _read_parts(folder: Path, count: int) -> Iterator[Mapping[str, object]]:

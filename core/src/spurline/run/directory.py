@@ -5,6 +5,7 @@ Those are the config, the summary and sample answers; trackers and checkpoints w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,7 +17,7 @@ from typing import IO, Any
 
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError
-from spurline.files import write_json
+from spurline.files import remove_unfinished, write_failure, write_json
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 
@@ -37,13 +38,18 @@ class RunDirectory:
         self._folder: int | None = None
 
     def open(self) -> None:
-        """Create the folder and lock it. Raises RunDirectoryError when another process holds it."""
+        """Create the folder, lock it, and remove what a killed process had begun to write into it or its subfolders.
+
+        Raises RunDirectoryError when another process holds it.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "run.lock").open("a+", encoding="utf-8")
+            # Emptied below: where a folder of others has a link here, not what that points to.
+            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            lock = os.fdopen(descriptor, "a+", encoding="utf-8")
         except OSError as error:
             raise RunDirectoryError(
-                f"run_dir {self.path} cannot be written: {error.strerror}. Choose another with --set run_dir=PATH."
+                f"run_dir {self.path} cannot be written: {_reason(error)}. Choose another with --set run_dir=PATH."
             ) from error
         if not _take_lock(lock):
             lock.seek(0)
@@ -60,6 +66,8 @@ class RunDirectory:
         self._lock = lock
         # Held open, its number on the disk cannot go to a folder that is made in its place.
         self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        for folder in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
+            remove_unfinished(folder)
 
     def check_present(self) -> None:
         """Raise RunDirectoryLostError when the folder that was opened is no longer at its path."""
@@ -83,8 +91,9 @@ class RunDirectory:
         number = next(number for number in count(1) if not (self.path / f"before-{number}").exists())
         target = self.path / f"before-{number}"
         target.mkdir()
-        own = (self.metrics, self.eval_samples, self.config, self.summary, self.report)
-        for name in (*(path.name for path in own), *more):
+        own = (self.eval_samples, self.config, self.summary, self.report)
+        # The metrics last: they say that there is something to move, also after a kill on the way.
+        for name in (*(path.name for path in own), *more, self.metrics.name):
             if (self.path / name).exists():
                 (self.path / name).rename(target / name)
         return (
@@ -111,6 +120,10 @@ class RunDirectory:
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
+
+
+def _reason(error: OSError) -> str:
+    return "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else str(error.strerror)
 
 
 def _lost(path: Path, why: str) -> str:
@@ -143,18 +156,24 @@ class RunRecordFiles:
 
     def start(self, config: Mapping[str, Any], resume_step: int) -> None:
         """Write the resolved config, mark the run as running, and drop samples of steps that are trained again."""
-        write_json(self._directory.config, config)
-        self._write_status("running")
+        try:
+            write_json(self._directory.config, config)
+            self._write_status("running")
+        except OSError as error:
+            raise write_failure(self._directory.path, error) from error
         if self._directory.eval_samples.exists():
             cut_back(self._directory.eval_samples, resume_step)
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append the generated answers of one evaluation."""
+        """Append the generated answers of one evaluation. Raises RunFailedError when the disk refuses."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
             # Half a surrogate pair, which no file can hold, becomes what JSON writes for it.
-            with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
+            try:
+                with self._directory.eval_samples.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(text)
+            except OSError as error:
+                raise write_failure(self._directory.eval_samples, error) from error
 
     def data_notes(self) -> list[str]:
         """What there is to train and evaluate on, and what was left out and why, as lines."""

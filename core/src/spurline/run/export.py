@@ -19,7 +19,7 @@ from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError, UserError
-from spurline.files import give_default_permissions
+from spurline.files import give_default_permissions, remove
 from spurline.model.adapter_weights import AdapterStream, write_adapter_files
 from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
@@ -109,21 +109,27 @@ def _write_folder(
 
 def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
     """Fill a folder beside `out` and rename it: a folder that `from_pretrained` finds is whole."""
-    out = out.resolve()
+    out = _place_of(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         fill(temporary)
         for file in temporary.iterdir():
             give_default_permissions(file)
-        if out.exists():
-            shutil.rmtree(out)
+        remove(out)
         temporary.rename(out)
     except OSError as error:
         raise RunFailedError(f"The {what} cannot be exported to {out}: {error}. Free some space.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def _place_of(out: Path) -> Path:
+    """Where to write: also through a link, but only to a folder that is new or empty; others stay as they are."""
+    if out.is_dir() and any(out.iterdir()):
+        return out.parent.resolve() / out.name
+    return out.resolve()
 
 
 def check_free(out: Path) -> None:

@@ -192,7 +192,13 @@ def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig
             raise CheckpointError(
                 f"Checkpoint {checkpoint.path} has no state of {name}: it was made by another setup."
             ) from None
-        component.load_state_dict(state)
+        try:
+            component.load_state_dict(state)
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise CheckpointError(
+                f"Checkpoint {checkpoint.path}: the state of {name} cannot be restored ({type(error).__name__}: "
+                f"{error}). Resume with the version that saved it, or start anew with another run_dir."
+            ) from error
     _load_backend(checkpoint, components, loaded)
     components.hook_states.restore(checkpoint)
     store = CheckpointStore(loaded.config.run_dir / "checkpoints")

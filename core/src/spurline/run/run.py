@@ -1,8 +1,8 @@
 """One run from config to result: builds the components, restores a checkpoint, trains, writes the record.
 
 `Run(load_config("run.yaml")).train()` is what the command line does. Hooks get the run too: the class says what they
-can do with it. SIGINT and SIGTERM ask a run to stop after the step it is in, which is said at once; a second one stops
-it at once.
+can do with it. SIGINT, SIGTERM and SIGHUP ask a run to stop after the step it is in, which is said at once; a second
+one stops it at once, where it can still answer; `second_signal` ends the command where it cannot.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""A run is asked to stop after the step it is in: by SIGINT or SIGTERM, or by a hook that gives a reason."""
+"""A run is asked to stop after the step it is in: by SIGINT, SIGTERM or SIGHUP, or by a hook that gives a reason."""
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
@@ -31,7 +32,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+            # A run under `nohup` goes on when the terminal closes.
+            caught = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+            self._previous = {number: signal.signal(number, self._receive) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,6 +43,11 @@ class StopRequest:
         self._previous = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
+            # The shell and the kernel both send it when a terminal closes.
+            self.signal = self.signal or signal.SIGHUP
+            return
         if self.signal is not None:
             raise KeyboardInterrupt(f"second {signal.Signals(number).name}")
         self.signal = signal.Signals(number)
@@ -49,3 +57,17 @@ class StopRequest:
         # The run ends in order also when nobody reads its messages.
         with suppress(OSError):
             os.write(2, f"{begin}{self._words()}; {again}.\n".encode())
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
+def _leave_closed_terminal() -> None:
+    """What is written to a terminal that is gone would fail, and with it the step that is to be saved."""
+    for output in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, output)
+                os.close(nothing)

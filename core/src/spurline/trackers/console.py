@@ -8,7 +8,11 @@ is off is said in words.
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -28,12 +32,12 @@ _STEPS_BETWEEN_WARNINGS = 50
 class ConsoleTracker:
     """Show step, loss or reward, learning rate, tokens/s and the time left.
 
-    console: where to write; default is stdout.
+    console: where to write; default is stdout, as long as that can be written.
     """
 
     def __init__(self, config: ConsoleTrackerConfig, console: Console | None = None) -> None:
         self._config = config
-        self._console = console or Console()
+        self._console = console or Console(file=cast("IO[str]", _WhileItCanBeWritten(sys.stdout)))
         self._total_steps: int | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -159,6 +163,39 @@ class ConsoleTracker:
     def _print(self, line: str) -> None:
         """Print above the bar; never wrapped, coloured, or read as markup or escapes."""
         self._console.print(printable(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class _WhileItCanBeWritten:
+    """A file whose failure ends no run: `| head` has read enough, a terminal was closed, the disk of a log is full."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError as error:
+            self._leave(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._leave(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _leave(self, error: OSError) -> None:
+        """Write to nowhere from here on; what is still buffered goes there too."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._file.fileno())
+        os.close(nothing)
+        # Often the same terminal.
+        with suppress(OSError):
+            words = f"Progress is not shown any more: {error.strerror}. Training goes on, and so does {METRICS_FILE}.\n"
+            os.write(2, words.encode())
 
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

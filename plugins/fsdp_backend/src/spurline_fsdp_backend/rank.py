@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from spurline.data.dealing import RankShare, Rows
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
+from spurline.files import private_folder
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline.model.adapter_weights import AdapterWeights
 from spurline.model.device_profile import device_profile, seed_generators
@@ -283,9 +284,11 @@ class FsdpRank(RankWorker):
 
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:
     """Where torch keeps what this rank compiles: a folder that no other rank and no other run writes to."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    # It holds programs, which are run.
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
     run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default), f"{run}-rank-{local_rank}")
+    return (Path(chosen) if chosen else private_folder(default)) / f"{run}-rank-{local_rank}"
 
 
 def _seed(seed: int, role: Role, updates: int, rank: int) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
+from spurline.errors import Problem
 from spurline.protocols.reward import RewardConfig
 from spurline.rl.functions import FUNCTION_PATH
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import RunConfig
 
 
 class ExactMatchConfig(RewardConfig):
@@ -28,6 +33,21 @@ class FunctionRewardConfig(RewardConfig):
     """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
+    in_process: Annotated[bool, OnResume.FREE] = False
+    """Call it in the run's own process, where nothing can stop it and only `timeout_s` holds. By default it is called
+    in worker processes, which are killed at the limits."""
+    workers: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, strict=True)], OnResume.FREE] = "auto"
+    """Worker processes at most. `auto` is one for an async function, whose calls wait side by side; for another, which
+    makes one call at a time in each, as many as there are processors, from 4 to 16."""
+    memory_gb: Annotated[float, OnResume.FREE] = Field(default=16.0, gt=0)
+    """GiB of memory that one worker process may take for itself, its module included."""
+    import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
+    """Seconds that importing its module may take at the start."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        for name in ("workers", "memory_gb", "import_timeout_s") if self.in_process else ():
+            if name in self.model_fields_set:
+                yield Problem(name, "limits worker processes, but in_process: true has none. Remove one of the two.")
 
 
 class MathVerifyConfig(RewardConfig):

@@ -1,4 +1,4 @@
-"""Reward `function`: a Python function named in the config, with a time limit.
+"""Reward `function`: a Python function named in the config, with limits of time and memory.
 
 def short_and_right(answer: Answer) -> float:
     return float(answer.reference in answer.response) - 0.001 * len(answer.response)
@@ -8,30 +8,117 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from spurline.errors import ConfigError
+from spurline.protocols.environment import AttemptFailedError
 from spurline.protocols.reward import Answer
-from spurline.rl.concurrency import within
+from spurline.rl.concurrency import is_async, within
 from spurline.rl.functions import load_function
 from spurline.rl.rewards.configs import FunctionRewardConfig
+from spurline.rl.rewards.killable import KillablePool, OutOfMemory, TookTooLong
+from spurline.rl.rewards.sent_answers import NOT_JSON, pack, pack_as_text, unpack
+
+_SHOWN_CHARACTERS = 300
 
 
 class FunctionReward:
-    """Call `path` with the Answer. A plain function runs on a thread, which is abandoned when it takes too long."""
+    """Call `path` with the Answer, in worker processes that are killed at its limits.
+
+    With `in_process` the call is made in this process: of a plain function on a thread, which is abandoned when it
+    takes too long; of an async one on the event loop of the run.
+    """
 
     def __init__(self, config: FunctionRewardConfig) -> None:
         self._config = config
-        self._function = load_function(config.path, "reward function")
-        _check_signature(self._function, config.path)
+        self._pool: KillablePool | None = None
+        if config.in_process:
+            self._function = _load(config.path)
+            return
+        self._pool = KillablePool(
+            config.path,
+            config.timeout_s,
+            0 if config.workers == "auto" else config.workers,
+            adapter=f"{__name__}:in_worker",
+            import_timeout_s=config.import_timeout_s,
+            memory_bytes=round(config.memory_gb * 2**30),
+            shows_output=True,
+        )
+        try:
+            self._pool.start()
+        except BaseException:
+            self._pool.close()
+            raise
 
     def score(self, answer: Answer) -> float:
         """For callers without an event loop."""
         return asyncio.run(self.score_async(answer))
 
     async def score_async(self, answer: Answer) -> float:
-        """What the function returns or raises; AttemptFailedError when it takes longer than `timeout_s`."""
-        return await within(self._config.timeout_s, f"The function {self._config.path}", self._function, answer)
+        """What the function returns.
+
+        Raises AttemptFailedError when it takes longer than `timeout_s` or more memory than `memory_gb`, or ends its
+        process; DataError for a row that cannot be sent there. In this process, what the function raises.
+        """
+        what, limit_s = f"The function {self._config.path}", self._config.timeout_s
+        if self._pool is None:
+            return await within(limit_s, what, self._function, answer)
+        try:
+            try:
+                value = await self._pool.call_async(*pack(answer))
+            except NOT_JSON:
+                value = await self._pool.call_async(*pack_as_text(answer))
+        except OutOfMemory as error:
+            raise AttemptFailedError(f"{what} took more than memory_gb: {self._config.memory_gb:g}.") from error
+        except TookTooLong as error:
+            raise AttemptFailedError(f"{what} did not return within {limit_s:g} s.") from error
+        # Whoever checks scores says what it is instead of a number.
+        return _Shown(value["shown"]) if isinstance(value, dict) else value  # pyright: ignore[reportReturnType]
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def in_worker(path: str) -> Callable[..., Any]:
+    """In a worker process: the function as it is called there, with what `pack` gives and numbers of JSON as results.
+
+    Raises PluginError and ConfigError for a function that cannot be found or called.
+    """
+    function = _load(path)
+
+    def call(*values: Any) -> Any:
+        return _sendable(function(unpack(values)))
+
+    async def call_async(*values: Any) -> Any:
+        return _sendable(await function(unpack(values)))
+
+    return call_async if is_async(function) else call
+
+
+class _Shown:
+    """A value that stayed in another process."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _sendable(value: Any) -> Any:
+    """Numbers, also of numpy and torch, as JSON has them; what is none as it is shown."""
+    if value is not None and not isinstance(value, (int, float)) and getattr(value, "shape", None) == ():
+        value = value.item()
+    return value if value is None or isinstance(value, (int, float)) else {"shown": repr(value)[:_SHOWN_CHARACTERS]}
+
+
+def _load(path: str) -> Callable[..., Any]:
+    function = load_function(path, "reward function")
+    _check_signature(function, path)
+    return function
 
 
 def _check_signature(function: Any, path: str) -> None:

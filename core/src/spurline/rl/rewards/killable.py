@@ -1,119 +1,192 @@
 """Call a function in processes that are killed when it takes too long.
 
-For code that may hang inside a library, where no thread can be stopped. The calls go to a child process, which has
-imported the function once and keeps a pool of forks of itself: one that is killed is replaced in no time. Arguments and
-results are JSON.
+For code that may hang where no thread can be stopped, or take all memory. The calls go to a child process, which has
+imported the function once and makes them in forks of itself (`worker_processes`): one that is killed is replaced in no
+time. Arguments and results are JSON.
 """
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import json
-import multiprocessing
 import os
-import resource
-import signal
-import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from itertools import count
-from pkgutil import resolve_name
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
-from spurline.errors import PluginError, RunFailedError
+from spurline import errors
+from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError
 from spurline.protocols.environment import AttemptFailedError
-from spurline.ranks.child import ChildProcess, Parent, end_with
+from spurline.ranks.child import ChildProcess
+from spurline.rl.rewards.worker_processes import Outcome, WorkerSettings
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
 ANSWER_TIMEOUT_S = 30.0
-"""Seconds beyond the limits of import and call after which the pool itself must hang."""
+"""Seconds beyond the limits of import and call after which the child itself must hang when it says nothing."""
+_LONGEST_S = 1e6
+"""Seconds, the most that the import may take: timers take no number that is very large."""
 _CLOSE_PATIENCE_S = 2.0
-"""Seconds the workers have to end by themselves when the pool is closed; they may be importing something large."""
+"""Seconds the child has to end by itself when the pool is closed; it may be importing something large."""
 MEMORY_LIMIT_BYTES = 8 << 30
-"""Address space of a worker: a result with billions of digits must not take the machine down."""
+"""Memory of a worker: a result with billions of digits must not take the machine down."""
 
 
 class TookTooLong(Exception):  # noqa: N818 - a finding about one call, for the caller to judge
     """The call exceeded its limit of time or memory."""
 
 
+class OutOfMemory(TookTooLong):
+    """The call exceeded its limit of memory."""
+
+
 _PROBLEMS: dict[str, tuple[type[Exception], str]] = {
     "late": (TookTooLong, "{function} took longer than {timeout_s:g} s"),
-    "memory": (TookTooLong, "{function} ran out of memory"),
+    "memory": (OutOfMemory, "{function} ran out of memory"),
     "failed": (AttemptFailedError, "{function} failed: {detail}"),
     "died": (AttemptFailedError, "The worker process of {function} died: exit code {detail}"),
     "unknown": (PluginError, "A worker process cannot import {function}: {detail}."),
 }
 """What an answer may say instead of `value`."""
 
-Outcome = tuple[str, Any]
-"""`value` and the value, or a problem and its detail."""
-
 _ENDED_WITH_ANOTHER: Outcome = ("ended_with_another", None)
-"""Of a call whose child was killed as another call got no answer: it is made again."""
+"""Of a call whose child was killed because it did not answer another one: it is made again."""
+
+_OUR_ERRORS = {
+    AttemptFailedError.__name__: AttemptFailedError,
+    **{name: value for name, value in vars(errors).items() if isinstance(value, type)},
+}
 
 
 class KillablePool:
-    """Processes for one function, for calls from any thread. They start with the first call, and again after a death.
+    """Processes for one function, for calls from any thread and event loop. They start with `start` or with the first
+    call, and again after a death.
 
-    function: `module:function`; JSON-able arguments and result. imports: modules that it imports when it is called.
+    function: `module:function`; JSON-able arguments and result. An async one is called many times side by side.
+    adapter: `module:function` that makes the function out of `function`, whatever that is then.
+    workers: processes at most; 0 for one where the function is async, and otherwise as many as there are processors,
+    within bounds. imports: modules that the function imports when it is called. import_timeout_s: START_TIMEOUT_S by
+    default. memory_bytes: of one worker. shows_output: what it prints goes where the run's messages go.
     """
 
-    def __init__(self, function: str, timeout_s: float, workers: int = 1, imports: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        function: str,
+        timeout_s: float,
+        workers: int = 1,
+        imports: Sequence[str] = (),
+        *,
+        adapter: str = "",
+        import_timeout_s: float | None = None,
+        memory_bytes: int = MEMORY_LIMIT_BYTES,
+        shows_output: bool = False,
+    ) -> None:
         self._function, self._timeout_s = function, timeout_s
-        self._arguments = (function, timeout_s, workers, *imports)
-        # Every call ahead of one that waits has its limit, so that the wait has an end.
-        self._free = threading.Semaphore(workers)
+        self._import_timeout_s = min(START_TIMEOUT_S if import_timeout_s is None else import_timeout_s, _LONGEST_S)
+        self._settings = WorkerSettings(
+            function=function,
+            adapter=adapter,
+            imports=tuple(imports),
+            timeout_s=timeout_s,
+            import_timeout_s=self._import_timeout_s,
+            workers=workers,
+            memory_bytes=memory_bytes,
+            output=None,
+            python_path=os.environ.get("PYTHONPATH"),
+        )
+        self._shows_output = shows_output
         self._lock = threading.Lock()
         self._closed = False
         self._child: ChildProcess | None = None
+        self._ready: Future[Outcome] = Future()
         self._hung: ChildProcess | None = None
         self._numbers = count()
-        self._outcomes: dict[int, Future[Outcome]] = {}
+        self._calls: dict[int, asyncio.Future[Outcome]] = {}
+        self._heard_at = 0.0
+
+    def start(self) -> None:
+        """Start the child, and wait until it has imported the function.
+
+        Raises PluginError when that cannot be done or takes too long, and what the adapter raises of our own errors.
+        """
+        began = time.monotonic()
+        with self._lock:
+            child, ready = self._running_child(), self._ready
+        try:
+            outcome = ready.result(self._import_timeout_s + ANSWER_TIMEOUT_S)
+        except TimeoutError as error:
+            child.kill()
+            raise RunFailedError(f"The process that imports {self._function} does not answer.") from error
+        if outcome[0] == "died" and time.monotonic() - began >= self._import_timeout_s:
+            raise PluginError(
+                f"Importing {self._function} takes longer than {self._import_timeout_s:g} s. What takes long belongs "
+                f"into the first call. It stood here:\n{child.last_words()}"
+            )
+        if outcome[0] == "died":
+            raise PluginError(f"Importing {self._function} ended its process: {self._error(child, outcome)}")
+        if outcome[0] != "value":
+            raise self._error(child, outcome)
+
+    async def call_async(self, *arguments: Any) -> Any:
+        """The function's result. A call whose caller is cancelled is taken back unless it is under way.
+
+        Raises TookTooLong, AttemptFailedError when it raises or its process dies, what it raises of our own errors,
+        PluginError when it cannot be imported, RunFailedError once the pool is closed, and TypeError for arguments that
+        are no JSON.
+        """
+        outcome = _ENDED_WITH_ANOTHER
+        while outcome == _ENDED_WITH_ANOTHER:
+            # Each time round, the call that the child was killed for has failed: there is an end to them.
+            child, outcome = await self._answer(arguments)
+        if outcome[0] == "value":
+            return outcome[1]
+        raise self._error(child, outcome)
 
     def call(self, *arguments: Any) -> Any:
-        """The function's result.
+        """`call_async`, for callers without an event loop."""
+        return asyncio.run(self.call_async(*arguments))
 
-        Raises TookTooLong, AttemptFailedError when it raises or its process dies, PluginError when it cannot be
-        imported, and RunFailedError once the pool is closed.
-        """
-        with self._free:
-            kind, detail = _ENDED_WITH_ANOTHER
-            while (kind, detail) == _ENDED_WITH_ANOTHER:
-                # Each time round, the call that the child was killed for has failed: there is an end to them.
-                child, (kind, detail) = self._answer(arguments)
-        if kind == "value":
-            return detail
-        if kind == "died":
-            detail = f"{detail}. {child.last_words()}".strip()
-        error, text = _PROBLEMS[kind]
-        raise error(text.format(function=self._function, timeout_s=self._timeout_s, detail=detail))
-
-    def _answer(self, arguments: Sequence[Any]) -> tuple[ChildProcess, Outcome]:
+    async def _answer(self, arguments: Sequence[Any]) -> tuple[ChildProcess, Outcome]:
         """What came of one call, and the child that it went to."""
-        limit_s = START_TIMEOUT_S + self._timeout_s + ANSWER_TIMEOUT_S
-        number, outcome = next(self._numbers), Future[Outcome]()
+        patience_s = START_TIMEOUT_S + self._timeout_s + ANSWER_TIMEOUT_S
+        loop = asyncio.get_running_loop()
+        number, outcome = next(self._numbers), loop.create_future()
         with self._lock:
-            if self._closed:
-                raise RunFailedError("The pool of worker processes is closed.")
-            child = self._child = self._child or ChildProcess(
-                __name__, self._arguments, take=self._take, on_end=self._note_end
-            )
-            self._outcomes[number] = outcome
-        child.send({"id": number, "arguments": arguments})
-        try:
-            return child, outcome.result(limit_s)
-        except TimeoutError as error:
+            child = self._running_child()
+            self._calls[number] = outcome
+        sent_at = time.monotonic()
+
+        def look() -> None:
+            # As long as calls are under way, one of them ends within its limit, and the child says so.
+            nonlocal timer
+            silent_s = time.monotonic() - max(self._heard_at, sent_at)
+            if outcome.done():
+                return
+            if silent_s < patience_s:
+                timer = loop.call_later(patience_s - silent_s, look)
+                return
             self._hung = child
             child.kill()
-            raise RunFailedError(f"No worker process of {self._function} answered in {limit_s:g} s.") from error
+            outcome.set_exception(
+                RunFailedError(f"No worker process of {self._function} answered in {patience_s:g} s.")
+            )
+
+        timer = loop.call_later(patience_s, look)
+        try:
+            child.send({"id": number, "arguments": arguments})
+            return child, await outcome
+        except asyncio.CancelledError:
+            child.send({"cancel": number})
+            raise
         finally:
-            self._outcomes.pop(number, None)
+            timer.cancel()
+            self._calls.pop(number, None)
 
     def close(self) -> None:
         """End every process. Calls under way fail, those that wait for a worker too."""
@@ -122,80 +195,99 @@ class KillablePool:
         if child is not None:
             child.end(_CLOSE_PATIENCE_S)
 
-    def _take(self, answers: list[dict[str, Any]]) -> None:
+    def _running_child(self) -> ChildProcess:
+        """Under the lock. Raises RunFailedError once the pool is closed."""
+        if self._closed:
+            raise RunFailedError("The pool of worker processes is closed.")
+        if self._child is None:
+            self._ready = Future()
+            # Its own standard error is kept, to be told when it dies.
+            with _copy_of_stderr(self._shows_output) as output:
+                self._child = ChildProcess(
+                    "spurline.rl.rewards.worker_processes",
+                    (json.dumps(asdict(replace(self._settings, output=output))),),
+                    take=self._take,
+                    on_end=self._note_end,
+                    environment=_ONE_THREAD,
+                    pass_fds=() if output is None else (output,),
+                )
+        return self._child
+
+    def _take(self, messages: list[dict[str, Any]]) -> None:
+        outcomes: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Outcome], Outcome]]] = defaultdict(list)
         with self._lock:
-            for answer in answers:
-                outcome = self._outcomes.get(answer["id"])
-                # The end of the process may have answered for it already.
-                if outcome is not None and not outcome.done():
-                    outcome.set_result(answer["outcome"])
+            self._heard_at = time.monotonic()
+            for message in messages:
+                if "ready" in message:
+                    self._ready.set_result(tuple(message["ready"]))
+                # Nobody waits for one that was cancelled.
+                elif (call := self._calls.get(message["id"])) is not None:
+                    outcomes[call.get_loop()].append((call, tuple(message["outcome"])))
+        _deliver(outcomes)
 
     def _note_end(self, child: ChildProcess) -> None:
+        outcomes: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Outcome], Outcome]]] = defaultdict(list)
         with self._lock:
             self._child = None
-            ended = _ENDED_WITH_ANOTHER if child is self._hung and not self._closed else ("died", child.exit_code)
-            for outcome in tuple(self._outcomes.values()):
-                if not outcome.done():
-                    outcome.set_result(ended)
+            died: Outcome = "died", child.exit_code
+            if not self._ready.done():
+                self._ready.set_result(died)
+            # Once the pool is closed, making it again says so.
+            ended = _ENDED_WITH_ANOTHER if child is self._hung or self._closed else died
+            for call in self._calls.values():
+                outcomes[call.get_loop()].append((call, ended))
+        _deliver(outcomes)
+
+    def _error(self, child: ChildProcess, outcome: Outcome) -> Exception:
+        kind, detail = outcome
+        if kind == "raised":
+            return _our_error(*detail)
+        if kind == "died":
+            detail = f"{detail}. {child.last_words()}".strip()
+        error, text = _PROBLEMS[kind]
+        return error(text.format(function=self._function, timeout_s=self._timeout_s, detail=detail))
 
 
-def main(parent: Parent) -> None:
-    """The child process: take calls until the parent closes its end."""
-    function, timeout_s, workers, *imports = parent.arguments
-    problem: Outcome | None = None
+_ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+"""The processes are what computes side by side; and a library's threads would be lost in a fork."""
+
+
+@contextmanager
+def _copy_of_stderr(is_wanted: bool) -> Iterator[int | None]:
     try:
-        for module in imports:
-            importlib.import_module(module)
-        resolve_name(function)
-    except Exception as error:  # noqa: BLE001 - told to every caller
-        problem = "unknown", _describe(error)
-    # A fork has the imports; the only threads here are the pool's own. Other systems than Linux cannot fork safely.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool = ProcessPool(int(workers), initializer=_prepare, initargs=(os.getpid(),), context=context)
-    for calls in parent.messages():
-        for call in calls:
-            if problem is not None:
-                parent.send({"id": call["id"], "outcome": problem})
-                continue
-            future = pool.schedule(_outcome, (function, call["arguments"]), timeout=float(timeout_s))
-            future.add_done_callback(partial(_answer, parent, call["id"]))
-    pool.stop()
-    pool.join()
-
-
-def _prepare(pool: int) -> None:
-    """Make a new worker one that can be ended, and that no result can make too large."""
-    end_with(pool)
-    # The pool ends a worker by this signal, which Python would hear only between two of its instructions.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_LIMIT_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _outcome(function: str, arguments: Sequence[Any]) -> Outcome:
-    """In a worker: what came of the call."""
+        copy = os.dup(2) if is_wanted else None
+    except OSError:
+        # This process has none, so that there is nowhere to show anything.
+        copy = None
     try:
-        # A result that is no JSON is the function's failure.
-        return "value", json.loads(json.dumps(resolve_name(function)(*arguments)))
-    except MemoryError:
-        return "memory", None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the caller
-        return "failed", _describe(error)
+        yield copy
+    finally:
+        if copy is not None:
+            os.close(copy)
 
 
-def _answer(parent: Parent, number: int, future: Future[Outcome]) -> None:
-    match future.exception():
-        case None:
-            outcome = future.result()
-        case TimeoutError():
-            outcome = "late", None
-        case ProcessExpired() as error:
-            outcome = "died", error.exitcode
-        case error:
-            outcome = "failed", _describe(error)
-    parent.send({"id": number, "outcome": outcome})
+def _our_error(classes: Sequence[str], text: str, problems: Sequence[tuple[str, str]]) -> SpurlineError:
+    """The error that was raised in a worker, of the nearest class that is known here."""
+    if problems:
+        return ConfigError([Problem(*problem) for problem in problems])
+    known = next(_OUR_ERRORS[name] for name in classes if name in _OUR_ERRORS)
+    try:
+        return known(text)
+    except TypeError:
+        # One that takes more than its text.
+        return RunFailedError(text)
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _deliver(
+    outcomes: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Outcome], Outcome]]],
+) -> None:
+    for loop, of_loop in outcomes.items():
+        # A loop that is closed has nobody who waits.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set, of_loop)
+
+
+def _set(outcomes: list[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
+    for call, outcome in outcomes:
+        if not call.done():
+            call.set_result(outcome)

@@ -5,6 +5,7 @@ The comparison runs in a worker process: simplifying what a model wrote can take
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from typing import Any
 
@@ -24,10 +25,14 @@ class MathVerify:
         self._pool = KillablePool(f"{__name__}:equal", config.timeout_s, config.workers, imports=("math_verify",))
 
     def score(self, answer: Answer) -> float:
+        """For callers without an event loop."""
+        return asyncio.run(self.score_async(answer))
+
+    async def score_async(self, answer: Answer) -> float:
         if answer.reference is None:
             raise DataError("math_verify needs a reference answer, but this row has none.")
         try:
-            verdict = self._pool.call(answer.reference, answer.response)
+            verdict = await self._pool.call_async(answer.reference, answer.response)
         except TookTooLong:
             return 0.0
         if verdict is None:

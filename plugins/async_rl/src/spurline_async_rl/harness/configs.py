@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,8 @@ _EVERY_ADDRESS = ("", "0.0.0.0", "::")
 
 class HarnessConfig(EnvironmentConfig):
     """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
+
+    serves_requests: ClassVar[bool] = True
 
     name: str = "harness"
     agent: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = Field(default=None, pattern=FUNCTION_PATH)
@@ -57,9 +59,18 @@ class HarnessConfig(EnvironmentConfig):
     public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
     """How agents reach the endpoint where it is not by host and port: `http://10.0.0.3:8000`."""
     api_key_env: Annotated[str | None, OnResume.FREE] = Field(default=None, min_length=1)
-    """Environment variable that holds the key agents have to show; null makes a new key for each run."""
+    """Environment variable that holds the key all agents have to show; null gives each session a key of its own."""
     max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=16 * 2**20, gt=0)
-    """Largest request."""
+    """Largest request. It may have a bracket, brace or colon for each 128 of these bytes, and a comma for each 64."""
+    max_buffered_bytes: Annotated[int, OnResume.FREE] = Field(default=512 * 2**20, gt=0)
+    """Bytes of requests that are still on their way or being read, of all attempts together; one attempt may have an
+    eighth of them, and always one request. Further ones are told to come again."""
+    max_prompt_tokens: Annotated[int, OnResume.FREE] = Field(default=2**20, gt=0)
+    """Tokens of one prompt at most: longer texts are refused before they are encoded as a whole. Far above the context
+    of most models, which has its own limit."""
+    max_connections: Annotated[int, OnResume.FREE] = Field(default=4096, gt=0)
+    """Open connections, but never more than half of the files that the process may open. Beyond that the one that has
+    asked nothing for longest is closed; where all wait for an answer, new ones are told to come again."""
     max_concurrent_requests: Annotated[int, OnResume.FREE] = Field(default=1024, gt=0)
     """Requests under way at the same time, of all attempts together; further ones are told to come again."""
     request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,14 +51,12 @@ class HarnessEnvironment:
     async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
         server = await self._started()
         where = f"{task.location} (prompt {task.uid}, sample {task.sample})"
-        live = LiveSession(
-            policy, self._tokenizer, history=self._config.history, max_turns=self._config.max_turns, where=where
-        )
+        live = server.make_session(policy, where)
         question = self._question(task)
-        name, base_url = server.open(live)
+        name, base_url, api_key = server.open(live)
         session = Session(
             base_url=base_url,
-            api_key=self._api_key,
+            api_key=api_key,
             model=self._config.model_name,
             row=task.row,
             messages=question.messages[: question.answer_at] if isinstance(question, ChatQuestion) else (),
@@ -156,14 +153,15 @@ def _agent(config: HarnessConfig) -> Agent:
     return function_agent(config.agent)
 
 
-def _api_key(config: HarnessConfig) -> str:
+def _api_key(config: HarnessConfig) -> str | None:
+    """Of all sessions; None where each has its own."""
     if config.api_key_env is None:
-        return secrets.token_urlsafe(32)
+        return None
     key = os.environ.get(config.api_key_env)
     if not key:
         raise ConfigError.at(
             "source.environment.api_key_env",
             f"names the environment variable {config.api_key_env}, which is not set. Set it, or remove "
-            "api_key_env for a new key in each run.",
+            "api_key_env for a key of each session's own.",
         )
     return key

@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from spurline.data.encoding import encode_batch
-from spurline.data.messages import read_messages, read_tools
+from spurline.data.messages import Message, read_messages, read_tools
 from spurline.data.rows import BadRowError
 from spurline.errors import DataError, PluginError
 from spurline.protocols.rollout_engine import GenerationResult, Sampling
-from spurline.rl.chat_front import PrefixError, Reply
+from spurline.rl.chat_front import ChatFront, PrefixError, Reply
 from spurline.rl.concurrency import all_or_none
 from spurline.rl.environments.tools import ToolCall, parse_calls
 from spurline_async_rl.harness.agents import CANCEL_TIMEOUT_S
@@ -32,13 +33,18 @@ from spurline_async_rl.harness.bodies import (
     BodyT,
     ChatBody,
     CompletionBody,
+    read_body,
     sampling_error,
     sampling_of,
 )
+from spurline_async_rl.harness.configs import HarnessConfig
+from spurline_async_rl.harness.connections import Incoming
 from spurline_async_rl.harness.sessions import LiveSession
 
 _CALL_BEGIN = "<tool_call>"
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
+_PIECE = 2**14
+"""Characters that are encoded at a time to count tokens."""
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; as vLLM's server does."""
 
@@ -64,32 +70,28 @@ class Choice:
 
 
 class Answering:
-    """Answers requests of any session. ignore_sampling: see the environment's setting."""
+    """Answers requests of any session. config: the environment's.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ignore_sampling: bool) -> None:
+    A request is read, then its turns are taken, and only then is its prompt laid out: what is refused costs little.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: HarnessConfig) -> None:
         self._tokenizer = tokenizer
-        self._ignore_sampling = ignore_sampling
+        self._config = config
         self._vocabulary = len(tokenizer)
 
-    async def chat(self, session: LiveSession, body: ChatBody) -> list[Choice]:
+    async def chat(self, session: LiveSession, incoming: Incoming) -> tuple[ChatBody, list[Choice]]:
         """`n` turns of the conversation. Raises ApiError, PrefixError and what the policy raises."""
-        try:
-            messages = read_messages(body.messages, "messages")
-            tools = read_tools(body.tools, "tools")
-        except BadRowError as error:
-            raise ApiError(400, str(error), param=error.field) from error
+        size = len(incoming.raw)
+        body, messages, tools = await session.work.run(size, lambda: self._read_chat(incoming.raw))
         session.take_turns(body.n)
-        chat, key = session.conversations.find(messages, tools)
-        branches = [chat.fork() for _ in range(body.n)]
+        branches, key = await session.work.run(size, lambda: self._lay_out(session, size, messages, tools, body.n))
+        incoming.release()
         sampling = self._sampling(session, body)
         try:
             replies = await all_or_none(
                 [branch.reply(sampling) for branch in branches], session.where, CANCEL_TIMEOUT_S
             )
-        except PrefixError:
-            raise
-        except DataError as error:
-            raise ApiError(400, str(error), param="messages") from error
         except PluginError as error:
             raise self._explain(error, session, sampling) from error
         choices = [self._choice(session, body, reply) for reply in replies]
@@ -97,26 +99,80 @@ class Answering:
             [message] = read_messages([choice.message()], "message")
             session.conversations.remember(key, message, branch)
         session.last_chat = branches[-1]
-        return choices
+        return body, choices
 
-    async def complete(self, session: LiveSession, body: CompletionBody) -> list[Choice]:
+    def _read_chat(self, raw: bytearray) -> tuple[ChatBody, list[Message], list[dict[str, Any]] | None]:
+        with _requests_fault():
+            body = self._read(raw, ChatBody)
+            messages, tools = read_messages(body.messages, "messages"), read_tools(body.tools, "tools")
+            return body, messages, tools
+
+    def _lay_out(
+        self, session: LiveSession, size: int, messages: list[Message], tools: list[dict[str, Any]] | None, count: int
+    ) -> tuple[list[ChatFront], bytes]:
+        """So many conversations, all the same, in which the model's turn is next. size: of the request."""
+        # All of them: which ones the template writes is not known, and the conversation keeps every one.
+        self._require_short(_texts_in([messages, tools]), size, "messages")
+        with _requests_fault():
+            chat, key = session.conversations.find(messages, tools)
+            chat.open_turn()
+            return [chat.fork() for _ in range(count)], key
+
+    async def complete(self, session: LiveSession, incoming: Incoming) -> tuple[CompletionBody, list[Choice]]:
         """`n` continuations of each prompt, prompt by prompt. Raises ApiError and what the policy raises."""
-        prompts = [self._encode(prompt) for prompt in body.prompts for _ in range(body.n)]
-        session.take_turns(len(prompts))
+        size = len(incoming.raw)
+        body, prompts = await session.work.run(size, lambda: self._read_completion(incoming.raw))
+        session.take_turns(body.n * len(prompts))
+        encoded = await session.work.run(size, lambda: [self._encode(prompt, size) for prompt in prompts])
+        incoming.release()
+        asked = [prompt for prompt in encoded for _ in range(body.n)]
         sampling = self._sampling(session, body)
         try:
             results = await all_or_none(
-                [session.policy.generate(prompt, sampling) for prompt in prompts], session.where, CANCEL_TIMEOUT_S
+                [session.policy.generate(prompt, sampling) for prompt in asked], session.where, CANCEL_TIMEOUT_S
             )
         except PluginError as error:
             raise self._explain(error, session, sampling) from error
-        return [
+        choices = [
             Choice(self._text(result, body), result.finish_reason, result, prompt)
-            for prompt, result in zip(prompts, results, strict=True)
+            for prompt, result in zip(asked, results, strict=True)
         ]
+        return body, choices
+
+    def _read_completion(self, raw: bytearray) -> tuple[CompletionBody, list[str | list[int]]]:
+        body = self._read(raw, CompletionBody)
+        prompts = body.prompts
+        for prompt in prompts:
+            if isinstance(prompt, list):
+                bad = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary), None)
+                if bad is not None:
+                    text = f"prompt: {bad} is no token; the tokenizer has {self._vocabulary} of them."
+                    raise ApiError(400, text, param="prompt")
+        return body, prompts
+
+    def _read(self, raw: bytearray, kind: type[BodyT]) -> BodyT:
+        config = self._config
+        return read_body(raw, kind, max_bytes=config.max_body_bytes, ignore_sampling=config.ignore_sampling)
+
+    def _require_short(self, texts: Iterable[str], num_bytes: int, field: str) -> None:
+        """Raise ApiError when the texts surely have too many tokens, counted piece by piece: an encoding of a long text
+        as a whole takes some hundred times the text's memory."""
+        most, count = self._config.max_prompt_tokens, 0
+        if num_bytes <= most:
+            # No text has more tokens than bytes.
+            return
+        for piece in _pieces(texts):
+            count += len(encode_batch(self._tokenizer, [piece], is_chat=True)[0])
+            if count > most:
+                raise ApiError(
+                    400,
+                    f"{field}: the text has more than {most} tokens (environment.max_prompt_tokens).",
+                    param=field,
+                    code="context_length_exceeded",
+                )
 
     def _sampling(self, session: LiveSession, body: Body) -> Sampling:
-        return sampling_of(body, session.policy.sampling, ignore_sampling=self._ignore_sampling)
+        return sampling_of(body, session.policy.sampling, ignore_sampling=self._config.ignore_sampling)
 
     def _explain(self, error: PluginError, session: LiveSession, sampling: Sampling) -> Exception:
         """The policy refuses what training cannot use: the request's fault where it asked for that."""
@@ -145,20 +201,60 @@ class Answering:
         ends = [text.find(stop) for stop in body.stops if stop and stop in text]
         return text[: min(ends)] if ends else text
 
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
-            ids = list(encoding.ids)
-            # A tokenizer that ends every text would ask the model to go on after the end.
-            if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
-                ids.pop()
-            return ids
-        bad = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
-        if bad is not None:
-            raise ApiError(
-                400, f"prompt: {bad} is no token; the tokenizer has {self._vocabulary} of them.", param="prompt"
-            )
-        return prompt
+    def _encode(self, prompt: str | list[int], size: int) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        self._require_short([prompt], size, "prompt")
+        [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
+        ids = list(encoding.ids)
+        # A tokenizer that ends every text would ask the model to go on after the end.
+        if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+            ids.pop()
+        return ids
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Every text of a JSON value."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            waiting += chain.from_iterable(cast("dict[str, Any]", item).items())
+        elif isinstance(item, list):
+            waiting += cast("list[Any]", item)
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts one after the other, divided and joined to pieces of some length."""
+    gathered: list[str] = []
+    room = _PIECE
+    for text in texts:
+        for start in range(0, len(text), _PIECE):
+            gathered.append(text[start : start + _PIECE])
+            room -= len(gathered[-1])
+            if room <= 0:
+                yield "".join(gathered)
+                gathered.clear()
+                room = _PIECE
+    if gathered:
+        yield "".join(gathered)
+
+
+@contextmanager
+def _requests_fault() -> Generator[None, None, None]:
+    """Messages that cannot be read, or that the template refuses, are the request's mistake."""
+    try:
+        yield
+    except PrefixError:
+        raise
+    except BadRowError as error:
+        raise ApiError(400, str(error), param=error.field) from error
+    except DataError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    except RecursionError as error:
+        raise ApiError(400, "messages: they are nested too deeply.", param="messages") from error
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from spurline.protocols.rollout_engine import GenerationResult, Sampling
 from spurline.rl.chat_front import ChatFront
 from spurline.rl.trajectory import Trajectory, Turn
 from spurline_async_rl.harness.bodies import ApiError
+from spurline_async_rl.harness.connections import Buffered
+from spurline_async_rl.harness.work import WorkQueue
 
 _REFUSALS = 16
 """Requests over the limit of turns that an agent may still make before its attempt is ended."""
@@ -139,7 +141,10 @@ class DeliveredPolicy:
 
 
 class LiveSession:
-    """The attempt's state on one event loop, from the agent's start to its end."""
+    """The attempt's state on one event loop, from the agent's start to its end.
+
+    work: what its requests have to be done. buffered: what is held of them.
+    """
 
     def __init__(
         self,
@@ -149,7 +154,13 @@ class LiveSession:
         history: Literal["exact", "retokenize"],
         max_turns: int,
         where: str,
+        work: WorkQueue,
+        buffered: Buffered,
     ) -> None:
+        self.work = work
+        self.num_receiving = 0
+        """Requests whose body is on its way."""
+        self.buffered = buffered
         self.policy = DeliveredPolicy(policy)
         self.conversations = Conversations(self.policy, tokenizer, history, where)
         self.where = where

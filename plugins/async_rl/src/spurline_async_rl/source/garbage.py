@@ -48,19 +48,23 @@ class QuietCollector:
     off, or somebody else has frozen objects, which cannot be told from ours, nothing is frozen; where it is off nothing
     is changed at all.
 
-    settles_after: steps in which memory grows because more is kept, which says nothing of garbage. peak_memory: of this
-    process, in any unit.
+    settles_after: steps in which memory grows because more is kept, which says nothing of garbage. is_rare: whether old
+    objects are left alone; otherwise only those that are there when it begins, imported modules above all, without
+    which a full collection is short. peak_memory: of this process, in any unit.
     """
 
-    def __init__(self, settles_after: int, peak_memory: Callable[[], int] = _peak_memory) -> None:
+    def __init__(
+        self, settles_after: int, *, is_rare: bool = True, peak_memory: Callable[[], int] = _peak_memory
+    ) -> None:
         self._settles_after = settles_after
+        self._is_rare = is_rare
         self._peak_memory = peak_memory
         self._is_quiet = False
         self._steps = 0
         self._level = 0
 
     def quiet(self) -> None:
-        """Collect once, and then only what is young."""
+        """Collect once, and then only what is young, or new."""
         with _PROCESS.lock:
             if self._is_quiet or not gc.isenabled():
                 return
@@ -71,17 +75,18 @@ class QuietCollector:
             _PROCESS.before = gc.get_threshold()
             _PROCESS.freezes = gc.get_freeze_count() == 0
             if _PROCESS.freezes:
-                gc.set_threshold(*THRESHOLDS)
+                if self._is_rare:
+                    gc.set_threshold(*THRESHOLDS)
                 gc.collect()
                 gc.freeze()
-            else:
+            elif self._is_rare:
                 # Old objects have to be visited now and then, as Python would.
                 gc.set_threshold(*THRESHOLDS[:2], _PROCESS.before[2])
 
     def tidy(self) -> None:
         """Leave what is old by now alone, or collect everything where memory has grown by half; between two steps."""
         with _PROCESS.lock:
-            if not (self._is_quiet and _PROCESS.freezes):
+            if not (self._is_quiet and self._is_rare and _PROCESS.freezes):
                 return
             self._steps += 1
             peak = self._peak_memory()

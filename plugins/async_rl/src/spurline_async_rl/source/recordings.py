@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
-from spurline.errors import DataError
+from spurline.errors import CheckpointWriteError, DataError
+from spurline.files import write_failure
 from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline.protocols.stateful import StateParts
@@ -28,7 +29,7 @@ from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
 from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of
-from spurline.run.checkpoint import read_state
+from spurline.run.checkpoint import read_state, write_state
 from spurline_async_rl.source.configs import RecordedRolloutsConfig
 from spurline_async_rl.source.staleness import staleness_metrics
 
@@ -145,6 +146,15 @@ def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
 def recorded_step(run_dir: Path, step: int) -> Path:
     """Path of a step's groups, without the suffixes of component state."""
     return run_dir / RECORDED_GROUPS / f"step-{step:06d}"
+
+
+def record_groups(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
+    """Write the groups that a step trains on. Raises RunFailedError when the disk refuses."""
+    path = recorded_step(run_dir, step)
+    try:
+        write_state(path, groups_state(groups))
+    except (OSError, CheckpointWriteError) as error:
+        raise write_failure(path, error) from error
 
 
 class RecordedRolloutSource(PromptSource):

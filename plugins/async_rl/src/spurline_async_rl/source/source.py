@@ -25,7 +25,6 @@ from spurline.rl.configs import HeldOutConfig
 from spurline.rl.draws import Draw
 from spurline.rl.group_runner import Outcome
 from spurline.rl.prompt_source import Collected, PromptSource
-from spurline.run.checkpoint import write_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation, check_capable
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -34,7 +33,7 @@ from spurline_async_rl.source.load import LoopLoad
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher
-from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, recorded_step
+from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
 from spurline_async_rl.timeline.recorder import Timeline
@@ -57,8 +56,10 @@ class AsyncRolloutSource(PromptSource):
         self._config = config
         self._context = context
         self._loop = LoopThread("spurline-rollouts")
+        attempts = config.groups_at_once * config.samples_per_prompt
+        self._is_quiet = attempts >= WORTHWHILE_ATTEMPTS or config.environment.serves_requests
         # As many steps as it takes to fill the buffer.
-        self._collector = QuietCollector(settles_after=config.max_staleness + 2)
+        self._collector = QuietCollector(config.max_staleness + 2, is_rare=attempts >= WORTHWHILE_ATTEMPTS)
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
@@ -121,7 +122,7 @@ class AsyncRolloutSource(PromptSource):
         else:
             self._publisher.start_engines()
             self._advance()
-        if self._config.groups_at_once * self._config.samples_per_prompt >= WORTHWHILE_ATTEMPTS:
+        if self._is_quiet:
             self._collector.quiet()
         if self._colocation is None:
             self._loop.call(self._producer.start)
@@ -147,7 +148,7 @@ class AsyncRolloutSource(PromptSource):
             collected = replace(collected, groups=tuple(groups))
         if self._config.record_groups:
             # Those of a step that is trained again after a crash replace the earlier ones.
-            write_state(recorded_step(self._context.config.run_dir, step), groups_state(collected.groups))
+            record_groups(self._context.config.run_dir, step, collected.groups)
         ages = staleness_metrics(collected.groups, self._updates, self._config.max_staleness, masked)
         measured = {
             **self._loop.call(self._levels),

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from spurline.errors import BucketLostError, RunFailedError, listing
-from spurline.protocols.rollout_engine import WeightBucket
+from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
+from spurline.ranks.store import open_store
 from spurline_async_rl.weights.buckets import MakerSync, end_of, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
@@ -109,7 +109,7 @@ class CollectiveSync(MakerSync):
     def _open_store(self) -> Any:
         try:
             limit = timedelta(seconds=self._limit_s)
-            return TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            return open_store(self._host, limit)
         except Exception as error:
             raise RunFailedError(
                 f"Weights could not be sent: this machine did not reach itself as {self._host} within "
@@ -146,7 +146,7 @@ class BroadcastMaker:
             device = torch.device("cuda", torch.cuda.current_device())
         self._buffer, places = pack(held, self._buffer, device)
         held.clear()
-        size = max(8, -(-end_of(places) // 8) * 8)
+        size = _size_of(places)
         where: dict[str, Any] = {_MEETING: self._meeting.to_plain(), _BYTES: size, _NUMBER: [version, number]}
         if self._checksum:
             where[_CHECKSUM] = checksum(self._buffer[:size])
@@ -237,6 +237,11 @@ class BroadcastReader:
                 "shared_memory, or disk where it is on another machine."
             )
         device = self._device if meeting.device == "cuda" and self._device is not None else torch.device("cpu")
+        if where[_BYTES] != _size_of(bucket.places):
+            raise RunFailedError(
+                f"A bucket of weights says that it has {where[_BYTES]:,} bytes, and its tensors take "
+                f"{_size_of(bucket.places):,}: it was not made by this weight_sync."
+            )
         group = self._group_of(meeting, bucket.receiver)
         self._buffer = room(self._buffer, where[_BYTES], device)
         buffer = self._buffer[: where[_BYTES]]
@@ -277,6 +282,11 @@ class BroadcastReader:
         if meeting.group not in self._groups:
             self._groups[meeting.group] = ExchangeGroup(meeting, meeting.rank_of(receiver, self._worker))
         return self._groups[meeting.group]
+
+
+def _size_of(places: Sequence[TensorPlace]) -> int:
+    """Bytes of the buffer that is broadcast, a multiple of those of a checksum's words."""
+    return max(8, -(-end_of(places) // 8) * 8)
 
 
 def _all_here(run: RunConfig | None) -> bool:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spurline.errors import RunFailedError
+from spurline.files import remove
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket
 from spurline_async_rl.weights.buckets import MakerSync
 from spurline_async_rl.weights.configs import DiskSyncConfig
@@ -118,7 +119,7 @@ def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
 
 def _remove_files(folder: Path) -> None:
     for path in folder.glob(f"{_PREFIX}*"):
-        path.unlink(missing_ok=True)
+        remove(path)
 
 
 def _checksum(path: Path) -> str:

@@ -137,10 +137,13 @@ class TokenCache:
         # For `list` and `prune --older-than`; a reader without write access leaves no trace.
         with contextlib.suppress(OSError):
             os.utime(entry / MANIFEST)
-        sources = dict(zip(key.labels, manifest.sizes, strict=True))
-        return Tokenized(
-            store, summary={**manifest.summary, "sources": sources}, notes=tuple(self.notes), **manifest.findings
-        )
+        try:
+            sources = dict(zip(key.labels, manifest.sizes, strict=True))
+            return Tokenized(
+                store, summary={**manifest.summary, "sources": sources}, notes=tuple(self.notes), **manifest.findings
+            )
+        except (TypeError, ValueError) as error:
+            raise DamagedEntry(entry / MANIFEST, f"does not describe an entry of this key ({error})") from error
 
     def _publish(self, temporary: Path, key: CacheKey, replaced: tuple[int, int] | None) -> Tokenized:
         """Rename a finished folder into place and open it; when another writer was faster, open that one's entry."""

@@ -114,7 +114,16 @@ class Manifest:
             raise DamagedEntry(path, "does not match its own digest; it was changed")
         if content.pop("format") != FORMAT_VERSION:
             raise DamagedEntry(path, "is of another version of the cache")
-        return cls(**{**content, "labels": tuple(content["labels"]), "sizes": tuple(content["sizes"])})
+        try:
+            manifest = cls(**{**content, "labels": tuple(content["labels"]), "sizes": tuple(content["sizes"])})
+            numbers = (manifest.samples, manifest.tokens, *manifest.sizes)
+            fits = len(manifest.labels) == len(manifest.sizes) and sum(manifest.sizes) == manifest.samples
+            fits = fits and all(isinstance(number, int) and number >= 0 for number in numbers)
+        except (TypeError, KeyError) as error:
+            raise DamagedEntry(path, f"does not describe an entry ({error})") from error
+        if not fits:
+            raise DamagedEntry(path, "does not describe an entry (its numbers of samples do not fit)")
+        return manifest
 
 
 def array_path(folder: Path, array: str) -> Path:

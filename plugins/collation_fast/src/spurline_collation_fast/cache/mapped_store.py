@@ -38,10 +38,20 @@ class BlockGuard:
     arrays: by name, as in ARRAYS. checksums: uint64, of all blocks, file after file.
     """
 
-    def __init__(self, folder: Path, arrays: Mapping[str, NDArray[Any]], checksums: NDArray[np.uint64]) -> None:
+    def __init__(
+        self, folder: Path, arrays: Mapping[str, NDArray[Any]], checksums: NDArray[np.uint64], num_sources: int
+    ) -> None:
         ends = np.cumsum([num_blocks(arrays[name].nbytes) for name in ARRAYS])
         expected = dict(zip(ARRAYS, np.split(checksums, ends[:-1]), strict=True))
-        self._files = {name: _File(array_path(folder, name), arrays[name], expected[name]) for name in ARRAYS}
+        # Compiled loops go where these say. Checksums tell accidents from what was written, and no more than that.
+        num_tokens = len(arrays["tokens"])
+        possible = {
+            "offsets": lambda values: values[0] >= 0 and values[-1] <= num_tokens and (values[:-1] <= values[1:]).all(),
+            "source": lambda values: values.min() >= 0 and values.max() < num_sources,
+        }
+        self._files = {
+            name: _File(array_path(folder, name), arrays[name], expected[name], possible.get(name)) for name in ARRAYS
+        }
         self._offsets = arrays["offsets"]
         self.complete = self._is_complete()
         """Whether nothing is left to check."""
@@ -74,10 +84,19 @@ class BlockGuard:
 
 
 class _File:
-    """The blocks of one array's file. checked: bool per block."""
+    """The blocks of one array's file. checked: bool per block.
 
-    def __init__(self, path: Path, array: NDArray[Any], checksums: NDArray[np.uint64]) -> None:
-        self._path = path
+    is_possible: whether entries that follow one another, those of a block and the next one, can be what was written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        array: NDArray[Any],
+        checksums: NDArray[np.uint64],
+        is_possible: Callable[[NDArray[Any]], bool] | None,
+    ) -> None:
+        self._path, self._array, self._is_possible = path, array, is_possible
         self._content = array.view(np.uint8).data
         # Entry number -> block number.
         self._shift = (BLOCK_BYTES // array.itemsize).bit_length() - 1
@@ -104,6 +123,12 @@ class _File:
             start = block * BLOCK_BYTES
             if xxhash.xxh3_64_intdigest(self._content[start : start + BLOCK_BYTES]) != expected:
                 raise DamagedEntry(self._path, f"block {block} (from byte {start:,}) does not match its checksum")
+            if self._is_possible is not None:
+                first = block << self._shift
+                if not self._is_possible(self._array[first : first + (1 << self._shift) + 1]):
+                    raise DamagedEntry(
+                        self._path, f"block {block} (from byte {start:,}) was not made by a tokenization"
+                    )
         self.checked[blocks] = True
 
 
@@ -175,7 +200,7 @@ def open_entry(
     if manifest.key != folder.name:
         raise DamagedEntry(folder, f"holds the entry {manifest.key}; it was renamed")
     arrays = {name: _map_checked(folder, name, manifest) for name in ARRAYS}
-    guard = BlockGuard(folder, arrays, _read_checksums(folder, manifest))
+    guard = BlockGuard(folder, arrays, _read_checksums(folder, manifest), len(manifest.labels))
     if eager and sum(manifest.num_bytes(name) for name in ARRAYS) <= EAGER_BYTES:
         guard.check_all()
     store = MappedTokenStore(

@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import socket
 import stat
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spurline.errors import DataError
+from spurline.files import remove as remove_path
 from spurline_collation_fast.cache.layout import MANIFEST, DamagedEntry, Manifest
 from spurline_collation_fast.cache.mapped_store import open_entry
 
@@ -97,7 +97,7 @@ def remove(removal: Removal) -> None:
     if _KEY.fullmatch(path.name):
         path = retire(path)
     if path is not None:
-        shutil.rmtree(path)
+        remove_path(path)
 
 
 def folder_bytes(path: Path) -> int:
@@ -194,7 +194,8 @@ def sweep(folder: Path) -> None:
     for path in leftovers(folder):
         if _days_aside(path) > DAYS_ASIDE or _writer_is_dead(path):
             # What cannot be removed is another user's; `prune` reports it.
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_path(path)
 
 
 def is_abandoned(path: Path) -> bool:

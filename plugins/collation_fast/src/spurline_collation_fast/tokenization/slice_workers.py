@@ -8,9 +8,7 @@ one at a time, so memory stays flat. What a worker does is in `slice_worker`.
 from __future__ import annotations
 
 import queue
-import shutil
 import signal
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from spurline import errors
 from spurline.data.token_store import SampleBlock
 from spurline.ranks.child import ChildProcess
 from spurline_collation_fast.tokenization.chunks import RowLine, even_slices, read_block
+from spurline_collation_fast.tokenization.own_folder import OwnFolder
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError, slice_path
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -68,7 +67,8 @@ class SliceWorkers:
 
     def __enter__(self) -> SliceWorkers:
         """Start the workers. Raises UnsharableDataError when they cannot be given the data."""
-        self._folder = Path(tempfile.mkdtemp(prefix="spurline-tokenize-", dir=self._parent_folder))
+        self._own_folder = OwnFolder(self._parent_folder)
+        self._folder = self._own_folder.path
         try:
             self._task.save(self._folder)
             for number, rows in enumerate(self._slices):
@@ -196,4 +196,4 @@ class SliceWorkers:
             worker.child.kill()
         for worker in self._workers:
             worker.child.end()
-        shutil.rmtree(self._folder)
+        self._own_folder.remove()

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
@@ -23,6 +23,7 @@ import psutil
 
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
+from spurline.ranks.network import variables_of_one_machine
 from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
@@ -32,6 +33,8 @@ WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtens
 OWNER = "SPURLINE_VLLM_OWNER"
 """Environment variable with the id of the process whose end also ends the engine's processes."""
 _NO_ADAPTER = "If the model has no LoRA in vLLM, set source.weight_sync.adapters: false, which sends adapters merged."
+_MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
+"""Arguments of vLLM by which an engine spreads over several; otherwise it has one."""
 _ONE_AT_A_TIME = threading.Lock()
 """The environment, and what has been started meanwhile, belong to the whole process."""
 
@@ -79,6 +82,7 @@ class EngineSpec:
 
     notes_experts: whether it tells which experts it chose. gpus: the GPUs that it sees, as CUDA_VISIBLE_DEVICES names
     them; None: those that whoever starts it sees. adapter: what it is sent alone; None: it is sent whole weights.
+    peers_elsewhere: whether it may get weights from other machines.
     """
 
     config: VllmEngineConfig
@@ -86,6 +90,7 @@ class EngineSpec:
     notes_experts: bool = False
     gpus: str | None = None
     adapter: EngineAdapter | None = None
+    peers_elsewhere: bool = True
 
     def to_plain(self) -> PlainSpec:
         """The spec for a process of a cluster, which gives it its GPUs; config classes are imported, not unpickled."""
@@ -107,7 +112,14 @@ class EngineSpec:
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
     """The spec of this run's engines. Raises as `engine_adapter` does."""
     adapter = engine_adapter(config, run)
-    return EngineSpec(config, run.model, notes_experts=run.source.replays_experts, adapter=adapter)
+    ranks = run.backend.rank_request()
+    return EngineSpec(
+        config,
+        run.model,
+        notes_experts=run.source.replays_experts,
+        adapter=adapter,
+        peers_elsewhere=config.is_elsewhere or (ranks is not None and ranks.launch == "ray"),
+    )
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
@@ -153,9 +165,14 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def engine_environment(config: VllmEngineConfig, gpus: str | None = None) -> Iterator[None]:
-    """The environment that the engine's processes inherit, while they are started. gpus: as of `EngineSpec`."""
+def engine_environment(
+    config: VllmEngineConfig, gpus: str | None = None, *, peers_elsewhere: bool = True
+) -> Iterator[None]:
+    """The environment that the engine's processes inherit, while they are started. gpus, peers_elsewhere: as of
+    `EngineSpec`."""
     spare_cores = max(1, ((os.cpu_count() or 2) - 1) // config.engines)
+    spreads = bool(_MANY_MACHINES & config.engine_args.keys())
+    interfaces = {} if spreads else variables_of_one_machine(peers_elsewhere=peers_elsewhere)
     variables: dict[str, str | None] = {
         OWNER: str(os.getpid()),
         # Binding to cores would put engines and trainer on the same ones.
@@ -164,7 +181,8 @@ def engine_environment(config: VllmEngineConfig, gpus: str | None = None) -> Ite
         # It would take precedence over kv_cache_gb.
         "VLLM_CPU_KVCACHE_SPACE": None,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+        **interfaces,
         **({} if gpus is None else {VISIBLE: gpus}),
     }
     before = {name: os.environ.get(name) for name in variables}
@@ -236,7 +254,7 @@ class EngineStart:
 
     def run(self) -> Any:
         """The AsyncLLM. Blocks for a minute. Raises EngineDiedError with vLLM's own words when it cannot start."""
-        with _ONE_AT_A_TIME, engine_environment(self._spec.config, self._spec.gpus), _without_ctrl_c():
+        with _ONE_AT_A_TIME, self._environment(), _without_ctrl_c():
             from vllm import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -267,6 +285,10 @@ class EngineStart:
             if mine:
                 EngineProcesses(mine).kill()
 
+    def _environment(self) -> AbstractContextManager[None]:
+        spec = self._spec
+        return engine_environment(spec.config, spec.gpus, peers_elsewhere=spec.peers_elsewhere)
+
     def _check(self) -> None:
         if self._given_up:
             raise EngineDiedError("it was closed while it started")
@@ -274,11 +296,12 @@ class EngineStart:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Processes started within never get SIGINT: Ctrl-C in a terminal reaches all of a run's processes, and the run
-    would lose its engines before it has finished the step and saved. What a thread blocks, its children block."""
+    """Processes started within never get SIGINT and SIGHUP: Ctrl-C in a terminal, and its end, reach all of a run's
+    processes, and the run would lose its engines before it has finished the step and saved. What a thread blocks, its
+    children block."""
     # Where it has to be started first, the tracker lets the signal through again.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import json
 import secrets
+import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
+from ipaddress import ip_address
 from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -42,6 +44,11 @@ START_HINT = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
     f"--logprobs-mode processed_logprobs --worker-extension-cls {WORKER_EXTENSION}."
 )
+_OPEN = (
+    "lets everyone who reaches its port pause it and change its weights: the development endpoints that a run needs "
+    "ask for no key. Let nobody but this run's machines reach that port, or put a proxy before it that asks for the "
+    "key in source.engine.api_key_env at all paths."
+)
 _ADAPTERS = "spurline"
 """How the names of adapters begin; requests name one like a model."""
 
@@ -52,7 +59,7 @@ class ServedModel(NamedTuple):
     name: requests name it. num_workers: processes that hold its weights. weights_dtype: as torch writes it, without
     `torch.`. has_extension: whether our worker extension is in its workers. on_cpu: whether it computes on CPUs.
     has_room_for_adapters: whether it was started with `--enable-lora`. loads_adapters: whether it then takes one at any
-    time, by its own endpoint for them.
+    time, by its own endpoint for them. is_open: whether it obeys those who have no key.
     """
 
     name: str
@@ -63,6 +70,7 @@ class ServedModel(NamedTuple):
     on_cpu: bool
     has_room_for_adapters: bool
     loads_adapters: bool
+    is_open: bool
 
 
 class ServerApi:
@@ -70,6 +78,7 @@ class ServerApi:
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
         self._url = url.rstrip("/")
+        self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         # Whole calls are limited by whoever makes them.
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -99,7 +108,16 @@ class ServerApi:
             on_cpu=config["device_config"]["device"] == "cpu",
             has_room_for_adapters=has_room,
             loads_adapters=has_room and await self._has_adapter_endpoint(),
+            is_open=await self._obeys_strangers(),
         )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is reached over the loopback of this machine."""
+        host = urlsplit(self._url).hostname or ""
+        with contextlib.suppress(ValueError):
+            return ip_address(host).is_loopback
+        return host == "localhost"
 
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """The response as it comes."""
@@ -207,6 +225,14 @@ class ServerApi:
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from error
 
+    async def _obeys_strangers(self) -> bool:
+        """vLLM asks for its key under `/v1` alone; what changes weights is elsewhere, as is what this asks for."""
+        try:
+            async with aiohttp.request("GET", self._url + "/server_info", timeout=self._stranger_limit) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
+
     async def _check(self, answer: aiohttp.ClientResponse, on_failure: type[RunFailedError] = EngineDiedError) -> None:
         if answer.status < 400:
             return
@@ -274,6 +300,8 @@ class ServerMember:
         self._keeps_weights = served.has_room_for_adapters
         self._files = ServerFiles(self.name, on_cpu=served.on_cpu)
         self._on_served(served)
+        if served.is_open and not self._api.is_here:
+            print(f"{self.name} {_OPEN}", file=sys.stderr, flush=True)
         # A run that ended during a pause leaves the server paused.
         await self._api.resume()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import RunFailedError
+from spurline.files import remove
 from spurline.protocols.rollout_engine import WeightBucket
 from spurline_async_rl.weights.disk import DiskSync, checked_file
 
@@ -56,7 +57,7 @@ class ServerFiles:
         try:
             if self._folder is None:
                 # What a killed run left there would be loaded too.
-                shutil.rmtree(folder, ignore_errors=True)
+                remove(folder)
                 folder.mkdir()
                 self._folder = folder
             os.link(path, folder / f"model-{len(list(folder.iterdir())) + 1:05d}.safetensors")

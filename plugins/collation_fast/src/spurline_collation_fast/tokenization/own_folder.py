@@ -1,0 +1,52 @@
+"""A folder for the files of one process, which the next one removes when that was killed before it could.
+
+A lock on the folder says that its owner lives: it ends with the process, whatever its id is and whoever can see that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "spurline-tokenize-"
+
+
+class OwnFolder:
+    """A new folder in this one, or in that for temporary files; those of dead owners there are removed."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        place = Path(tempfile.gettempdir()) if parent is None else parent
+        _sweep(place)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+            # Who sweeps just now may have taken it for abandoned before it was locked.
+            with suppress(FileNotFoundError):
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                # A file system without locks has none that say otherwise.
+                with suppress(OSError):
+                    fcntl.flock(self._lock, fcntl.LOCK_SH)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
+
+    def remove(self) -> None:
+        """With all that is in it."""
+        shutil.rmtree(self.path)
+        os.close(self._lock)
+
+
+def _sweep(place: Path) -> None:
+    for folder in place.glob(f"{_PREFIX}*"):
+        # Another user's cannot be opened, which is how it stays; what is no folder, such as a link to one, is not ours.
+        with suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,67 @@
+"""RUN_DIR after kills: what was begun there goes, and what an earlier attempt left is kept together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from spurline.files import write_text
+from spurline.run.directory import RunDirectory
+
+
+def ended_process() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
+@pytest.mark.processes
+def test_what_a_killed_process_began_to_write_is_removed_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, places = ended_process(), [tmp_path, tmp_path / "groups"]
+    places[1].mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: killed)
+        # Nothing that it does after this instant happens.
+        patch.setattr(Path, "replace", lambda *_: None)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        for place in places:
+            write_text(place / "summary.json", "{}")
+    assert all([*place.glob(".*.tmp")] for place in places)
+    another = tmp_path / f".report.html.{os.getpid()}.tmp"
+    own = [tmp_path / ".notes.tmp", tmp_path / "draft.7.tmp"]
+    for path in (another, *own):
+        path.touch()
+    directory = RunDirectory(tmp_path)
+    directory.open()
+    directory.close()
+    left = sorted(path.name for path in tmp_path.rglob("*.tmp"))
+    assert left == sorted(path.name for path in (another, *own)), "one of a living process, and what is not ours"
+
+
+def test_an_attempt_is_set_aside_as_a_whole_also_when_a_kill_comes_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, names = RunDirectory(tmp_path), ["config.json", "eval_samples.jsonl", "metrics.jsonl", "timeline.jsonl"]
+    for name in names:
+        (tmp_path / name).write_text("{}\n")
+    moved, rename = [], Path.rename
+
+    def rename_once(path: Path, target: Path) -> Path:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(path.name)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_once)
+        with pytest.raises(KeyboardInterrupt):
+            directory.set_aside_earlier(["timeline.jsonl"])
+    assert "1 steps of an earlier attempt" in (directory.set_aside_earlier(["timeline.jsonl"]) or "")
+    assert not [*tmp_path.glob("*.json*")]
+    assert sorted(path.name for path in tmp_path.glob("before-*/*")) == names
+    assert directory.set_aside_earlier(["timeline.jsonl"]) is None

@@ -1,0 +1,78 @@
+"""Whole runs whose reward function runs away on some responses: they go on, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import assert_same_weights, read_metrics
+
+from spurline import Run, load_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+REWARDS = """
+import asyncio, os, pathlib
+
+def note(answer):
+    with open(pathlib.Path(__file__).parent / "pids", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+def spins(answer):
+    note(answer)
+    while sum(answer.response.encode()) % 16 == 0:
+        pass
+    return float(len(answer.response) % 5)
+
+async def blocks(answer):
+    await asyncio.sleep(0.001)
+    return spins(answer)
+"""
+
+
+def config_of(rl_config: dict[str, Any], module: Path, source: dict[str, Any], function: str) -> dict[str, Any]:
+    module.write_text(REWARDS, encoding="utf-8")
+    reward = {"name": "function", "path": f"{module}:{function}", "timeout_s": 1.0}
+    faults = {"retries": 8, "max_quarantined": 64}
+    rl_config["source"] |= {
+        "environment": {"rewards": {"odd": reward}},
+        "reward_weights": {},
+        "faults": faults,
+        **source,
+    }
+    rl_config["plugins"] = ["async_rl"]
+    return rl_config
+
+
+@pytest.mark.parametrize("function", ["spins", "blocks"])
+@pytest.mark.parametrize(
+    "source",
+    [{"name": "rollouts"}, {"name": "async_rollouts", "max_staleness": 1, "correction": "tis"}],
+    ids=["synchronous", "asynchronous"],
+)
+def test_a_reward_that_never_returns_on_some_responses_holds_up_no_step(
+    rl_config: dict[str, Any], tmp_path: Path, source: dict[str, Any], function: str
+) -> None:
+    config = config_of(rl_config, tmp_path / "odd.py", source, function)
+    Run(load_config(config)).train()
+    metrics = read_metrics(Path(config["run_dir"]))
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    workers = set(map(int, (tmp_path / "pids").read_text().split()))
+    # Some were killed and replaced; all are gone.
+    assert len(workers) > 1
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert os.getpid() not in workers
+
+
+def test_without_staleness_a_run_with_worker_processes_equals_the_synchronous_one_bit_for_bit(
+    rl_config: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_of(rl_config, tmp_path / "odd.py", {"name": "async_rollouts", "max_staleness": 0}, "spins")
+    twin = {**config, "run_dir": f"{config['run_dir']}-synchronous"}
+    twin["source"] = {name: value for name, value in config["source"].items() if name != "max_staleness"}
+    twin["source"]["name"] = "rollouts"
+    for each in (config, twin):
+        Run(load_config(each)).train()
+    assert_same_weights(Path(config["run_dir"]), Path(twin["run_dir"]))

@@ -1,0 +1,145 @@
+"""Disks that are full, clocks that jump, few open files: a run says what is in its way, and goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import assert_same_weights, deterministic, num_lines, read_metrics, train_command, wait_for
+from warm_runs import WarmRuns
+
+from spurline import Run, load_config
+from spurline.errors import SpurlineError
+
+SOAK = bool(os.environ.get("SPURLINE_SOAK"))
+DAY_S = 86400
+
+Resize = Callable[[str], None]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
+    """A folder on a disk of its own, and what mounts it again with other options, such as another size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=False).returncode:
+        pytest.skip("mounting a disk takes the rights of root")
+
+    def remount(options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True)
+
+    yield folder, remount
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def async_config(rl_config: dict[str, Any]) -> dict[str, Any]:
+    """It has a timeline, recorded groups and a report, and equals the synchronous run."""
+    rl_config["plugins"] = ["async_rl"]
+    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 0, "record_groups": True}
+    return rl_config
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["base_config", "async_config"])
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(
+    kind: str, request: pytest.FixtureRequest, small_disk: tuple[Path, Resize], tmp_path: Path
+) -> None:
+    config: dict[str, Any] = request.getfixturevalue(kind)
+    folder, remount = small_disk
+    whole = config | {"run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    sizes_kib = (*range(4, 32, 4), *range(32, 1600, 24)) if SOAK else (8, 1200)
+    for size_kib in sizes_kib:
+        run_dir = folder / f"run-{size_kib}"
+        config["run_dir"] = str(run_dir)
+        remount(f"size={size_kib}k")
+        with pytest.raises(SpurlineError, match=r"cannot be written.*No space.* Free some space") as raised:
+            Run(load_config(config)).train()
+        assert str(run_dir) in str(raised.value)
+        print(size_kib, str(raised.value).replace(str(run_dir), ""))
+        remount("size=64m")
+        Run(load_config(config)).train()
+        assert deterministic(read_metrics(run_dir)) == deterministic(read_metrics(tmp_path / "whole"))
+        assert_same_weights(run_dir, tmp_path / "whole")
+        shutil.rmtree(run_dir)
+
+
+@pytest.mark.processes
+def test_a_disk_that_turns_read_only_is_named(small_disk: tuple[Path, Resize], base_config: dict[str, Any]) -> None:
+    folder, remount = small_disk
+    remount("ro")
+    with pytest.raises(SpurlineError, match=rf"run_dir {folder}/run cannot be written: Read-only file system\. Choose"):
+        Run(load_config(base_config | {"run_dir": str(folder / "run")})).train()
+
+
+def test_a_clock_that_jumps_by_a_day_changes_nothing(
+    async_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = async_config | {"run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    jumps, now, now_ns = random.Random(0), time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: now() + jumps.randint(-1, 1) * DAY_S)
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + jumps.randint(-1, 1) * DAY_S * 10**9)
+    Run(load_config(async_config)).train()
+    lines = read_metrics(async_config["run_dir"])
+    assert deterministic(lines) == deterministic(read_metrics(tmp_path / "whole"))
+    assert all(0 <= value < DAY_S / 2 for line in lines for name, value in line.items() if name.startswith("time/"))
+
+
+@pytest.mark.processes
+def test_few_open_files_and_no_home_are_enough(
+    warm_runs: WarmRuns,
+    async_config: dict[str, Any],
+    write_config: WriteConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("HOME")
+    run = warm_runs.start("train", write_config(async_config | {"steps": 2}), output=tmp_path / "log")
+    resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (64, 64))
+    assert run.wait(60) == 0, (tmp_path / "log").read_text()
+
+
+@pytest.mark.processes
+def test_a_run_that_is_stopped_and_continued_is_the_same_run(
+    warm_runs: WarmRuns, base_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
+) -> None:
+    whole = base_config | {"steps": 12, "run_dir": str(tmp_path / "whole")}
+    Run(load_config(whole)).train()
+    run = warm_runs.start("train", write_config(base_config | {"steps": 12}))
+    metrics = Path(base_config["run_dir"]) / "metrics.jsonl"
+    for steps in (1, 4, 8):
+        wait_for(lambda steps=steps: num_lines(metrics) >= steps or run.poll() is not None, "another step")
+        os.kill(run.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        os.kill(run.pid, signal.SIGCONT)
+    assert run.wait(60) == 0
+    assert deterministic(read_metrics(base_config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not SOAK, reason="a process with child engines of its own: in the soak")
+def test_a_tiny_dev_shm_is_enough_for_engines_in_child_processes(
+    async_config: dict[str, Any], write_config: WriteConfig
+) -> None:
+    async_config["source"]["engine"] = {"name": "child_process", "deterministic": True}
+    command = " ".join(train_command(write_config(async_config | {"steps": 2})))
+    own = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {command}"]
+    if subprocess.run([*own[:4], "mount -t tmpfs tmpfs /dev/shm"], check=False).returncode:
+        pytest.skip("mounting a disk takes the rights of root")
+    subprocess.run(own, check=True, timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})

@@ -1,0 +1,94 @@
+"""Nothing can run what a file or a message says: no pickle, `eval` or loader of objects, but those listed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for package in ("core/src", "plugins/*/src", "examples")
+    for path in sorted(ROOT.glob(f"{package}/**/*.py"))
+    # The kit for plugin authors reads what it has written itself.
+    if "core/src/spurline/testing" not in str(path)
+]
+
+UNSAFE = {
+    "eval",
+    "exec",
+    "compile",
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+    "dill.load",
+    "dill.loads",
+    "joblib.load",
+    "marshal.load",
+    "marshal.loads",
+    "numpy.load",
+    "np.load",
+    "pandas.read_pickle",
+    "shelve.open",
+    "torch.load",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.full_load",
+    "yaml.unsafe_load",
+    "AutoModel.from_pretrained",
+    "AutoModelForCausalLM.from_pretrained",
+    "PeftModel.from_pretrained",
+}
+"""Calls that make objects, or programs, of bytes; and those that open whatever weights a folder has."""
+
+ALLOWED = {
+    ("core/src/spurline/ranks/outcomes.py", "pickle.loads"): "what this process has pickled a line before",
+    ("core/src/spurline/ranks/ray_node.py", "pickle.loads"): "between the run's own processes, over Ray",
+    ("core/src/spurline/model/loading.py", "AutoModelForCausalLM.from_pretrained"): "with use_safetensors",
+    (
+        "plugins/collation_fast/src/spurline_collation_fast/tokenization/slice_worker.py",
+        "pickle.load",
+    ): "the parent's own file, in a folder that only this user can enter",
+}
+
+
+def unsafe_calls(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        safe = options.get("weights_only") == "True" or (name == "yaml.load" and "Safe" in options.get("Loader", ""))
+        if (name in UNSAFE and not safe) or options.get("allow_pickle") == "True":
+            yield name
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("torch.load(path)", ["torch.load"]),
+        ("torch.load(path, weights_only=True)", []),
+        ("numpy.fromfile(path); np.save(path, a, allow_pickle=True)", ["np.save"]),
+        ("yaml.load(text, Loader=yaml.CSafeLoader); yaml.load(text, Loader=yaml.Loader)", ["yaml.load"]),
+        ("model.eval(); re.compile(x); ast.literal_eval(x)", []),
+        ("eval(text)", ["eval"]),
+    ],
+)
+def test_what_is_looked_for_is_found(source: str, found: list[str]) -> None:
+    assert list(unsafe_calls(source)) == found
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in SOURCES
+        for name in unsafe_calls(path.read_text(encoding="utf-8"))
+    }
+    assert len(SOURCES) > 300
+    assert found - ALLOWED.keys() == set(), "is it safe with files of others? If so, list it with the reason"
+    assert ALLOWED.keys() - found == set(), "no longer there"

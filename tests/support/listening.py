@@ -1,0 +1,36 @@
+"""What processes listen on, and whether others than this machine can reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+import psutil
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """The process and all that it has started, and those that these have."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str, int]]:
+    """(process, address, port) of each socket that takes connections."""
+    found: set[tuple[str, str, int]] = set()
+    for process in processes:
+        try:
+            sockets, name = process.net_connections("inet"), f"{process.name()} {process.pid}"
+        except psutil.NoSuchProcess:
+            continue
+        found |= {(name, one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+def reachable(sockets: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
+    """Those of `listening` that are not on the loopback."""
+    return [one for one in sockets if not _plain(one[1]).is_loopback]
+
+
+def _plain(address: str) -> IPv4Address | IPv6Address:
+    parsed = ip_address(address)
+    return getattr(parsed, "ipv4_mapped", None) or parsed
