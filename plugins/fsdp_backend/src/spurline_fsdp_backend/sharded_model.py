@@ -169,13 +169,9 @@ def _build(
 ) -> PreTrainedModel:
     causal = _without_values(model, dtype)
     change(causal)
-    frozen = [name for name, value in causal.named_parameters() if not value.requires_grad]
     shard(causal, config, meshes)
     # Offloaded shards live on the host from the beginning: there may be no room for them elsewhere.
     load_weights(causal, model, seed, "cpu" if config.cpu_offload else config.on)
-    # What is read takes the place of what was frozen.
-    for name in frozen:
-        causal.get_parameter(name).requires_grad_(False)
     for module in causal.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(config.on)
