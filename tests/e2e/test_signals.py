@@ -12,10 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from reward_functions import in_process
 from run_helpers import num_lines, read_metrics, wait_for
 from warm_runs import WarmRuns
-
-from spurline.rl.rewards.configs import FunctionRewardConfig
 
 pytestmark = pytest.mark.processes
 
@@ -33,18 +32,15 @@ def score(answer):
 """
 
 
-# A thread of the run's own process, not a worker that would be killed.
-IN_PROCESS = {"name": "function", "path": "hanging_rewards:score"} | (
-    {"in_process": True} if "in_process" in FunctionRewardConfig.model_fields else {}
-)
-
-
 def test_a_run_ends_whose_reward_never_gives_the_interpreter_back(
     warm_runs: WarmRuns, rl_config: dict[str, Any], write_config: WriteConfig, tmp_path: Path
 ) -> None:
     rewards = tmp_path / "modules/hanging_rewards.py"
     rewards.write_text(HANGS_IN_C)
-    rl_config["source"]["environment"]["rewards"] = {"score": IN_PROCESS}
+    rl_config["source"]["environment"]["rewards"] = {
+        # A thread of the run's own process, not a worker that would be killed.
+        "score": in_process("hanging_rewards:score")
+    }
     rl_config["source"]["reward_weights"] = {}
     log = tmp_path / "log"
     run = warm_runs.start("train", write_config(rl_config), output=log)

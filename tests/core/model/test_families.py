@@ -16,8 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spurline.model.device_profile import device_profile
 from spurline.model.probe import check_exactness
-from spurline.model.stream_model import SLOTS_PER_PASS, StreamModel
-from spurline.model.token_stream import token_stream
+from spurline.model.row_passes import RowPass, idle_pass, row_passes
+from spurline.model.stream_model import StreamModel
+from spurline.model.token_stream import SegmentPlan, token_stream
 from spurline.testing.backend_cases import assert_gradients_close
 
 # Shorter and longer than the windows and chunks of 5, equal lengths, and one token alone.
@@ -62,16 +63,22 @@ def test_a_batch_has_the_gradients_of_each_sequence_alone(family: Family) -> Non
     assert_gradients_close(as_a_batch(read), wanted, 1e-5, cancels_below=1e-3)
 
 
-def test_rows_of_one_pass_and_of_many_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_pass_and_of_many_and_idle_ones_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     family = next(family for family in FAMILIES if family.model_type == "qwen3_5_text")
     model = StreamModel(tiny_model(family).train(), chunk_tokens=16)
     model.read_as("rows")
-    model.one_pass = True
     wanted = as_a_batch(model)
-    model.one_pass = False
-    # Never worth padding: a pass for each length.
-    monkeypatch.setitem(SLOTS_PER_PASS, "cpu", 0)
+    passes: list[int] = []
+
+    def many(plan: SegmentPlan, device: torch.device) -> list[RowPass]:
+        # Never worth padding: a pass for each length.
+        found = row_passes(plan, 0, Tensor.contiguous)
+        passes.append(len(found))
+        return [*found, idle_pass(int(plan.lengths.sum()), Tensor.contiguous)]
+
+    monkeypatch.setattr(model, "_row_passes", many)
     assert_gradients_close(as_a_batch(model), wanted, 1e-5, cancels_below=1e-3)
+    assert passes == [7]
 
 
 def test_the_page_has_the_table_of_these_families() -> None:

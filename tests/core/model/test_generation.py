@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from model_families import FAMILIES, tiny_model
 
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import generation
+from spurline.model.generation import generate_greedily
+from spurline.model.stream_model import StreamModel
 from spurline.protocols.loss import Objective
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]
+
+MORE_PROMPTS = [*PROMPTS, [40, 41, 42], list(range(50, 70))]
 
 
 def greedy_without_cache(causal: Any, prompt: list[int], max_new_tokens: int, stop: int) -> list[int]:
@@ -36,6 +41,17 @@ def test_generation_equals_a_greedy_loop_without_a_cache(tmp_path: Path) -> None
     backend = excite(local_backend(write_model_folder(tmp_path / "model")))
     expected = [greedy_without_cache(backend._model.causal, prompt, 12, stop=3) for prompt in PROMPTS]
     assert backend.generate(PROMPTS, max_new_tokens=12) == expected
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "minimax", "llama4_text"])
+def test_generation_is_exact_for_models_that_cannot_leave_padding_out_and_for_those_that_sdpa_does_not_know(
+    name: str,
+) -> None:
+    family = next(family for family in FAMILIES if family.model_type == name)
+    model = StreamModel(tiny_model(family))
+    model.read_as(family.reading)
+    expected = [greedy_without_cache(model.causal, prompt, 12, stop=-1) for prompt in MORE_PROMPTS]
+    assert generate_greedily(model, MORE_PROMPTS, 12, ()) == expected
 
 
 def test_generation_stops_after_the_end_of_sequence_token(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_a_model_whose_attention_is_not_told_of_its_window_keeps_its_own(
     # Longer than the probe's sequences, so that no number differs.
     backend = local_backend(folder(tmp_path, model_type="mistral", sliding_window=64), probe=True)
     assert backend._model.reading == "plain_rows"
+    assert backend.facts()["reads"] == "a row for each sequence, with attention of its own"
 
 
 LONGROPE = {

@@ -161,6 +161,7 @@ def test_autocast_reaches_the_kernel() -> None:
     ("kwargs", "message"),
     [
         ({"position_bias": torch.zeros(HEADS)}, "position_bias"),
+        ({"block_indices": torch.zeros(1, 4, 2, dtype=torch.int64)}, "block_indices"),
         ({"is_causal": False}, "is_causal=False"),
     ],
 )

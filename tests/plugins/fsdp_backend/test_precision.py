@@ -98,8 +98,9 @@ def test_caps_of_logits_and_rows_of_models_that_mix_tokens_are_those_of_the_loca
         opened(backend_run(tmp_path, on(2), ("fsdp_backend",))) as (backend, layout),
         opened(local_run) as (local, _),
     ):
-        # A rank without rows runs the model as often as the others.
-        for batch, objective in (minibatch("packed", layout), uneven_batch("one row", layout)):
+        # A rank without rows, or with rows of fewer lengths, runs the model as often as the others.
+        uneven = minibatch("padded", layout, lengths=(200, 3, 240))
+        for batch, objective in (minibatch("packed", layout), uneven_batch("one row", layout), uneven):
             wanted = local.gradients(batch, objective)
             assert_gradients_close(backend.gradients(batch, objective), wanted, 1e-5, cancels_below=1e-3)
 

@@ -25,6 +25,12 @@ from spurline.ranks.machine import memory_bytes
 # Padded slots that cost as much as one more attention call, measured: on a CPU core only segments of a few tokens are
 # worth padding; on a GPU (fp32, or half precision without the varlen kernel) a call is a dozen kernel launches.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
+_SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
+
+
+def slots_per_pass(device: torch.device) -> int:
+    """Padded slots that cost as much as one more pass of a whole decoder."""
+    return _SLOTS_PER_PASS.get(device.type, 0)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import LengthLimit
 from spurline.model.positions import position_limit
-from spurline.model.stream_model import StreamModel, evaluation_mode, other_attention
+from spurline.model.stream_model import StreamModel, evaluation_mode, library_attention, other_attention
 from spurline.protocols.backend import GenerationModel
 
 _TOKENS_PER_BATCH = 65536
@@ -27,9 +27,10 @@ _TOKENS_PER_BATCH = 65536
 
 
 def generate_greedily(
-    causal: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int]
+    model: StreamModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_tokens: Sequence[int]
 ) -> list[list[int]]:
     """One continuation per prompt, in the prompts' order, up to and including the first stop token."""
+    causal = model.causal
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has no tokens"
     responses: list[list[int]] = [[] for _ in prompts]
     pad = stop_tokens[0] if stop_tokens else 0
@@ -43,7 +44,8 @@ def generate_greedily(
     )
     generate: Any = causal.generate
     with evaluation_mode(causal), _generation_setup(causal):
-        for members in _batches([len(prompt) for prompt in prompts], max_new_tokens):
+        # Only attention is sure to leave padding out.
+        for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
             mask = torch.zeros_like(input_ids)
@@ -64,11 +66,12 @@ def generate_greedily(
     return responses
 
 
-def _batches(lengths: Sequence[int], max_new_tokens: int) -> Iterator[list[int]]:
-    """Prompt numbers to generate together: prompts of similar length, so that little is padded."""
+def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
+    """Prompt numbers to generate together: prompts of similar length, so that little is padded, or of one length."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        if members and (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH:
+        is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
+        if members and (is_full or (not pads and lengths[index] != lengths[members[-1]])):
             yield members
             members = []
         members.append(index)
@@ -87,7 +90,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
     before = [(dict(vars(module)), dict(module._buffers)) for module in rotary]
     causal.generation_config = GenerationConfig()
     try:
-        with other_attention(causal, "sdpa"):
+        with other_attention(causal, library_attention(causal)):
             yield
     finally:
         causal.generation_config = own_defaults

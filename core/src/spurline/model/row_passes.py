@@ -3,12 +3,12 @@
 Place on the way: `TokenStream` -> rows -> decoder -> hidden states, in the order of the stream again. It is for models
 that mix tokens outside of attention (linear attention, state spaces, convolutions) where the installed kernels cannot
 keep segments apart: a row is one segment, and padding lies in the future of all of its tokens, which no causal layer
-sees. So the result is that of each sequence alone. What it costs is padding and a pass per group of lengths.
+sees. So the result is that of each sequence alone. What it costs is a pass per group of lengths and padding, in large
+passes at most as many slots as tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,13 +54,21 @@ class RowPass:
         return flat if self.bucket.slots is None else Unpad.apply(flat, self.bucket.slots)
 
 
-def row_passes(plan: SegmentPlan, slots_per_pass: int | None, send: Send) -> Iterator[RowPass]:
-    """The passes that cover a stream, in order.
-
-    slots_per_pass: how many padded slots cost as much as one more pass; None makes one pass of all.
-    """
+def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
+    """The passes that cover a stream, in order. slots_per_pass: how many padded slots cost as much as one more pass."""
+    passes: list[RowPass] = []
     start = 0
-    for bucket in cut_buckets(plan.lengths, slots_per_pass, send):
-        lengths = np.full(bucket.count, bucket.length, np.int64)
-        yield RowPass(slice(start, start + bucket.tokens), bucket, plan_segments(lengths, 0, send))
+    for bucket in cut_buckets(plan.lengths, slots_per_pass, send, most_padding=1.0):
+        passes.append(RowPass(slice(start, start + bucket.tokens), bucket, _equal_segments(bucket, send)))
         start += bucket.tokens
+    return passes
+
+
+def idle_pass(after: int, send: Send) -> RowPass:
+    """A pass over one row of two tokens, none of which is one of the stream's. after: tokens in front of it."""
+    bucket = Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64)))
+    return RowPass(slice(after, after), bucket, _equal_segments(bucket, send))
+
+
+def _equal_segments(bucket: Bucket, send: Send) -> SegmentPlan:
+    return plan_segments(np.full(bucket.count, bucket.length, np.int64), 0, send)

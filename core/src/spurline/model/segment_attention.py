@@ -34,8 +34,9 @@ if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.sign
 
 ATTENTION_NAME = "spurline_segments"
 
-_REFUSED = ("position_bias",)
-"""Keywords by which models ask for attention that is not computed here."""
+_IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Tensors among the keywords of attention that say what the plan says already. Any other, such as a bias by position or
+the blocks that a query sees, asks for attention that is not computed here."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -177,7 +178,7 @@ def _refuse_what_would_be_ignored(
             f"{owner} does not hand the model's keyword arguments to its attention, so sequences cannot be kept apart. "
             "Use a model whose forward passes **kwargs to the attention function (all recent transformers decoders do)."
         )
-    asked = [name for name in _REFUSED if kwargs.get(name) is not None]
+    asked = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _IGNORED]
     if attention_mask is not None:
         asked.append("attention_mask")
     if is_causal is False or not getattr(module, "is_causal", True):
@@ -290,7 +291,8 @@ def _attend_with_sinks(
         )
     column = (sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
     query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
-    sink = F.one_hot(torch.tensor(width, device=key.device), width + _SINK_WIDTH).to(key.dtype)
+    sink = key.new_zeros(width + _SINK_WIDTH)
+    sink[width] = 1
     key = torch.cat([sink.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _SINK_WIDTH))], dim=2)
     value = F.pad(value, (0, _SINK_WIDTH, 1, 0))
     visible = scores.visible(query.shape[2] - 1, query.device)
@@ -318,7 +320,10 @@ def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, scores: Scor
     if size >= length:
         return _capped(query, key, value, visible, scores, dropout)
     parts = [
-        checkpoint(_capped, part, key, value, seen, scores, dropout, use_reentrant=False)
+        # Rewinding the generator waits for the device.
+        checkpoint(
+            _capped, part, key, value, seen, scores, dropout, use_reentrant=False, preserve_rng_state=dropout > 0
+        )
         for part, seen in zip(query.split(size, dim=2), visible.split(size), strict=True)
     ]
     return torch.cat([part for part in parts if isinstance(part, Tensor)], dim=2)

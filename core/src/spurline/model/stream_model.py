@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -24,9 +24,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
+from spurline.model.device_profile import slots_per_pass
 from spurline.model.expert_loads import ExpertLoads
 from spurline.model.router_replay import ExpertRouting, has_routers
-from spurline.model.row_passes import row_passes
+from spurline.model.row_passes import RowPass, row_passes
 from spurline.model.segment_attention import ATTENTION_NAME
 from spurline.model.token_stream import SegmentPlan, TokenStream
 from spurline.protocols.loss import TokenLossInputs
@@ -37,13 +38,13 @@ Reading = Literal["stream", "rows", "plain_rows"]
 """How a decoder reads a stream: as it is; as rows of one segment each, for one that mixes tokens outside of attention;
 or as such rows with attention of its own, for one whose attention cannot be replaced."""
 
-_OWN_ATTENTION = "eager"
+_READ_AS: dict[Reading, str] = {
+    "rows": "a row for each sequence",
+    "plain_rows": "a row for each sequence, with attention of its own",
+}
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 """Names of config fields by which models ask for randomness in training, other heads' not."""
-
-SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
-"""Padded slots that cost as much as one more pass of the decoder over rows, by type of device."""
 
 
 class StreamModel:
@@ -84,21 +85,19 @@ class StreamModel:
 
     def read_as(self, reading: Reading) -> None:
         """Raises ModelError where the model's attention cannot be replaced, as `stream` and `rows` need."""
-        self.causal.set_attn_implementation(_OWN_ATTENTION if reading == "plain_rows" else ATTENTION_NAME)
+        own = library_attention(self.causal)
+        self.causal.set_attn_implementation(own if reading == "plain_rows" else ATTENTION_NAME)
         self._reading = reading
 
     def facts(self) -> dict[str, str]:
         """For people: how it `reads` where that costs something, and what it `draws` at random while it trains."""
-        facts = {} if self._reading == "stream" else {"reads": "a row for each sequence"}
+        facts = {"reads": _READ_AS[self._reading]} if self._reading in _READ_AS else {}
         config = self.causal.config.get_text_config()
         rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
         drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
         if drawn:
             facts["draws"] = ", ".join(drawn)
         return facts
-
-    one_pass = False
-    """Whether the rows of a stream are one pass always: ranks that share parameters must make equally many."""
 
     counts_experts = True
     """Whether `counting_experts` counts; compiled layers have no hooks."""
@@ -156,9 +155,8 @@ class StreamModel:
                 "ranks. Set backend.context: 1."
             )
         device = input_ids.device
-        slots_per_pass = None if self.one_pass else SLOTS_PER_PASS.get(device.type, 0)
         parts: list[Tensor] = []
-        for row_pass in row_passes(plan, slots_per_pass, lambda tensor: tensor.to(device)):
+        for row_pass in self._row_passes(plan, device):
             # Fill is not counted, and it lies in front of the stream.
             fill = max(0, num_fill - row_pass.tokens.start)
             real = row_pass.is_real
@@ -172,6 +170,10 @@ class StreamModel:
             )
             parts.append(row_pass.stream(hidden))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
+        """The passes over a stream's rows."""
+        return row_passes(plan, slots_per_pass(device), lambda tensor: tensor.to(device))
 
     def _decoder_output(
         self,
@@ -377,6 +379,12 @@ def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         causal.set_attn_implementation(before)
+
+
+def library_attention(causal: PreTrainedModel) -> str:
+    """Name of the fastest attention of transformers itself that the model has everywhere."""
+    supports: Any = causal
+    return "sdpa" if supports._supports_sdpa else "eager"
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:

@@ -8,6 +8,7 @@ once per micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -231,24 +232,30 @@ def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -
     )
 
 
-def cut_buckets(lengths: NDArray[np.int64], slots_per_call: int | None, send: Send) -> tuple[Bucket, ...]:
-    """Buckets that cover segments of these lengths, which must not decrease. slots_per_call: None makes one bucket."""
-    if slots_per_call is None:
-        return (_bucket(lengths, send),) if len(lengths) else ()
-    return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call))
+def cut_buckets(
+    lengths: NDArray[np.int64], slots_per_call: int, send: Send, *, most_padding: float = math.inf
+) -> tuple[Bucket, ...]:
+    """Buckets that cover segments of these lengths, which must not decrease.
+
+    most_padding: slots of padding per token, in buckets of more than slots_per_call slots.
+    """
+    return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call, most_padding))
 
 
-def _cut(lengths: NDArray[np.int64], slots_per_call: int) -> list[tuple[int, int]]:
+def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
     """Half-open ranges of segments: runs of one length, joined with the next while padding is cheaper than a call."""
     if len(lengths) == 0:
         return []
     runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    ends = np.cumsum(lengths)
     cuts = [0]
     padded_slots = 0
     for start, stop in pairwise(runs[1:]):
         # Joining pads every segment of the bucket to the new length; one that is padded already pays the growth only.
         slots = (stop - cuts[-1]) * int(lengths[start])
-        if slots - padded_slots <= slots_per_call:
+        tokens = int(ends[stop - 1] - ends[cuts[-1]] + lengths[cuts[-1]])
+        is_mostly_tokens = slots <= max(slots_per_call, (1 + most_padding) * tokens)
+        if slots - padded_slots <= slots_per_call and is_mostly_tokens:
             padded_slots = slots
         else:
             cuts.append(start)

@@ -154,9 +154,9 @@ class FsdpRank(RankWorker):
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """See `Generates`; of this rank's prompts, which may be none, by a whole copy of the model meanwhile."""
-        causal = self._policy.model.causal
-        with gathered(causal, self._config), self._profile.computing():
-            return generate_greedily(causal, prompts, max_new_tokens, self._stop_tokens) if prompts else []
+        model = self._policy.model
+        with gathered(model.causal, self._config), self._profile.computing():
+            return generate_greedily(model, prompts, max_new_tokens, self._stop_tokens) if prompts else []
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
         """The part of the sums that this rank counts."""

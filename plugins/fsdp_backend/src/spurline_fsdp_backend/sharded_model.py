@@ -7,11 +7,12 @@ then on a `ShardedStreamModel` computes like any `StreamModel`. Who trains it is
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,9 +31,10 @@ from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.freezing import freeze_parameters
 from spurline.model.narrow_weights import base_dtype
 from spurline.model.probe import check_exactness, choose_reading
+from spurline.model.row_passes import RowPass, idle_pass
 from spurline.model.sequence_sharing import SequenceSharing
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
-from spurline.model.token_stream import TokenStream
+from spurline.model.token_stream import SegmentPlan, TokenStream
 from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -55,9 +57,6 @@ class _ThroughRoot(StreamModel):
     sharing: SequenceSharing | None = None
     """Set where ranks share sequences: then they compute one stream together."""
 
-    # Ranks gather each layer together, as often as each of them runs it.
-    one_pass = True
-
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         if not hasattr(self.causal, _ENTRY):
             setattr(self.causal, _ENTRY, types.MethodType(self._score, self.causal))
@@ -76,6 +75,14 @@ class _ThroughRoot(StreamModel):
         inputs = super().loss_inputs(part, needs, temperature)
         entropy = None if inputs.entropy is None else self.sharing.joined(inputs.entropy, mine, stream)
         return self.sharing.joined(inputs.logprobs, mine, stream), entropy
+
+    def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
+        """As many on every rank: they gather each layer together. A collective, of tensors on the host."""
+        passes = super()._row_passes(plan, device)
+        most = torch.tensor(len(passes))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        idle = idle_pass(int(plan.lengths.sum()), lambda tensor: tensor.to(device))
+        return [*passes, *[idle] * (int(most) - len(passes))]
 
 
 class ShardedStreamModel(_ThroughRoot, StreamModel):

@@ -144,7 +144,7 @@ class LocalBackend:
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._memory.check_here("asked for continuations")
         with self._profile.computing():
-            return generate_greedily(self._model.causal, prompts, max_new_tokens, self._stop_tokens)
+            return generate_greedily(self._model, prompts, max_new_tokens, self._stop_tokens)
 
     def generation_model(self) -> GenerationModel:
         """See `LendsModel`."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from spurline.model.stream_model import library_attention
 from spurline.rl.engines.in_process.decoder import Decoder
 from spurline.rl.engines.in_process.response import Response
 
@@ -33,8 +34,7 @@ class OwnCacheDecoder(Decoder):
 
     @property
     def attention(self) -> str:
-        causal: Any = self.model.causal
-        return "sdpa" if causal._supports_sdpa else "eager"
+        return library_attention(self.model.causal)
 
     def step(self, version: int) -> None:
         for response in self.responses:
