@@ -35,10 +35,21 @@ def test_another_secret_is_no_difference_for_a_resume_and_is_not_shown(written: 
 
 
 @pytest.mark.parametrize(
-    "name", ["hf_token", "api_key", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "TOKEN"]
+    "name",
+    [
+        "hf_token",
+        "api_key",
+        "api-key",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "PGPASSWORD",
+        "TOKEN",
+        "Authorization",
+    ],
 )
-def test_texts_by_the_name_of_a_secret_are_hidden(name: str) -> None:
-    assert hide_secrets({"engine_args": [{name: SECRET}]}) == {"engine_args": [{name: HIDDEN}]}
+@pytest.mark.parametrize("value", [SECRET, [SECRET, "another"]])
+def test_texts_by_the_name_of_a_secret_are_hidden(name: str, value: Any) -> None:
+    assert hide_secrets({"engine_args": [{name: value}]}) == {"engine_args": [{name: HIDDEN}]}
 
 
 @pytest.mark.parametrize("name", ["eos_token", "sort_key", "api_key_env", "tokens", "max_new_tokens"])

@@ -51,6 +51,14 @@ def test_merged_mappings_count_as_well(tmp_path: Path) -> None:
     assert "more than 50000 values" in refused(tmp_path, "\n".join([*lines, "b: {<<: *a2}"]))
 
 
+def test_an_anchor_that_is_set_again_counts_from_there_on_without_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("a: [&x 1, *x, &x 2, *x]\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_document(path).values == {"a": [1, 1, 2, 2]}
+
+
 def test_ordinary_anchors_aliases_and_merges_are_read(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("base: &base {rate: 1e-5, names: &names [a, b]}\nnext: {<<: *base, more: *names}\n")

@@ -16,6 +16,8 @@ from reward_functions import in_process
 from run_helpers import num_lines, read_metrics, wait_for
 from warm_runs import WarmRuns
 
+from spurline.run.second_signal import TOGETHER_S
+
 pytestmark = pytest.mark.processes
 
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -48,8 +50,8 @@ def test_a_run_ends_whose_reward_never_gives_the_interpreter_back(
     family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
     for _ in range(3):
         os.kill(run.pid, signal.SIGTERM)
-        # Two that are not yet taken are one.
-        time.sleep(0.1)
+        # Those that come together are one.
+        time.sleep(4 * TOGETHER_S)
     assert run.wait(30) == -signal.SIGKILL, log.read_text()
     assert "Killed at the third signal, with all that it had started." in log.read_text()
     wait_for(lambda: not any(map(is_running, family)), "the end of all processes", 5)

@@ -21,8 +21,9 @@ class FakeVllmServer:
     """tokens_given: by all requests so far. calls: paths of the calls that change anything, in order.
 
     extension: the worker extension it says it runs; without one it takes weights as vLLM itself does. device: `cpu` or
-    `cuda`. key: what a proxy before it asks for at all paths. adapters: `none`, `startup` for an engine that knows
-    adapters and does not take new ones, or `any time`.
+    `cuda`. key: what a proxy before it asks for at all paths. strangers: what that does with those who have none:
+    `refuse` them, send them to `log in`, or `hang up`. adapters: `none`, `startup` for an engine that knows adapters
+    and does not take new ones, or `any time`.
     loaded: tensors of the folder that was loaded last. config: of the adapter in it. models: that requests asked for.
     adapters: folder of each that was loaded by name.
     """
@@ -36,6 +37,7 @@ class FakeVllmServer:
         device: str = "cpu",
         adapters: str = "none",
         key: str | None = None,
+        strangers: str = "refuse",
     ) -> None:
         self.tokens_given = 0
         self.calls: list[str] = []
@@ -48,6 +50,7 @@ class FakeVllmServer:
         self._extension = extension
         self._device = device
         self._key = key
+        self._strangers = strangers
         self._adapters = adapters
         self._logprobs_mode = logprobs_mode
         self._has_dev_endpoints = has_dev_endpoints
@@ -84,7 +87,12 @@ class FakeVllmServer:
     @web.middleware
     async def _ask_for_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self._key is not None and request.headers.get("Authorization") != f"Bearer {self._key}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
+            if self._strangers == "hang up":
+                assert request.transport is not None
+                request.transport.close()
+            if self._strangers == "log in" and request.path != "/login":
+                raise web.HTTPFound("/login")
+            return web.json_response({}, status=200 if self._strangers == "log in" else 401)
         return await handler(request)
 
     async def _models(self, _: web.Request) -> web.Response:

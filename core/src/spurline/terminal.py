@@ -1,7 +1,8 @@
-"""Text on a terminal that others may have written: data, models, names, programs."""
+"""A terminal shows what others may have written (data, models, names, programs), and may be gone before a run ends."""
 
 from __future__ import annotations
 
+import os
 import re
 
 # Escape sequences move the cursor and set the window's title; half a surrogate pair cannot be encoded.
@@ -11,3 +12,12 @@ _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def printable(text: str) -> str:
     """`text` with control characters, other than tab and end of line, written as escapes."""
     return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def write_nowhere(descriptor: int) -> None:
+    """From here on what is written to this output, and what is buffered for it, is lost. Raises OSError."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, descriptor)
+    finally:
+        os.close(nothing)

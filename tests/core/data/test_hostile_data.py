@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import socket
 import tracemalloc
 from pathlib import Path
@@ -142,6 +144,35 @@ def test_a_list_in_a_file_is_read_a_row_at_a_time(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"text": "a" * 3 * MB}]))
     with pytest.raises(DataError, match=r"rows\.json row 0: a row has more than 1,048,576 bytes"):
         opened(path, max_row_mb=1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ('{"a": 1,}', "Expecting property name enclosed in double quotes (column 9)"),
+        ('{"a" 1}', "Expecting ':' delimiter (column 6)"),
+        ('{"a": tru}', "Expecting value (column 7)"),
+        ('{"a": "\\x"}', "Invalid \\escape (column 8)"),
+        ('{"a": "b}', "Invalid control character at (column 11)"),
+    ],
+)
+def test_a_mistake_in_a_long_list_is_named_where_it_is(broken: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    row = json.dumps({"a": "b" * 1000})
+    path.write_text("[" + ",\n".join([row, row, broken, *[row] * 3000]) + "]")
+    with pytest.raises(DataError, match=rf"rows\.json:3: not valid JSON: {re.escape(message)}"):
+        opened(path, max_row_mb=1)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_rows_are_the_same_in_whatever_order_they_are_asked_for(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    rows = [{"n": n, "text": "ä" * (40_000 if n == 50 else n)} for n in range(200)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("[" + ",".join(lines) + "]" if suffix == "json" else "\n".join(lines), encoding="utf-8")
+    dataset = opened(path)
+    for order in (range(200), range(199, -1, -1), random.Random(0).sample(range(200), 200), range(45, 60)):
+        assert [dataset[row] for row in order] == [rows[row] for row in order]
 
 
 VALUES = st.recursive(

@@ -100,6 +100,10 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         "{% set x = 'a' * 100000 %}{% for i in range(100000) %}{{ 'b' in x }}{% endfor %}",
         "{% set x = 'a' * 100000 %}{% for i in range(100000) %}{% set y = x|upper %}{% endfor %}",
         "{% set x = [1] * 100000 %}{% for i in range(100000) %}{% set y = x[1:] %}{% endfor %}",
+        *(f"{{% for i in range(100000) %}}{{% set y = range(100000){use} %}}{{% endfor %}}"
+          for use in ("|sum", "|max", ".count('a')", "[::-1].index(0)")),
+        "{% for i in range(100000) %}{{ 'a' in range(100000) }}{% endfor %}",
+        "{% set x = 'a' * 100000 %}{% for i in range(100000) %}{% set y = x % {} %}{% endfor %}",
         "{{ ('a' * 10**7).split('a') }}",
     ],
 )  # fmt: skip
@@ -209,6 +213,9 @@ USES = """
     {{ m.content|truncate(5)|title|string|e }}{{ m['content'].partition('.')|join('-') }}{{ 'a' in m.content }}
     {{ m.items()|list|length }}{{ m|dictsort|first }}{{ m.keys()|sort|unique|join }}
     {{ m.content|list|batch(2, '-')|list }}
+    {{ m.content|list|batch(linecount=3)|list }}{{ 'abcd'|slice(slices=2, fill_with='-')|list }}{{ 'ab'|join(d='-') }}
+    {{ m.content|replace(old='a', new='b', count=1)|indent(width=3, first=true)|center(width=9) }}
+    {{ 1.25|round(precision=1, method='floor') }}{{ [1]|sum(start=2) }}{{ '5'|int(default=1, base=8) }}
     {{ m.content.startswith(('a', 'b')) }}{{ m.content.center(9, '*') }}{{ m.content|wordcount }}
     {{ m.values()|list|length }}
     {%- if false %}{% continue %}{% endif %}

@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -249,23 +250,58 @@ def test_modules_beside_a_function_take_no_modules_place_in_the_run(tmp_path, mo
 
 
 @pytest.mark.usefixtures("hung_threads")
-def test_a_function_that_many_threads_still_run_is_refused_until_they_end(monkeypatch):
+def test_a_function_that_many_threads_still_run_is_called_again_when_some_have_ended(monkeypatch):
     monkeypatch.setattr(concurrency, "MAX_ABANDONED", 2)
-    monkeypatch.setattr(concurrency, "_LOOK_S", 0.0)
+    monkeypatch.setattr(concurrency, "_LOOK_S", 0.01)
     monkeypatch.setattr(concurrency, "_abandoned", {})
-    for _ in range(2):
+
+    def hung() -> int:
+        return sum(thread.name == "call-hangs" for thread in threading.enumerate())
+
+    for _ in range(4):
         with pytest.raises(AttemptFailedError, match="did not return within"):
             terms("hangs", timeout_s=0.05)
+    assert hung() == 2, "the last two calls have waited for a place"
     assert terms("length") == {"mine": 4.0}
+
+    async def waiting() -> dict[str, float]:
+        asked = asyncio.ensure_future(reward_terms({"mine": make_reward("hangs")}, ANSWER))
+        await asyncio.sleep(0.02)
+        assert not asked.done()
+        reward_functions.release.set()
+        return await asked
+
+    assert run(waiting()) == {"mine": 1.0}
+    reward_functions.release.clear()
+    monkeypatch.setattr(concurrency, "PATIENCE_S", 0.1)
+    for _ in range(3):
+        with pytest.raises(AttemptFailedError, match="did not return within"):
+            terms("hangs", timeout_s=0.05)
+    time.sleep(0.1)
     with pytest.raises(
-        RunFailedError, match=r"reward_functions\.hangs still runs on 2 threads .*without in_process: true"
+        RunFailedError, match=r"hangs still runs on 2 threads .*; for more than 0\.1 s there have been 2"
     ):
         terms("hangs", timeout_s=0.05)
-    reward_functions.release.set()
-    for thread in threading.enumerate():
-        if thread.name == "call-hangs":
-            thread.join(timeout=30)
-    assert terms("hangs") == {"mine": 1.0}
+
+
+def test_threads_that_look_again_and_again_whether_something_has_happened_do_not_compute(monkeypatch):
+    clock = {"now": 0.0, "each": 0.0}
+    monkeypatch.setattr(concurrency, "_processor_seconds", lambda thread: clock["each"])
+    monkeypatch.setattr(concurrency.time, "monotonic", lambda: clock["now"])
+    left = concurrency._Abandoned("a_tool")
+    let_go = threading.Event()
+    threads = [threading.Thread(target=let_go.wait, daemon=True) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+        left.add(thread)
+    # After half an hour of looking every tenth of a second.
+    clock |= {"now": 1800.0, "each": 0.9}
+    assert not left.are_too_many()
+    # What a hundred get that compute on one processor.
+    clock |= {"now": 1801.0, "each": 18.0}
+    with pytest.raises(RunFailedError, match=r"a_tool still runs on 100 threads .* 100 of them compute"):
+        left.are_too_many()
+    let_go.set()
 
 
 @pytest.mark.usefixtures("hung_threads")

@@ -156,8 +156,10 @@ def test_a_call_that_gets_no_answer_takes_no_other_call_with_it(monkeypatch):
     async def stop_the_pool() -> tuple[BaseException | float, BaseException | float]:
         assert await in_thread(pool.call, 0) == 0
         os.kill(pool._child.pid, signal.SIGSTOP)
+        monkeypatch.setattr(killable, "_SECOND_LOOK_S", 0.1)
         with monkeypatch.context() as patch:
-            patch.setattr(killable, "START_TIMEOUT_S", 1.0 - GENEROUS_S)
+            # Importing takes as long as it may, so that a pool that is starting again is given that time too.
+            patch.setattr(pool, "_import_timeout_s", 1.0 - GENEROUS_S)
             patch.setattr(killable, "ANSWER_TIMEOUT_S", 0.0)
             unanswered = asyncio.ensure_future(in_thread(pool.call, 0))
             await asyncio.sleep(0.2)
@@ -172,6 +174,26 @@ def test_a_call_that_gets_no_answer_takes_no_other_call_with_it(monkeypatch):
     assert isinstance(failed, RunFailedError)
     assert "answered in 1 s" in str(failed)
     assert answered == 0.001
+
+
+@pytest.mark.processes
+def test_calls_that_wait_for_a_worker_are_taken_back_with_their_callers():
+    pool = KillablePool("reward_functions:sleeps", GENEROUS_S, workers=1)
+
+    async def cancel_those_that_wait() -> list[float | BaseException]:
+        first = asyncio.ensure_future(pool.call_async(0.3))
+        await asyncio.sleep(0.05)
+        waiting = [asyncio.ensure_future(pool.call_async(600)) for _ in range(20)]
+        last = asyncio.ensure_future(pool.call_async(0))
+        await asyncio.sleep(0.05)
+        for call in waiting:
+            call.cancel()
+        return list(await asyncio.wait_for(asyncio.gather(first, last), GENEROUS_S / 2))
+
+    try:
+        assert run(cancel_those_that_wait()) == [0.3, 0]
+    finally:
+        pool.close()
 
 
 @pytest.mark.processes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -174,7 +175,7 @@ def test_a_row_arrives_as_it_is(patient):
     # What looks like our mark of a type, but is somebody else's.
     forged = {"text": {"\0bytes": "not base64"}}
     plain = {name: value for name, value in ROW.items() if name in ("text", "nested", "nan")}
-    for row in (plain, {**plain, "day": ROW["day"]}, forged):
+    for row in (plain, {**plain, "day": ROW["day"]}, forged, {**forged, "day": ROW["day"]}):
         assert scores(patient, answer("row", **row)) == [fingerprint(row)]
     arrived = dict(unpack(pack_as_text(answer("row", **ROW))).row)
     assert np.array_equal(arrived.pop("vector"), ROW["vector"])
@@ -285,6 +286,18 @@ def test_mistakes_are_found_at_the_start_and_told_as_in_the_runs_own_process(tmp
                 FunctionReward(FunctionRewardConfig(path=path, in_process=in_process))
             told.append((type(caught.value), str(caught.value)))
         assert told[0] == told[1]
+
+
+def test_nobody_looks_again_and_again_for_the_end_of_a_process_that_was_killed():
+    waiting = worker_processes._Workers.__new__(worker_processes._Workers)
+    ours, theirs = socket.socketpair()
+    late = worker_processes._Call(1, b"", deadline=time.monotonic() - 1.0)
+    process = worker_processes._Process(1, ours, memoryview(bytearray(8)), worker_processes._Lines(0), {1: late})
+    waiting._processes = {1: process}
+    with ours, theirs:
+        assert waiting._seconds_left() == 0.0
+        process.killed = "late"
+        assert waiting._seconds_left() is None
 
 
 def test_the_default_number_of_workers_is_that_of_the_processors_within_bounds(monkeypatch):

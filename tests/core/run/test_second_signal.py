@@ -28,7 +28,7 @@ def child(code, **options):
     return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE, text=True, **options)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-end_at_second_signal({grace_s})
+end_at_second_signal({grace_s}, {together_s})
 """
 IN_C = """
 signal.signal(signal.SIGINT, lambda *_: None)
@@ -78,8 +78,9 @@ print(nested.pid, other.pid, other.stdout.readline().strip(), flush=True)
 class Started:
     """A program that calls `end_at_second_signal` first, in a group of its own, as a shell has it."""
 
-    def __init__(self, program: str, grace_s: float) -> None:
-        code = BEGIN.format(folder=str(Path(second_signal.__file__).parent), grace_s=grace_s) + program
+    def __init__(self, program: str, grace_s: float, together_s: float) -> None:
+        folder = str(Path(second_signal.__file__).parent)
+        code = BEGIN.format(folder=folder, grace_s=grace_s, together_s=together_s) + program
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code],
             stdout=subprocess.PIPE,
@@ -119,15 +120,15 @@ class Started:
         return bool(int(pending, 16) >> number - 1 & 1)
 
 
-Start = Callable[[str, float], Started]
+Start = Callable[..., Started]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     every: list[Started] = []
 
-    def begin(program: str, grace_s: float) -> Started:
-        every.append(Started(program, grace_s))
+    def begin(program: str, grace_s: float, together_s: float = 0) -> Started:
+        every.append(Started(program, grace_s, together_s))
         return every[-1]
 
     yield begin
@@ -183,6 +184,15 @@ def test_one_ctrl_c_that_forks_get_too_is_one(start: Start) -> None:
     assert {started.said(), started.said()} == {"ready", "fork"}
     started.ctrl_c()
     assert started.process.wait(30) == 130
+
+
+def test_signals_that_come_together_are_one_request(start: Start) -> None:
+    started = start(IN_C, 0, together_s=1000)
+    assert started.said() == "ready"
+    for _ in range(3):
+        started.ctrl_c()
+    with pytest.raises(subprocess.TimeoutExpired):
+        started.process.wait(0.3)
 
 
 def test_a_terminal_that_closes_may_say_so_again_and_again(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -242,3 +243,19 @@ def test_training_goes_on_when_nobody_reads_what_is_shown(
     assert capfd.readouterr().err == (
         "Progress is not shown any more: Broken pipe. Training goes on, and so does metrics.jsonl.\n"
     )
+
+
+class FullDisk(io.StringIO):
+    """An output that is no file of the system."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("stdout", [None, FullDisk()])
+def test_training_goes_on_without_an_output(stdout: io.StringIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stdout)
+    tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=1))
+    tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
+    tracker.log(1, metrics(1))
+    tracker.close()

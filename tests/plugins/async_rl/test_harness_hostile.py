@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -283,6 +284,22 @@ def test_what_the_model_wrote_in_one_session_is_no_turn_of_another() -> None:
     assert (len(one.turns), len(other.turns), other.info["conversations"]) == (1, 1, 1)
 
 
+def test_a_call_whose_name_no_client_could_send_back_is_text() -> None:
+    said: list[Any] = []
+
+    async def agent(session: Session) -> float:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        _, answered = await post(session, {**BODY, "tools": tools})
+        said.append(answered["choices"][0])
+        status, _ = await post(session, {"messages": [*QUESTION, said[0]["message"], *QUESTION], "tools": tools})
+        assert status == 200
+        return 1.0
+
+    written = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert len(attempt(agent, ScriptedEngine(says(TOKENIZER, written, "hi"))).turns) == 2
+    assert (said[0]["message"]["content"], said[0]["finish_reason"]) == (written, "stop")
+
+
 async def dial(session: Session) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     url = urlsplit(session.base_url)
     return await asyncio.open_connection(url.hostname, url.port)
@@ -397,6 +414,56 @@ def test_unfinished_bodies_have_a_part_of_the_memory_and_give_it_back() -> None:
         return 1.0
 
     with_server(agent, max_body_bytes=10_000, max_buffered_bytes=80_000)
+
+
+def test_the_rest_of_a_body_that_is_refused_takes_no_room_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connections, "_GRACE_S", 0.05)
+
+    async def agent(session: Session, served: Any) -> float:
+        reader, writer = await dial(session)
+        writer.write(head(session, "Content-Length: 400000"))
+        assert await status(reader) == 413
+        for _ in range(3):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+            await good(session)
+            assert served._buffered.num_bytes < 1000
+        # It may not take for ever either.
+        with suppress(ConnectionResetError):
+            await answer(reader)
+        return 1.0
+
+    with_server(agent, max_body_bytes=10_000, max_buffered_bytes=80_000)
+
+
+def test_requests_that_come_before_the_last_is_answered_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, is_encoding = threading.Event(), threading.Event()
+
+    def wait(text: str) -> None:
+        if LONG in text:
+            is_encoding.set()
+            assert goes_on.wait(LIMIT_S)
+
+    watch_encoding(monkeypatch, wait)
+    body = json.dumps({"messages": [{"role": "user", "content": LONG}]}).encode()
+
+    async def agent(session: Session, served: Any) -> float:
+        _, writer = await dial(session)
+        writer.write(head(session, f"Content-Length: {len(body)}") + body)
+        await until(is_encoding.is_set)
+        [connection] = served._connections._open.values()
+        small = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+        for _ in range(20):
+            writer.write(small * 10_000)
+            await asyncio.sleep(0.01)
+        assert len(connection._handler._messages) < 1000
+        goes_on.set()
+        writer.transport.abort()
+        await good(session)
+        return 1.0
+
+    with_server(agent)
 
 
 def test_requests_on_their_way_are_counted_by_session() -> None:

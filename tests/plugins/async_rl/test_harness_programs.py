@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,10 +22,10 @@ from harness_programs import assert_gone
 from harness_runs import attempt
 from run_helpers import wait_for
 
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.environment import AttemptFailedError
 from spurline.testing.environment_contract import ScriptedEngine
-from spurline_async_rl.harness import supervisor
+from spurline_async_rl.harness import agents, supervisor
 from spurline_async_rl.harness.agents import Session
 from spurline_async_rl.harness.configs import HarnessConfig
 from spurline_async_rl.harness.variables import agent_variables
@@ -52,10 +54,11 @@ def test_a_program_gets_harmless_variables_and_those_named(monkeypatch: pytest.M
     for name in (*secrets, "OPENWEATHER_KEY", "LC_TIME", "LANG", "HTTP_PROXY"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:password@proxy:80")
+    monkeypatch.setenv("all_proxy", "me:password@proxy:80")
     file = tmp_path / "variables"
     said_by(*BASH, f"env > {file}; exit 1", pass_env=("OPENWEATHER_KEY",))
     given = dict(line.split("=", 1) for line in file.read_text().splitlines() if "=" in line)
-    assert not given.keys() & {*secrets, "HTTPS_PROXY"}
+    assert not given.keys() & {*secrets, "HTTPS_PROXY", "all_proxy"}
     assert given.keys() >= {"PATH", "LC_TIME", "LANG", "HTTP_PROXY", "OPENWEATHER_KEY"}
     assert given["OPENAI_BASE_URL"].startswith("http://127.0.0.1:")
 
@@ -102,6 +105,18 @@ def test_a_program_that_cannot_be_executed_says_why(tmp_path: Path) -> None:
 def test_each_process_of_a_program_may_take_so_much_memory() -> None:
     code = "import sys\ntry: bytearray(2**30)\nexcept MemoryError: sys.exit(5)"
     assert "exit code 5" in said_by(sys.executable, "-I", "-S", "-c", code, memory_gb=0.5)
+
+
+def test_a_program_without_supervisor_that_cannot_be_killed_ends_the_run_with_what_to_look_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "_KILL_TIMEOUT_S", 0.05)
+    nobody = 2**30
+    monkeypatch.setattr(agents, "_process_ids", lambda: [nobody])
+    monkeypatch.setattr(agents, "_has_variable", lambda pid, variable: True)
+    killed: Any = SimpleNamespace(returncode=-9, pid=nobody)
+    with pytest.raises(RunFailedError, match="that have OPENAI_BASE_URL=http://x/sessions/y/v1 in their environment"):
+        asyncio.run(agents._end(killed, "http://x/sessions/y/v1"))
 
 
 def supervised(*command: str, grace_s: float = 5.0, **settings: Any) -> subprocess.Popen[bytes]:

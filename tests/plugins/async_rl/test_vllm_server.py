@@ -309,9 +309,16 @@ def test_weights_that_adapters_are_put_on_are_never_replaced(
     drive(use, is_new=True, extension=extension, adapters=adapters)
 
 
-@pytest.mark.parametrize("key", [None, "of the proxy"])
+@pytest.mark.parametrize(
+    ("key", "strangers"),
+    [(None, "refuse"), ("of the proxy", "refuse"), ("of the proxy", "log in"), ("of the proxy", "hang up")],
+)
 def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key_gets_it_with_every_call(
-    drive: Callable[..., Any], key: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    drive: Callable[..., Any],
+    key: str | None,
+    strangers: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(VllmEngineConfig().api_key_env, "of the proxy")
     monkeypatch.setattr(ServerApi, "is_here", False)
@@ -319,7 +326,7 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
     async def use(engine: Any, *_: Any) -> Any:
         return await engine.generate(request([5] * 3, max_new_tokens=2))
 
-    assert len(drive(use, key=key).token_ids) == 2
+    assert len(drive(use, key=key, strangers=strangers).token_ids) == 2
     assert ("change its weights" in capsys.readouterr().err) == (key is None)
 
 

@@ -65,6 +65,8 @@ class _BoundedComposer(Composer):
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader=loader)
+        # YAML lets a later anchor take the place of one; a warning for each would be as long as the file.
+        self.warn_double_anchors = False
         self._sizes: dict[int, int] = {}
         self._composed = 0
         self._nesting = 0

@@ -337,6 +337,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         budget = cast("_BudgetContext", context).budget
         if operator == "%":
             if isinstance(left, (str, bytes)):
+                budget.weigh(left)
                 budget.spend(size_of.percent_formatted(budget, left, right) >> STEP)
         elif isinstance(left, (int, float)) and isinstance(right, (int, float)):
             if isinstance(left, int) and isinstance(right, int):
@@ -370,7 +371,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"the method {name!r} is not there for templates")
             if args and isinstance(args[0], Iterator):
                 args = (list(cast("Iterator[Any]", args[0])), *args[1:])
-            if isinstance(owner, (str, list, tuple)):
+            if isinstance(owner, (str, list, tuple, range)):
                 budget.weigh(owner)
             if args or given:
                 budget.weigh((args, given))

@@ -36,6 +36,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 _MAX_MATCHES = 50_000
 """Files of a glob."""
 
+_AHEAD_BYTES = 1 << 14
+"""Read at once where rows are asked for in order: opening the file for each takes most of the time."""
+
 _OTHER_SUFFIXES = (
     ".ndjson",
     ".tsv",
@@ -221,13 +224,24 @@ class JsonRows:
     def __init__(self, path: Path, limits: TableLimits) -> None:
         self._path, self._limits = path, limits
         self._starts, self._sizes = array("q"), array("q")
+        self._expected = 0
+        self._ahead: tuple[int, bytes] = (0, b"")
+        """What was read beyond the last row, and its first byte in the file."""
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        with self._path.open("rb") as file:
-            return self._read(file, row)
+        begin, size = self._place(row)
+        first, content = self._ahead
+        if not first <= begin <= begin + size <= first + len(content):
+            first, in_order = begin, row == self._expected
+            with self._path.open("rb") as file:
+                file.seek(begin)
+                content = file.read(max(size, _AHEAD_BYTES) if in_order else size)
+            self._ahead = (first, content) if len(content) <= _AHEAD_BYTES else (0, b"")
+        self._expected = row + 1
+        return read_json_line(content[begin - first : begin - first + size], self.location(row))
 
     def location(self, row: int) -> str:
         return f"{self._path} row {row}"
@@ -236,13 +250,15 @@ class JsonRows:
         """Raise DataError for the first of these rows that is not a JSON object."""
         with self._path.open("rb") as file:
             for row in rows:
-                self._read(file, row)
+                begin, size = self._place(row)
+                file.seek(begin)
+                read_json_line(file.read(size), self.location(row))
 
-    def _read(self, file: BinaryIO, row: int) -> Mapping[str, Any]:
+    def _place(self, row: int) -> tuple[int, int]:
+        """First byte and number of bytes of a row. Raises DataError for one that is too large."""
         if self._sizes[row] > self._limits.max_row_bytes:
             raise self._limits.too_large_row(self.location(row))
-        file.seek(self._starts[row])
-        return read_json_line(file.read(self._sizes[row]), self.location(row))
+        return self._starts[row], self._sizes[row]
 
 
 class JsonLines(JsonRows):
@@ -359,7 +375,7 @@ class _ArrayText:
             try:
                 _, end = _DECODER.raw_decode(self._text, self._place)
             except json.JSONDecodeError as error:
-                if self._ended:
+                if self._ended or not self._may_be_cut(error):
                     raise self._error(error.msg, error.pos) from error
             except RecursionError as error:
                 raise DataError(f"{location}: not valid JSON: nested too deeply.") from error
@@ -374,6 +390,11 @@ class _ArrayText:
             if len(self._text) - self._place > self._limits.max_row_bytes:
                 raise self._limits.too_large_row(location)
             self._read_on()
+
+    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
+        """Whether the value may be whole where the file goes on: a string that does not end, or a word or mark at the
+        end of what was read."""
+        return error.msg.startswith("Unterminated string") or len(self._text) - error.pos < _LONGEST_MARK
 
     def _skip_space(self) -> None:
         while True:
@@ -412,6 +433,8 @@ class _ArrayText:
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 _CHUNK_BYTES = 1 << 20
+_LONGEST_MARK = 16
+"""Characters that a decoder needs to see at once: `-Infinity`, or a pair of surrogates as escapes."""
 
 
 def _require_object(values: Any, location: str) -> Mapping[str, Any]:

@@ -162,10 +162,11 @@ class ParquetReader:
                 row -= size
         if groups:
             first = self._row - row
-            for batch in batches_of(self._table, groups, _ROWS_AT_ONCE):
+            for batch in batches_of(self._table, groups):
                 check_rows(batch, self._path, first, self._limits)
                 first += len(batch)
-                yield from batch.slice(min(row, len(batch))).to_pylist()
+                for start in range(min(row, len(batch)), len(batch), _ROWS_AT_ONCE):
+                    yield from batch.slice(start, _ROWS_AT_ONCE).to_pylist()
                 row -= min(row, len(batch))
 
 

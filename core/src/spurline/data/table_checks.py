@@ -21,7 +21,9 @@ from spurline.errors import DataError
 
 _ALWAYS_ALLOWED_BYTES = 4 << 30
 """A table up to this size fits everywhere, however small its file is."""
-_ROWS_AT_ONCE = 1024
+_BYTES_AT_ONCE = 16 << 20
+_FEWEST_ROWS_AT_ONCE = 128
+_MOST_ROWS_AT_ONCE = 4096
 
 
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
@@ -36,13 +38,14 @@ def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     return pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(shared))
 
 
-def batches_of(
-    file: pyarrow.parquet.ParquetFile, groups: Iterable[int], rows_at_once: int
-) -> Iterator[pyarrow.RecordBatch]:
-    """Rows of these row groups, in order."""
+def batches_of(file: pyarrow.parquet.ParquetFile, groups: Iterable[int]) -> Iterator[pyarrow.RecordBatch]:
+    """Rows of these row groups, in order, some at a time: many, as each batch has a copy of the values held once."""
     for group in groups:
+        facts = file.metadata.row_group(group)
+        rows = _BYTES_AT_ONCE * facts.num_rows // max(1, facts.total_byte_size)
+        rows = min(max(rows, _FEWEST_ROWS_AT_ONCE), _MOST_ROWS_AT_ONCE)
         # One after another: the library cannot join values of two groups that are held once each.
-        yield from file.iter_batches(rows_at_once, row_groups=[group])
+        yield from file.iter_batches(rows, row_groups=[group])
 
 
 def check_parquet(path: Path, limits: TableLimits) -> None:
@@ -59,7 +62,7 @@ def check_parquet(path: Path, limits: TableLimits) -> None:
         if _bytes_at_least(file) > allowed:
             raise _too_large_table(path, allowed, limits)
         size = row = 0
-        for batch in batches_of(file, range(file.num_row_groups), _ROWS_AT_ONCE):
+        for batch in batches_of(file, range(file.num_row_groups)):
             size += check_rows(batch, path, row, limits)
             row += len(batch)
             if size > allowed:

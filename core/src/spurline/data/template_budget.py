@@ -69,8 +69,11 @@ class Budget:
     @staticmethod
     def _weigh_other(item: Any, waiting: list[Any]) -> int:
         """Steps of a value of a rarer kind, without those of what is in it, which is put into `waiting`."""
-        if item is None or isinstance(item, (float, jinja2.Undefined, range)):
+        if item is None or isinstance(item, (float, jinja2.Undefined)):
             return 1
+        if isinstance(item, range):
+            # Its numbers are made one by one by what goes through it.
+            return 1 + len(item)
         if isinstance(item, int):
             require_bits(item.bit_length())
             return 1
@@ -115,15 +118,15 @@ def require_bits(bits: int) -> None:
 
 Growth = Callable[..., int]
 """Characters that a result may have beyond those of what it is made of; takes the budget, then what the function
-takes."""
+takes, by the same names."""
 
 
 def replaced(budget: Budget, text: Any, old: Any, new: Any, count: Any = None) -> int:
     return str(text).count(str(old)) * len(str(new))
 
 
-def joined(budget: Budget, items: Any, separator: Any = "", attribute: Any = None) -> int:
-    return len(items) * len(str(separator))
+def joined(budget: Budget, items: Any, d: Any = "", attribute: Any = None) -> int:
+    return len(items) * len(str(d))
 
 
 def indented(budget: Budget, text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
@@ -134,8 +137,8 @@ def as_wide(budget: Budget, text: Any, width: Any = 80, *_: Any) -> int:
     return max(0, width)
 
 
-def grouped(budget: Budget, items: Any, count: Any, fill_with: Any = None) -> int:
-    return max(0, count) << STEP
+def grouped(budget: Budget, items: Any, linecount: int = 0, fill_with: Any = None, slices: int = 0) -> int:
+    return max(0, linecount, slices) << STEP
 
 
 def pieces(budget: Budget, text: str, separator: Any = None, *_: Any, sep: Any = None, **__: Any) -> int:

@@ -1,14 +1,15 @@
 """Run what environments and rewards do, on the event loop and on threads, and end it for certain.
 
 A thread cannot be killed: one whose caller was cancelled or timed out runs on unheard, and as a daemon it keeps no
-process alive. They are counted, and a function that has left too many behind is not called any more. What must really
-end belongs in a process. Tasks are cancelled, waited for, and named when they do not
-let themselves be cancelled.
+process alive. They are counted, and a function that has left too many behind is not called until some have ended. What
+must really end belongs in a process. Tasks are cancelled, waited for, and named when they do not let themselves be
+cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -26,15 +27,22 @@ T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
 """Seconds a cancelled attempt may take to end."""
-MAX_ABANDONED = 64
-"""Threads on which one function may still run although nobody waits for it: each keeps its stack and what it holds."""
+MAX_ABANDONED = 1024
+"""Threads on which one function may still run although nobody waits for it: each keeps its stack and what it holds.
+Beyond that its calls wait for some to end."""
+PATIENCE_S = 300.0
+"""Seconds that there may be so many: what a service that hangs, or attempts that run out of time together, leave behind
+is gone by then."""
 MAX_COMPUTING = 8
-"""Such threads that compute. Each holds the interpreter for 5 ms at a time, so that everything else of the run gets its
-turn every 40 ms at best."""
+"""Such threads that compute, which a run cannot wait for. Each holds the interpreter for 5 ms at a time, so that
+everything else gets its turn every 40 ms at best."""
 _COMPUTES_S = 0.25
-"""Processor time of a thread that computes, since it was left behind."""
-_LOOK_S = 0.5
-"""Seconds between two looks at those of one function."""
+"""Least processor time, since it was left behind, of a thread that computes."""
+_SHARE = 4
+"""A thread that computes gets this part, at least, of what it would get if all that are left behind computed on one
+processor; one that only looks again and again whether something has happened does not."""
+_LOOK_S = 1.0
+"""Seconds between two looks at those of one function; one at 1,024 of them takes tens of milliseconds."""
 
 
 def located(error: BaseException) -> str:
@@ -52,11 +60,12 @@ def located(error: BaseException) -> str:
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
     """The function's result, or what it raises. Cancelling abandons the thread.
 
-    Raises RunFailedError when too many threads of this function run on already.
+    Waits while too many threads of this function run on already. Raises RunFailedError when they compute, or do not
+    end either.
     """
     name = _name_of(function)
-    if name in _abandoned:
-        _abandoned[name].refuse_too_many()
+    while name in _abandoned and _abandoned[name].are_too_many():
+        await asyncio.sleep(_LOOK_S)
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 
@@ -90,27 +99,46 @@ class _Abandoned:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._before_s: dict[threading.Thread, float] = {}
-        self._looked_at = 0.0
+        # When each was left behind, and the processor time that it had used by then.
+        self._left: dict[threading.Thread, tuple[float, float]] = {}
+        self._looked_at = -math.inf
+        self._too_many_since: float | None = None
 
     def add(self, thread: threading.Thread) -> None:
-        self._before_s[thread] = _processor_seconds(thread)
+        self._left[thread] = time.monotonic(), _processor_seconds(thread)
 
-    def refuse_too_many(self) -> None:
-        """Raise RunFailedError when more of them still run than a run can bear."""
-        if len(self._before_s) < min(MAX_ABANDONED, MAX_COMPUTING) or time.monotonic() - self._looked_at < _LOOK_S:
-            return
-        self._looked_at = time.monotonic()
-        self._before_s = {thread: before_s for thread, before_s in self._before_s.items() if thread.is_alive()}
-        used = [_processor_seconds(thread) - before_s for thread, before_s in self._before_s.items()]
-        computing = sum(used_s >= _COMPUTES_S for used_s in used)
-        if len(used) >= MAX_ABANDONED or computing >= MAX_COMPUTING:
-            raise RunFailedError(
-                f"{self._name} still runs on {len(used)} threads that were left behind, because it took longer than "
-                f"its time limit or its attempt was ended; {computing} of them compute. Nothing can stop a thread. Let "
-                "the function end by itself, with time limits on what it waits for, or run it in a process: a reward "
-                "function without in_process: true, an agent as a command."
-            )
+    def are_too_many(self) -> bool:
+        """Whether to wait for some of them to end. Raises RunFailedError when more compute than a run can bear, or when
+        there have been too many for longer than PATIENCE_S."""
+        now = time.monotonic()
+        if len(self._left) >= min(MAX_ABANDONED, MAX_COMPUTING) and now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._left = {thread: then for thread, then in self._left.items() if thread.is_alive()}
+            computing = self._num_computing(now)
+            if computing >= MAX_COMPUTING:
+                raise self._error(f"{computing} of them compute")
+        if len(self._left) < MAX_ABANDONED:
+            self._too_many_since = None
+            return False
+        if self._too_many_since is None:
+            self._too_many_since = now
+        if now - self._too_many_since > PATIENCE_S:
+            raise self._error(f"for more than {PATIENCE_S:g} s there have been {MAX_ABANDONED} or more")
+        return True
+
+    def _num_computing(self, now: float) -> int:
+        return sum(
+            _processor_seconds(thread) - before_s >= max(_COMPUTES_S, (now - left_at) / (_SHARE * len(self._left)))
+            for thread, (left_at, before_s) in self._left.items()
+        )
+
+    def _error(self, problem: str) -> RunFailedError:
+        return RunFailedError(
+            f"{self._name} still runs on {len(self._left)} threads that were left behind, because it took longer than "
+            f"its time limit or its attempt was ended; {problem}. Nothing can stop a thread. Let the function end by "
+            "itself, with time limits on what it waits for, or run it in a process: a reward function without "
+            "in_process: true, an agent as a command."
+        )
 
 
 _abandoned: dict[tuple[str, str], _Abandoned] = {}

@@ -10,6 +10,7 @@ only what is quick.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -22,6 +23,10 @@ from contextlib import suppress
 GRACE_S = 10.0
 """Seconds after the second signal that a process has to end by itself."""
 
+TOGETHER_S = 0.1
+"""Seconds within which signals are one request: `timeout` sends SIGTERM to the command and to its group, and others
+pass on what the terminal has sent already. Python often answers such signals once, and means to finish its step."""
+
 ASKS_TO_END = (signal.SIGINT, signal.SIGTERM)
 """Each of these counts. SIGHUP only does as the first: the shell and the kernel both send it when a terminal closes."""
 
@@ -29,16 +34,18 @@ _CREDENTIALS = struct.Struct("3i")
 """Process, user and group, as Linux attaches them to what is written into a socket."""
 
 
-def end_at_second_signal(grace_s: float = GRACE_S) -> None:
+def end_at_second_signal(grace_s: float = GRACE_S, together_s: float = TOGETHER_S) -> None:
     """From here on a second signal ends this process within `grace_s`, and a third at once, with all it has started.
 
-    For a program that owns its process; call it on the main thread. What handles the signals stays as it is. Raises
-    OSError when no process can be started, or no file opened.
+    For a program that owns its process; call it on the main thread. What handles the signals stays as it is.
+    together_s: a signal that comes sooner than this after one that counted does not count. Raises OSError when no
+    process can be started, or no file opened.
     """
     import subprocess
 
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
+    limits = (str(grace_s), str(together_s))
     blocked = {*ASKS_TO_END, signal.SIGHUP}
     # What a thread blocks, its children block: it must outlive what is sent to all processes of a terminal or a job.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -49,7 +56,7 @@ def end_at_second_signal(grace_s: float = GRACE_S) -> None:
                 theirs.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             _keep.append(
                 subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(theirs.fileno()), str(grace_s)],
+                    [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(theirs.fileno()), *limits],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -69,7 +76,7 @@ _keep: list[object] = []
 """The process and the socket, for as long as this process lives."""
 
 
-def _watch(parent: int, told: socket.socket, grace_s: float) -> None:
+def _watch(parent: int, told: socket.socket, grace_s: float, together_s: float) -> None:
     """Wait for the end of the parent, and bring it about when two signals have not."""
     ends = [told.fileno()]
     # Where there is no such file, the parent's end closes the socket; forks of the parent hold it open, though.
@@ -77,7 +84,7 @@ def _watch(parent: int, told: socket.socket, grace_s: float) -> None:
         ends.append(os.pidfd_open(parent))
     if os.getppid() != parent:
         return
-    count, until = 0, None
+    count, counted_at, until = 0, -math.inf, None
     while True:
         left = None if until is None else max(0.0, until - time.monotonic())
         ready, _, _ = select.select(ends, [], [], left)
@@ -89,9 +96,11 @@ def _watch(parent: int, told: socket.socket, grace_s: float) -> None:
                 return
             # Ctrl-C in a terminal reaches the parent's forks too, which write into the same socket.
             for number in numbers if by in (None, parent) else b"":
-                count += number in ASKS_TO_END or (number == signal.SIGHUP and count == 0)
+                counts = number in ASKS_TO_END or (number == signal.SIGHUP and count == 0)
+                if counts and time.monotonic() - counted_at >= together_s:
+                    count, counted_at = count + 1, time.monotonic()
         if count >= 2 and until is None:
-            until = time.monotonic() + grace_s
+            until = counted_at + grace_s
         if count >= 3 or (until is not None and time.monotonic() >= until):
             why = "at the third signal" if count >= 3 else f"{grace_s:g} s after the second signal, still running"
             _kill(parent)
@@ -138,4 +147,4 @@ def _descendants(root: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3]))
+    _watch(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3]), float(sys.argv[4]))

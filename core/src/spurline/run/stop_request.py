@@ -11,6 +11,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from spurline.terminal import write_nowhere
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,6 +70,4 @@ def _leave_closed_terminal() -> None:
     for output in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
-                nothing = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nothing, output)
-                os.close(nothing)
+                write_nowhere(output)

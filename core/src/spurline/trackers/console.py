@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any, cast
 
+from rich._null_file import NULL_FILE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from spurline.protocols.tracker import RunInfo
 from spurline.run.health import HealthWatch, clip_threshold
-from spurline.terminal import printable
+from spurline.terminal import printable, write_nowhere
 from spurline.trackers.configs import ConsoleTrackerConfig
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 from spurline.trackers.readout import Smoothed, clock, quantity, scores_of, seconds_of_generation, training_seconds
@@ -37,7 +38,9 @@ class ConsoleTracker:
 
     def __init__(self, config: ConsoleTrackerConfig, console: Console | None = None) -> None:
         self._config = config
-        self._console = console or Console(file=cast("IO[str]", _WhileItCanBeWritten(sys.stdout)))
+        # Python has no stdout in a process that was started with a closed one.
+        output = None if sys.stdout is None else cast("IO[str]", _WhileItCanBeWritten(sys.stdout))
+        self._console = console or Console(file=output)
         self._total_steps: int | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -189,9 +192,11 @@ class _WhileItCanBeWritten:
 
     def _leave(self, error: OSError) -> None:
         """Write to nowhere from here on; what is still buffered goes there too."""
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._file.fileno())
-        os.close(nothing)
+        try:
+            write_nowhere(self._file.fileno())
+        except OSError:
+            # Such as the output of a notebook, which is no file of the system.
+            self._file = NULL_FILE
         # Often the same terminal.
         with suppress(OSError):
             words = f"Progress is not shown any more: {error.strerror}. Training goes on, and so does {METRICS_FILE}.\n"

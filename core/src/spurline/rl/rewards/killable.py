@@ -30,6 +30,8 @@ START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
 ANSWER_TIMEOUT_S = 30.0
 """Seconds beyond the limits of import and call after which the child itself must hang when it says nothing."""
+_SECOND_LOOK_S = 1.0
+"""Seconds in which a run that has stood still itself, as with SIGSTOP, takes what the child has said meanwhile."""
 _LONGEST_S = 1e6
 """Seconds, the most that the import may take: timers take no number that is very large."""
 _CLOSE_PATIENCE_S = 2.0
@@ -154,7 +156,7 @@ class KillablePool:
 
     async def _answer(self, arguments: Sequence[Any]) -> tuple[ChildProcess, Outcome]:
         """What came of one call, and the child that it went to."""
-        patience_s = START_TIMEOUT_S + self._timeout_s + ANSWER_TIMEOUT_S
+        patience_s = self._import_timeout_s + self._timeout_s + ANSWER_TIMEOUT_S
         loop = asyncio.get_running_loop()
         number, outcome = next(self._numbers), loop.create_future()
         with self._lock:
@@ -162,7 +164,7 @@ class KillablePool:
             self._calls[number] = outcome
         sent_at = time.monotonic()
 
-        def look() -> None:
+        def look(again: bool = False) -> None:
             # As long as calls are under way, one of them ends within its limit, and the child says so.
             nonlocal timer
             silent_s = time.monotonic() - max(self._heard_at, sent_at)
@@ -170,6 +172,9 @@ class KillablePool:
                 return
             if silent_s < patience_s:
                 timer = loop.call_later(patience_s - silent_s, look)
+                return
+            if not again:
+                timer = loop.call_later(_SECOND_LOOK_S, look, True)
                 return
             self._hung = child
             child.kill()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,8 @@ import numpy as np
 from spurline.errors import DataError
 from spurline.protocols.reward import Answer
 
-_MARK = "\0"
-"""Begins the name of a type that JSON has not, the only key of an object. Plain rows are not searched for it."""
+_MARK = f"\0{secrets.token_hex(8)}:"
+"""Begins the name of a type that JSON has not, the only key of an object. It is sent along: no row can know it."""
 
 
 NOT_JSON = (TypeError, ValueError, RecursionError)
@@ -32,9 +34,9 @@ def pack(answer: Answer) -> Sequence[Any]:
 
 
 def pack_as_text(answer: Answer) -> Sequence[Any]:
-    """One text, whatever the row holds. Raises DataError naming a column that cannot be sent."""
+    """Mark and text, whatever the row holds. Raises DataError naming a column that cannot be sent."""
     try:
-        return [json.dumps(pack(answer), default=_marked)]
+        return [_MARK, json.dumps(pack(answer), default=_marked)]
     except NOT_JSON as error:
         column = next((name for name, value in answer.row.items() if not _can_be_sent(value)), None)
         what = "The conversation" if column is None else f"The column '{column}'"
@@ -47,8 +49,9 @@ def pack_as_text(answer: Answer) -> Sequence[Any]:
 
 def unpack(values: Sequence[Any]) -> Answer:
     """The answer that was packed, in either way."""
-    if len(values) == 1:
-        values = json.loads(values[0], object_hook=_restored)
+    if len(values) == 2:
+        mark, text = values
+        values = json.loads(text, object_hook=partial(_restored, mark))
     prompt, response, reference, row, messages = values
     return Answer(prompt, response, reference, row, messages)
 
@@ -97,6 +100,6 @@ _RESTORED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _restored(found: dict[str, Any]) -> Any:
+def _restored(mark: str, found: dict[str, Any]) -> Any:
     name = next(iter(found), "")
-    return _RESTORED[name[1:]](found[name]) if name.startswith(_MARK) and name[1:] in _RESTORED else found
+    return _RESTORED[name.removeprefix(mark)](found[name]) if name.startswith(mark) else found

@@ -214,8 +214,11 @@ class _Workers:
             time.sleep(0.001)
 
     def _seconds_left(self) -> float | None:
+        # One that was killed may take its time to end, where it waits for a disk or gives back much memory.
         deadlines = [
-            next(iter(process.calls.values())).deadline for process in self._processes.values() if process.calls
+            next(iter(process.calls.values())).deadline
+            for process in self._processes.values()
+            if process.calls and not process.killed
         ]
         return min(_LONGEST_WAIT_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
 
@@ -224,14 +227,18 @@ class _Workers:
         if lines is None:
             self._is_open = False
             return
+        cancelled: set[int] = set()
         for line in lines:
             message = json.loads(line)
             if "cancel" in message:
-                self._waiting = deque(call for call in self._waiting if call.number != message["cancel"])
+                cancelled.add(message["cancel"])
             elif self._problem is not None:
                 self._answer(message["id"], self._problem)
             else:
                 self._waiting.append(_Call(message["id"], line + b"\n"))
+        if cancelled:
+            # At once: a run that ends many attempts takes thousands back.
+            self._waiting = deque(call for call in self._waiting if call.number not in cancelled)
 
     def _hand_out(self) -> None:
         while self._waiting:

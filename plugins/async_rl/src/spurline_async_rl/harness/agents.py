@@ -178,7 +178,15 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
                 f"children of process {process.pid}, which goes on trying."
             ) from error
     if process.returncode is not None and process.returncode < 0:
-        await _end_unsupervised(f"OPENAI_BASE_URL={base_url}".encode())
+        mark = f"OPENAI_BASE_URL={base_url}"
+        try:
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await _end_unsupervised(mark.encode())
+        except TimeoutError as error:
+            raise RunFailedError(
+                f"The supervisor of the agent's program was killed, and something of the program still runs "
+                f"{_KILL_TIMEOUT_S:g} s later: see the processes that have {mark} in their environment."
+            ) from error
 
 
 async def _end_unsupervised(mark: bytes) -> None:
@@ -186,12 +194,11 @@ async def _end_unsupervised(mark: bytes) -> None:
 
     What has given itself another environment is not found.
     """
-    async with asyncio.timeout(_KILL_TIMEOUT_S):
-        while left := [pid for pid in _process_ids() if _has_variable(pid, mark)]:
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.01)
+    while left := [pid for pid in _process_ids() if _has_variable(pid, mark)]:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.01)
 
 
 def _process_ids() -> list[int]:

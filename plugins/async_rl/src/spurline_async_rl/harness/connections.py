@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from aiohttp import web
+
 HEAD_TIMEOUT_S = 60.0
 """Seconds from a connection, or the first byte of a further request on it, to the end of the request's head."""
 _GRACE_S = 1.0
@@ -82,8 +84,9 @@ class Connections:
         return _Connection(self, self._make_handler())
 
     @contextmanager
-    def serving(self, transport: asyncio.BaseTransport | None) -> Generator[None, None, None]:
-        """A request of this connection is under way."""
+    def serving(self, request: web.BaseRequest) -> Generator[None, None, None]:
+        """This request is under way."""
+        transport = request.transport
         connection = None if transport is None else self._open.get(transport)
         if connection is None:
             # It is gone already.
@@ -94,9 +97,9 @@ class Connections:
         try:
             yield
         finally:
-            connection.is_serving = False
             if transport in self._open:
                 self._idle[connection] = None
+                connection.wait_for_next(body_is_whole=request.content.is_eof())
 
     def opened(self, connection: _Connection, transport: asyncio.Transport) -> bool:
         """Whether there is room for one more, which may be made."""
@@ -172,6 +175,13 @@ class _Connection(asyncio.Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def wait_for_next(self, *, body_is_whole: bool) -> None:
+        """The request is answered. What is missing of its body is thrown away as it comes: it is part of no head, and
+        counts as no bytes that are held."""
+        self.is_serving = not body_is_whole
+        if not body_is_whole:
+            self._wait_for_head()
 
     def abort(self) -> None:
         """Close it at once, whatever is still to be sent."""

@@ -187,8 +187,9 @@ class Answering:
         prompt = session.policy.prompt_of(result)
         text = self._text(result, body)
         calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
-        # One malformed call, and all is text: the agent sees what the model wrote.
-        if not calls or any(call.problem for call in calls):
+        # One malformed call, and all is text: the agent sees what the model wrote. In JSON a name can be half of a
+        # surrogate pair, which no client can send back.
+        if not calls or any(call.problem or not call.name.isprintable() for call in calls):
             return Choice(text, result.finish_reason, result, prompt)
         finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
         before = reply.text.partition(_CALL_BEGIN)[0].strip()

@@ -161,7 +161,7 @@ class HarnessServer:
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         assert self._connections is not None
-        with self._connections.serving(request.transport):
+        with self._connections.serving(request):
             try:
                 self._authorize(request)
                 return await handler(request)

@@ -28,7 +28,8 @@ _PASSED = frozenset(_HARMLESS.split())
 _PASSED_BEGINNING = "LC_"
 _SHORTEST_NAME_TOLD = 4
 """Shorter ones are words of a complaint by chance."""
-_LOGIN_IN_URL = re.compile(r"://[^/]*@")
+_LOGIN = re.compile(r"://[^/]*@")
+_PROXY_ENDING = "_proxy"
 
 
 def agent_variables(pass_env: Collection[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -57,5 +58,6 @@ def held_back_hint(complaint: str, given: Mapping[str, str]) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """A proxy's address may hold a password; then it is nothing that everybody may have."""
-    return (name in _PASSED or name.startswith(_PASSED_BEGINNING)) and not _LOGIN_IN_URL.search(value)
+    """A proxy's address may hold a password, with or without `http://` before it; then not everybody may have it."""
+    has_login = _LOGIN.search(value) or ("@" in value and name.lower().endswith(_PROXY_ENDING))
+    return (name in _PASSED or name.startswith(_PASSED_BEGINNING)) and not has_login

@@ -59,7 +59,7 @@ class ServedModel(NamedTuple):
     name: requests name it. num_workers: processes that hold its weights. weights_dtype: as torch writes it, without
     `torch.`. has_extension: whether our worker extension is in its workers. on_cpu: whether it computes on CPUs.
     has_room_for_adapters: whether it was started with `--enable-lora`. loads_adapters: whether it then takes one at any
-    time, by its own endpoint for them. is_open: whether it obeys those who have no key.
+    time, by its own endpoint for them. is_open: whether other machines reach it and it obeys those who have no key.
     """
 
     name: str
@@ -108,7 +108,7 @@ class ServerApi:
             on_cpu=config["device_config"]["device"] == "cpu",
             has_room_for_adapters=has_room,
             loads_adapters=has_room and await self._has_adapter_endpoint(),
-            is_open=await self._obeys_strangers(),
+            is_open=not self.is_here and await self._obeys_strangers(),
         )
 
     @property
@@ -228,10 +228,16 @@ class ServerApi:
     async def _obeys_strangers(self) -> bool:
         """vLLM asks for its key under `/v1` alone; what changes weights is elsewhere, as is what this asks for."""
         try:
-            async with aiohttp.request("GET", self._url + "/server_info", timeout=self._stranger_limit) as answer:
+            async with aiohttp.request(
+                # A proxy may send strangers to a page where they log in, or not answer them.
+                "GET",
+                self._url + "/server_info",
+                timeout=self._stranger_limit,
+                allow_redirects=False,
+            ) as answer:
                 return answer.status == 200
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
+        except (aiohttp.ClientError, OSError):
+            return False
 
     async def _check(self, answer: aiohttp.ClientResponse, on_failure: type[RunFailedError] = EngineDiedError) -> None:
         if answer.status < 400:
@@ -300,7 +306,7 @@ class ServerMember:
         self._keeps_weights = served.has_room_for_adapters
         self._files = ServerFiles(self.name, on_cpu=served.on_cpu)
         self._on_served(served)
-        if served.is_open and not self._api.is_here:
+        if served.is_open:
             print(f"{self.name} {_OPEN}", file=sys.stderr, flush=True)
         # A run that ended during a pause leaves the server paused.
         await self._api.resume()
