@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsdp_layouts import in_bf16
 
 from spurline import load_config
 from spurline.builtin import PLUGIN
@@ -191,6 +192,19 @@ class TestLocalAdaptersOnExperts(AdapterContract):
     @classmethod
     def adapted_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
+
+
+class TestLocalDoraOverWeightsInHalfPrecision(AdapterContract):
+    backend_settings = {
+        "name": "local",
+        "device": "cpu",
+        "lora": {"rank": 4, "alpha": 8.0, "dora": True, "rslora": True, "base_dtype": "auto"},
+    }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def adapted_model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return in_bf16(write_tiny_model(tmp_path_factory.mktemp("bf16")))
 
 
 class TestJsonl(TrackerContract):

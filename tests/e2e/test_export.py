@@ -82,7 +82,7 @@ def test_adapters_are_not_merged_with_weights_that_have_changed_since(
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     before = set(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match="adapters were trained on other frozen weights"):
+    with pytest.raises(CheckpointError, match="checkpoint was trained on other frozen weights"):
         export_run(loaded, tmp_path / "exported")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})

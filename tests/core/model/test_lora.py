@@ -118,6 +118,20 @@ def test_unknown_target_modules_are_listed_against_what_exists(model: Path) -> N
         local_backend(model, lora=LoraConfig(target_modules=("query_key_value",)))
 
 
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+def test_rslora_divides_by_the_root_of_the_rank(model: Path, rslora: bool, scale: float) -> None:
+    backend = local_backend(model, lora=LoraConfig(rank=4, alpha=8.0, rslora=rslora))
+    assert {layer.scaling["default"] for _, layer in adapted_layers(backend._model.causal)} == {scale}
+    settings = backend.adapter_settings()
+    assert settings is not None
+    assert settings["use_rslora"] is rslora
+
+
+def test_dora_on_what_is_no_linear_layer_is_refused(model: Path) -> None:
+    with pytest.raises(ModelError, match=r"dora trains the lengths of linear layers only.*embed_tokens \(Embedding\)"):
+        local_backend(model, lora=LoraConfig(dora=True, target_modules=("embed_tokens", "q_proj")))
+
+
 def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(ModelError, match="share one weight"):

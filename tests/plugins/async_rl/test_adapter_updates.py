@@ -10,13 +10,15 @@ from typing import Any
 import peft
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
 from fsdp_layouts import on
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spurline import load_config
 from spurline.backends.local.backend import LocalBackend
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, ConfigError, RunFailedError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
@@ -26,6 +28,8 @@ from spurline.protocols.rollout_engine import TakesWeights, WeightBucket
 from spurline.protocols.weight_sync import SyncReport
 from spurline.testing.backend_cases import assert_weights_equal, minibatch
 from spurline.testing.backend_runs import backend_run, opened
+from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
 from spurline_async_rl.weights.buckets import BucketSync, InProcessSync
 from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
 from spurline_async_rl.weights.configs import (
@@ -175,6 +179,33 @@ def test_whole_merged_weights_are_sent_where_an_engine_takes_no_adapters_or_the_
     assert last.began == [("model", 3)]
 
 
+def test_dora_is_sent_merged_to_engines_that_take_adapters(tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "model")
+    lora = LoraConfig(rank=4, dora=True)
+    backend, taker = local_backend(model, lora=lora), Taker()
+    backend.update(lay_out(make_samples([9, 12])), OBJECTIVE)
+    sync = InProcessSync(InProcessSyncConfig(), run_config(model, backend=LocalBackendConfig(lora=lora)))
+    publish(sync, 1, backend, taker)
+    assert taker.began == [("model", 1)]
+    assert_weights_equal(taker.taken, dict(backend.named_weights()))
+
+
+def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer_does(
+    spurline_tiny_model: Path,
+) -> None:
+    model = ModelConfig(path=str(spurline_tiny_model))
+
+    def room(dtype: str = "auto", **lora: Any) -> EngineAdapter | None:
+        settings = LoraConfig.model_validate({"rank": 4, "target_modules": ["q_proj"], **lora})
+        run = run_config("m", model=model, backend=LocalBackendConfig(lora=settings))
+        return engine_adapter(VllmEngineConfig.model_validate({"dtype": dtype}), run)
+
+    assert room(dora=True) is None
+    assert room(rslora=True) == EngineAdapter(4, ("q_proj",))
+    assert room("float32") == room("bfloat16", base_dtype="bf16") == EngineAdapter(4, ("q_proj",))
+    assert room("float32", base_dtype="bf16") is None, "it would add the adapter to weights that are not rounded"
+
+
 def test_a_backend_without_adapters_sends_its_weights(tmp_path: Path) -> None:
     backend, taker = local_backend(write_model_folder(tmp_path / "model")), Taker()
     publish(make_sync("in_process", tmp_path), 1, backend, taker)
@@ -258,6 +289,9 @@ def test_only_runs_with_adapters_of_a_model_that_engines_have_may_ask_for_them(
     config["backend"]["lora"] = {"rank": 4}
     source: Any = load_config(config).config.source
     assert source.weight_sync.sends_adapters is True
+    config["backend"]["lora"] = {"rank": 4, "dora": True}
+    with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but engines cannot .*DoRA.*merged"):
+        load_config(config)
     config["model"]["init"] = "random"
     with pytest.raises(ConfigError, match=r"weight_sync\.adapters is true, but the adapters belong to random weights"):
         load_config(config)

@@ -33,7 +33,7 @@ from spurline.protocols.dataset import DatasetList as DatasetList
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
-from spurline.protocols.optimizer import OptimizerConfig
+from spurline.protocols.optimizer import OptimizerConfig, pattern_problem
 from spurline.protocols.order import OrderConfig
 from spurline.protocols.prefetch import PrefetchConfig
 from spurline.protocols.report_panel import ReportPanelConfig
@@ -156,6 +156,27 @@ class ModelConfig(Section):
     positions end where their table ends, whatever this says."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by patterns of their names: globs over the whole name, as in `*embed_tokens*`
+    or `model.layers.[0-3].*`, or `re:` and a regular expression found anywhere in it. Of the policy and of a critic."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.freeze and not run.backend.freezes:
+            yield Problem(
+                "freeze",
+                f"is not supported by backend '{run.backend.name}', which trains all weights. Remove it, or choose a "
+                "backend that has it: local, or fsdp of the plugin fsdp_backend.",
+            )
+        elif self.freeze and run.backend.trains_adapters:
+            yield Problem(
+                "freeze",
+                "has no meaning with backend.lora, under which all weights are frozen. Remove it; "
+                "backend.lora.target_modules says which layers have adapters.",
+            )
+        for number, pattern in enumerate(self.freeze):
+            problem = pattern_problem(pattern)
+            if problem is not None:
+                yield Problem(f"freeze.{number}", problem)
 
 
 _LOWER_IS_BETTER = {"loss", "nll", "perplexity", "ppl", "kl", "error", "failed"}

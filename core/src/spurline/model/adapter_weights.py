@@ -51,13 +51,15 @@ class AdapterWeights:
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
-        from spurline.model.lora import ADAPTER, adapter_parameters
+        from spurline.model.lora import ADAPTER, LENGTHS, adapter_parameters
 
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
             # Files leave out the name of the adapter, which whoever loads them chooses.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
+            if leaf == f"{LENGTHS}.weight":
+                leaf = LENGTHS
             source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
             tensors[source] = parameter
             shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume, Section
 from spurline.errors import ConfigError
+from spurline.plugins.registry import resolve
+
+if TYPE_CHECKING:
+    from spurline.config.run_config import ModelConfig
 
 
 class LoraConfig(Section):
@@ -22,6 +26,26 @@ class LoraConfig(Section):
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Module names to adapt."""
+    rslora: bool = False
+    """Scale the update by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732), for high ranks."""
+    dora: bool = False
+    """Also train the length of each output's weights, and direction by the matrices (Liu et al. 2024,
+    arXiv:2402.09353). Slower; engines are sent merged weights."""
+    base_dtype: Annotated[Literal["auto", "fp32", "bf16"], OnResume.FREE] = "auto"
+    """In which the frozen weights are held. `auto`: that of their files, which changes no value; `bf16` rounds weights
+    of fp32 files, and takes half the memory; `fp32` saves widening them where computing is in fp32."""
+
+    @property
+    def is_added(self) -> bool:
+        """Whether what the adapter computes is added to what the weights under it compute, as in engines."""
+        return not self.dora
+
+
+def check_freeze(model: ModelConfig) -> None:
+    """Raise ConfigError for a pattern of `model.freeze` that fits no parameter, as the model's own config tells."""
+    if model.freeze:
+        # By name, as factories are: the architecture is built with torch, which a config must not import.
+        resolve("spurline.model.memory:model_shapes", "the parameters of a model")(model, None)
 
 
 def check_peft() -> None:

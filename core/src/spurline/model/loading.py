@@ -7,7 +7,7 @@ probe (`probe.py`) is switched off: losses that would be left out, frequencies t
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +33,13 @@ _logger = logging.getLogger(__name__)
 _NAMES_SHOWN = 3
 
 
-def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrainedModel:
-    """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone."""
+def load_model(
+    model: ModelConfig, profile: DeviceProfile, seed: int, change: Callable[[PreTrainedModel], None] | None = None
+) -> PreTrainedModel:
+    """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone.
+
+    change: what is done to it while it is on the host, with weights in the profile's dtype.
+    """
     config = load_model_config(model)
     try:
         with quiet_loading(), finding("model.path", model.path):
@@ -53,7 +58,10 @@ def load_model(model: ModelConfig, profile: DeviceProfile, seed: int) -> PreTrai
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
         # The grouped matrix product of experts has no float64 kernel.
         causal.set_experts_implementation("eager")
-    nn.Module.to(causal, device=profile.device, dtype=profile.weight_dtype)
+    nn.Module.to(causal, dtype=profile.weight_dtype)
+    if change is not None:
+        change(causal)
+    nn.Module.to(causal, device=profile.device)
     return causal.train()
 
 

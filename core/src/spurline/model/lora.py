@@ -30,6 +30,8 @@ except ImportError as error:
 
 ADAPTER = "default"
 """Name of the one adapter that models have here, which PEFT uses where none is chosen."""
+LENGTHS = "lora_magnitude_vector"
+"""What PEFT calls the trained lengths of DoRA, one for each output of a layer, in the layer and in files."""
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
@@ -43,6 +45,8 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only multiplies by it; whole numbers are its habit
         lora_dropout=lora.dropout,
         target_modules=targets,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )
     dtype = torch.promote_types(causal.dtype, torch.float32)
@@ -52,6 +56,8 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
         raise ModelError(f"backend.lora.target_modules: {error}\nLinear modules: {listing(linear)}.") from error
     _refuse_adapted_tied_weights(causal)
+    if lora.dora:
+        _refuse_lengths_of_others(causal)
     for parameter in causal.parameters():
         if parameter.requires_grad:
             # peft makes adapters in fp32 also for a float64 model.
@@ -63,14 +69,16 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 
 
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, whole initial value in fp32 on CPU) of every adapter, one at a time.
+    """(parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
 
     Each depends on the seed and its own name alone, not on the order of layers or on who else draws: a rank that holds
     a part of a parameter takes that part of the value. They are peft's distributions: an update of 0 at first.
+    DoRA's lengths are not drawn; they begin as those of the weights under them.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
         name = f"{layer_name}.{part}"
-        yield name, _initial_value(part, parameter.shape, _generator(seed, name))
+        if not part.startswith(f"{LENGTHS}."):
+            yield name, _initial_value(part, parameter.shape, _generator(seed, name))
 
 
 def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -138,6 +146,9 @@ def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor
     weight = exact[f"layer.{base}"]
     for name in layer.active_adapters:
         weight = weight + functional_call(_Delta(layer), exact, (name,))
+        lengths = exact.get(f"layer.{LENGTHS}.{name}.weight")
+        if lengths is not None:
+            weight = (lengths / torch.linalg.vector_norm(weight, dim=1))[:, None] * weight
     return weight
 
 
@@ -163,6 +174,19 @@ def adapters_off(causal: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def _refuse_lengths_of_others(causal: nn.Module) -> None:
+    others = {
+        f"{name} ({type(layer.get_base_layer()).__name__})"
+        for name, layer in adapted_layers(causal)
+        if not isinstance(layer.get_base_layer(), nn.Linear)
+    }
+    if others:
+        raise ModelError(
+            f"backend.lora.dora trains the lengths of linear layers only, and the adapters are also on "
+            f"{listing(sorted(others)[:4])}. Set backend.lora.dora: false, or leave them out of target_modules."
+        )
 
 
 def _refuse_adapted_tied_weights(causal: PreTrainedModel) -> None:

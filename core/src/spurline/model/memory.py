@@ -6,6 +6,7 @@ rule of thumb over the shapes of the linear layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.configs import LoraConfig
+from spurline.model.freezing import frozen_names
+from spurline.model.narrow_weights import base_dtype, narrowable_modules
 from spurline.model.stream_model import vocabulary_size
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import OptimizerConfig, num_values
@@ -33,7 +36,8 @@ class Shapes:
     """What memory depends on in a model.
 
     parameters: all of them, adapters included. trained, frozen: shapes of those that ask for gradients and of the
-    others, by name. blocks: names of the modules that are the decoder's layers.
+    others, by name. narrowable: names of those weights that may be held in fewer bytes than is computed with, while
+    they are frozen. blocks: names of the modules that are the decoder's layers.
     linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits; of stored
     experts, those that a token sees.
     cached: elements of keys and values that generation keeps for each token.
@@ -42,6 +46,7 @@ class Shapes:
     parameters: int
     trained: Mapping[str, tuple[int, ...]]
     frozen: Mapping[str, tuple[int, ...]]
+    narrowable: frozenset[str]
     blocks: tuple[str, ...]
     layers: int
     hidden: int
@@ -66,11 +71,13 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     }
     base = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
     adapters = {} if lora is None else _adapter_shapes(linear, lora)
+    frozen = set(base) if adapters else frozen_names(base, model.freeze)
     text = config.get_text_config()
     return Shapes(
         parameters=num_values(base) + num_values(adapters),
-        trained=adapters or base,
-        frozen=base if adapters else {},
+        trained=adapters or {name: shape for name, shape in base.items() if name not in frozen},
+        frozen={name: shape for name, shape in base.items() if name in frozen},
+        narrowable=frozenset(f"{name}.weight" for name, _ in narrowable_modules(causal)) & base.keys(),
         blocks=_decoder_layers(causal),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -92,12 +99,14 @@ def _seen_experts(base: Mapping[str, tuple[int, ...]], config: PretrainedConfig)
 
 
 def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the adapters' matrices, by the names that peft gives them."""
+    """Shapes of the adapters' parameters, by the names that peft gives them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in linear.items():
         if _is_target(name, lora):
             shapes[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
             shapes[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
+            if lora.dora:
+                shapes[f"{name}.lora_magnitude_vector.default.weight"] = (module.out_features,)
     return shapes
 
 
@@ -142,10 +151,15 @@ def estimate_memory(
     shapes = model_shapes(model, lora)
     check_groups(optimizer, shapes.trained)
     weight_bytes, computed_bytes = _WEIGHT_BYTES[precision], _COMPUTED_BYTES[precision]
+    narrow_bytes = weight_bytes if lora is None else min(weight_bytes, base_dtype(lora, model).itemsize)
+    narrow = {name: shape for name, shape in shapes.frozen.items() if name in shapes.narrowable}
+    if narrow_bytes == weight_bytes:
+        narrow = {}
+    wide = shapes.parameters - num_values(narrow)
     # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
     bytes_per_logit = 2 * weight_bytes + computed_bytes
     parts = {
-        "weights": shapes.parameters * weight_bytes,
+        "weights": wide * weight_bytes + num_values(narrow) * narrow_bytes,
         "gradients": num_values(shapes.trained) * weight_bytes,
         "optimizer": optimizer.state_bytes(shapes.trained, weight_bytes),
         "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
@@ -154,7 +168,12 @@ def estimate_memory(
     if computed_bytes < weight_bytes:
         # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
         kept_by_layer = activation_checkpointing and lora is not None
-        parts["rounded weights"] = shapes.parameters * computed_bytes // (shapes.layers if kept_by_layer else 1)
+        # Narrow weights are computed with as they are, where they have the very dtype.
+        rounded = wide if narrow_bytes == computed_bytes else shapes.parameters
+        parts["rounded weights"] = rounded * computed_bytes // (shapes.layers if kept_by_layer else 1)
+    elif narrow:
+        # The matrix that is computed with, and its gradient's copy of it, are widened one at a time.
+        parts["widened weights"] = max(map(math.prod, narrow.values())) * computed_bytes
     if reference and lora is None:
         parts["reference"] = parts["weights"]
     if critic_optimizer is not None:

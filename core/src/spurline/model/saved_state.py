@@ -74,11 +74,11 @@ def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, st
 
 
 def check_frozen(where: Path, saved: str, frozen: str) -> None:
-    """Raises CheckpointError unless the weights under the adapters have the digest that they had."""
+    """Raises CheckpointError unless the weights that are not trained have the digest that they had."""
     if saved != frozen:
         raise CheckpointError(
-            f"{where}: the checkpoint's adapters were trained on other frozen weights than this run's model has. "
-            "Resume with the model.path, model.revision, model.init and seed the checkpoint was made with."
+            f"{where}: the checkpoint was trained on other frozen weights than this run's model has. Resume with the "
+            "model.path, model.revision, model.init, backend.lora.base_dtype and seed the checkpoint was made with."
         )
 
 

@@ -1,8 +1,8 @@
 """A trained model's weights out of a checkpoint, one after the other, for a process that never holds the model.
 
 Place on the way: the tensors of a checkpoint, by their names in the model -> weights under Hugging Face names. A
-checkpoint of adapters holds nothing else: the weights under them are read from `model.path`, and recognised by their
-digest. The adapters alone are read without those weights.
+checkpoint holds what was trained: weights under adapters, and those that `model.freeze` names, are read from
+`model.path`, and recognised by their digest. The adapters alone are read without those weights.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from spurline.model.adapter_weights import AdapterStream, AdapterWeights
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import device_profile
+from spurline.model.freezing import freeze_parameters
 from spurline.model.joined_weights import joined_weights
 from spurline.model.loading import load_model
 from spurline.model.saved_state import check_frozen, check_weights
@@ -43,8 +44,8 @@ class SavedTensors:
     """What a checkpoint holds of a model: trained weights and persistent buffers.
 
     where: the folder, for errors. layout: the tensors by their names in the model, on device `meta`. read: gives one
-    of them, on CPU. frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend holds
-    those.
+    of them, on CPU. frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend counts
+    those. rounded_to: dtype whose values they have; None for that of their files.
     """
 
     where: Path
@@ -52,6 +53,7 @@ class SavedTensors:
     read: Callable[[str], Tensor]
     frozen_weights: str
     frozen_dtype: torch.dtype
+    rounded_to: torch.dtype | None = None
 
 
 def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
@@ -61,6 +63,7 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
     on others than those of `model.path`.
     """
     causal = _without_values(model, saved.frozen_dtype)
+    freeze_parameters(causal, model.freeze)
     if lora is not None:
         from spurline.model.lora import add_adapters
 
@@ -105,7 +108,7 @@ def _weights(
     saved: SavedTensors, named: NamedWeights, frozen: Collection[str], model: ModelConfig, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as stack:
-        original = stack.enter_context(_OriginalWeights(model, seed, saved.frozen_dtype)) if frozen else None
+        original = stack.enter_context(_OriginalWeights(model, seed, saved)) if frozen else None
         samples: list[tuple[str, Tensor, Tensor]] = []
         for group in named.groups:
             tensors: dict[str, Tensor] = {}
@@ -129,9 +132,10 @@ class _OriginalWeights:
     is in no safetensors file, such as the weights of `init: random`, is loaded as a whole.
     """
 
-    def __init__(self, model: ModelConfig, seed: int, dtype: torch.dtype):
-        self._causal = _without_values(model, dtype)
-        self._dtype = dtype
+    def __init__(self, model: ModelConfig, seed: int, saved: SavedTensors):
+        self._causal = _without_values(model, saved.frozen_dtype)
+        self._dtype = saved.frozen_dtype
+        self._rounded_to = saved.rounded_to
         self._files = ExitStack()
         self._single: dict[str, Any] = {}
         self._joined: dict[str, dict[str, Any]] = {}
@@ -156,10 +160,10 @@ class _OriginalWeights:
         if found is None or found.shape != shape:
             there = "none" if found is None else f"one of shape {list(found.shape)}"
             raise CheckpointError(
-                f"model.path: the checkpoint's adapters were trained on a weight {name} of shape {list(shape)}, and "
+                f"model.path: the checkpoint was made with a frozen weight {name} of shape {list(shape)}, and "
                 f"its files have {there}. Restore the model that the run was made with."
             )
-        return found.to(self._dtype)
+        return found.to(self._rounded_to).to(self._dtype)
 
     def _read_joined(self, name: str) -> Tensor | None:
         layer = layer_of(name)

@@ -181,14 +181,14 @@ _BLOCKS = 16
 _BLOCK_VALUES = 128
 
 
-def frozen_digest(module: nn.Module) -> str:
-    """Digest of the parameters that need no gradient."""
-    return _digest(item for item in module.named_parameters() if not item[1].requires_grad)
+def frozen_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
+    """Digest of the parameters that need no gradient. wide: dtype that all count as, however they are held."""
+    return _digest((item for item in module.named_parameters() if not item[1].requires_grad), wide)
 
 
-def weights_digest(module: nn.Module) -> str:
+def weights_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
     """Digest of all parameters, whether they need gradients or not."""
-    return _digest(module.named_parameters())
+    return _digest(module.named_parameters(), wide)
 
 
 def without_adapters(name: str) -> str:
@@ -214,9 +214,12 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
         )
 
 
-def _digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
+def _digest(parameters: Iterable[tuple[str, Tensor]], wide: torch.dtype | None) -> str:
     """The same on every device."""
-    return digest_of_samples((name, parameter, sample(parameter)) for name, parameter in parameters)
+    return digest_of_samples(
+        (name, torch.empty(parameter.shape, dtype=wide or parameter.dtype, device="meta"), sample(parameter).to(wide))
+        for name, parameter in parameters
+    )
 
 
 def sample(tensor: Tensor) -> Tensor:

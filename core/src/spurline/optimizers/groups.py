@@ -51,10 +51,15 @@ def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
 
 def matcher(group: ParameterGroup) -> Callable[[str], bool]:
     """Whether the group's pattern fits a name."""
-    if group.match.startswith(REGEX):
-        expression = re.compile(group.match.removeprefix(REGEX))
+    return name_matcher(group.match)
+
+
+def name_matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether the pattern fits a name: a glob over the whole name, or `re:` and a regular expression."""
+    if pattern.startswith(REGEX):
+        expression = re.compile(pattern.removeprefix(REGEX))
         return lambda name: expression.search(name) is not None
-    return lambda name: fnmatchcase(name, group.match)
+    return lambda name: fnmatchcase(name, pattern)
 
 
 def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "optimizer") -> None:
@@ -71,12 +76,12 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
             if any(map(fits, names)):
                 what += "earlier groups have all parameters that it fits. The first that fits counts: move it up."
             else:
-                what += f"no trained parameter has such a name.{_near(group.match, names)}"
+                what += f"no trained parameter has such a name.{names_near(group.match, names)}"
             raise ConfigError.at(f"{key}.groups.{number}.match", what)
         left = [name for name in left if not fits(name)]
 
 
-def _near(pattern: str, names: list[str]) -> str:
+def names_near(pattern: str, names: list[str]) -> str:
     """Names like the pattern, by whole names and by their parts, and how names look."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
     parts = {part for name in names for part in (name, *name.split("."))}

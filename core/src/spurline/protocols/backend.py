@@ -283,6 +283,8 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
     yields_device: ClassVar[bool] = False
     """Whether its backend is one that `YieldsDevice`, as engines need that are colocated with it."""
+    freezes: ClassVar[bool] = False
+    """Whether its backend leaves out of training what `model.freeze` names."""
     beyond: ClassVar[str] = ""
     """What to do with a model that its settings cannot make fit, as a sentence."""
     update_parts: ClassVar[frozenset[str]] = frozenset()
@@ -388,6 +390,7 @@ class BackendConfig(ComponentConfig):
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         """Changes of this section that need less memory, each tried on top of those before: the cheapest in time first.
 
+        A key is that of a setting, such as `compile`, or of one in a section of this one, such as `lora.base_dtype`.
         row_length, tokens: as in `estimate_memory`. With each the section stays valid. A plan suggests what is needed.
         """
         return ()

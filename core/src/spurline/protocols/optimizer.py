@@ -21,6 +21,17 @@ REGEX = "re:"
 """A `match` that begins with this is a regular expression."""
 
 
+def pattern_problem(pattern: str) -> str | None:
+    """What is wrong with a pattern of parameter names, to follow its key; None for nothing."""
+    if not pattern.startswith(REGEX):
+        return None
+    try:
+        re.compile(pattern.removeprefix(REGEX))
+    except re.error as error:
+        return f"is {pattern!r}, and what follows '{REGEX}' is no regular expression: {error}."
+    return None
+
+
 class ParameterGroup(Section):
     """Settings of the parameters whose names fit a pattern."""
 
@@ -39,13 +50,9 @@ class ParameterGroup(Section):
             yield Problem("learning_rate", "and learning_rate_scale exclude each other. Remove one.")
         if self.learning_rate is None and self.learning_rate_scale is None and self.weight_decay is None:
             yield Problem("", "changes nothing. Give it learning_rate, learning_rate_scale or weight_decay.")
-        if self.match.startswith(REGEX):
-            try:
-                re.compile(self.match.removeprefix(REGEX))
-            except re.error as error:
-                yield Problem(
-                    "match", f"is {self.match!r}, and what follows '{REGEX}' is no regular expression: {error}."
-                )
+        problem = pattern_problem(self.match)
+        if problem is not None:
+            yield Problem("match", problem)
 
 
 class OptimizerConfig(ComponentConfig):

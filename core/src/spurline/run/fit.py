@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from spurline.config.run_config import RunConfig
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.rollout_engine import ColocatedEngine
 from spurline.ranks.machine import memory_bytes
+
+_Section = TypeVar("_Section", bound=BaseModel)
 
 SHARE_USED = 0.9
 """Of a device's memory: the rest is for kernels, buffers of the network and what the allocator leaves unused."""
@@ -96,7 +100,7 @@ def _beside_device(run: RunConfig, load: Load, peak: int, limit: int, here: int 
     if not found:
         return [*lines, f"suggestion: none of its settings needs less. {run.backend.beyond}".rstrip()]
     words = " ".join(f"--set backend.{key}={as_value(value)}" for key, value in found.items())
-    needs = as_gib(needed) + _host_words(run.backend.model_copy(update=found).estimate_host_memory(run), here)
+    needs = as_gib(needed) + _host_words(with_changes(run.backend, found).estimate_host_memory(run), here)
     if needed <= SHARE_USED * limit:
         return [*lines, f"suggestion: {words}, which needs {needs}"]
     return [*lines, f"suggestion: even {words} needs {needs}. {run.backend.beyond}".rstrip()]
@@ -132,7 +136,17 @@ def _suggest(run: RunConfig, load: Load, limit: float) -> tuple[dict[str, Any], 
 
 
 def _peak_with(run: RunConfig, changes: Mapping[str, Any], load: Load) -> int:
-    return peak_memory(*memory_parts(run, run.backend.model_copy(update=changes), load), run.backend.update_parts)
+    return peak_memory(*memory_parts(run, with_changes(run.backend, changes), load), run.backend.update_parts)
+
+
+def with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
+    """A copy of the section with other values, by key; those of sections in it as in `lora.base_dtype`."""
+    values: dict[str, Any] = {}
+    for key, value in changes.items():
+        first, _, rest = key.partition(".")
+        inner = values.get(first, getattr(section, first))
+        values[first] = with_changes(inner, {rest: value}) if rest else value
+    return section.model_copy(update=values)
 
 
 def memory_parts(run: RunConfig, backend: BackendConfig, load: Load) -> tuple[dict[str, int], dict[str, int]]:

@@ -14,7 +14,8 @@ import torch
 from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
 from spurline.model.adapter_weights import AdapterStream
-from spurline.model.weight_files import WeightStream, stored_dtype
+from spurline.model.narrow_weights import base_dtype
+from spurline.model.weight_files import WeightStream
 from spurline_fsdp_backend.checkpoint import SavedModel
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 
@@ -22,9 +23,8 @@ from spurline_fsdp_backend.configs import FsdpBackendConfig
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """See `BackendConfig.checkpoint_reader`."""
     lora = cast(FsdpBackendConfig, run.backend).lora
-    return SavedModel.read_policy(
-        run, folder, digests, lora, torch.float32 if lora is None else stored_dtype(run.model)
-    )
+    dtype = torch.float32 if lora is None else base_dtype(lora, run.model)
+    return SavedModel.read_policy(run, folder, digests, lora, dtype)
 
 
 def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:

@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_peft
+from spurline.model.configs import LoraConfig, check_freeze, check_peft
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.configs import RankBackendConfig
 
@@ -20,6 +20,7 @@ class FsdpBackendConfig(RankBackendConfig):
 
     package: ClassVar[str] = "spurline_fsdp_backend"
     generates: ClassVar[bool] = True
+    freezes: ClassVar[bool] = True
     checkpoint_reader: ClassVar[str | None] = "spurline_fsdp_backend.checkpoint_reader:read_weights"
     adapter_reader: ClassVar[str | None] = "spurline_fsdp_backend.checkpoint_reader:read_adapter"
     beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
@@ -84,6 +85,7 @@ class FsdpBackendConfig(RankBackendConfig):
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
             check_peft()
+        check_freeze(run.model)
         super().check_model(run)
 
     def estimate_generation(self, run: RunConfig) -> dict[str, int]:

@@ -94,6 +94,8 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
     """Settings that need less memory, the cheapest in time first: see `BackendConfig.savings`."""
     if not config.activation_checkpointing:
         yield {"activation_checkpointing": True}
+    if config.lora is not None and config.lora.base_dtype != "bf16":
+        yield {"lora.base_dtype": "bf16"}
     share = -(-tokens // config.layout().data)
     bound = min(share, config.max_tokens_per_microbatch or share)
     while bound > row_length:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from spurline.config.run_config import RunConfig
-from spurline.model.architecture import load_model_config
 from spurline.model.memory import Shapes, model_shapes
-from spurline.model.weight_files import stored_dtype
+from spurline.model.narrow_weights import base_dtype
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import num_values
 from spurline.ranks.layout import ranks_of_machine
@@ -75,7 +71,7 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> dict[str
     """Bytes of a rank that stay from step to step, and its gradients."""
     trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
     parts = {
-        "weights": _WEIGHT_BYTES * num_values(trained) + frozen_bytes(run) * num_values(frozen),
+        "weights": _WEIGHT_BYTES * num_values(trained) + frozen_bytes(config, run) * num_values(frozen),
         "gradients": _WEIGHT_BYTES * num_values(trained),
         "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES),
     }
@@ -83,7 +79,7 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> dict[str
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
         parts["critic"] = parts["weights"] + run.critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
     if (run.loss.uses_reference or run.source.uses_reference) and config.lora is None:
-        parts["reference"] = _COMPUTED_BYTES[config.computes_in] * num_values(trained)
+        parts["reference"] = _COMPUTED_BYTES[config.computes_in] * (num_values(trained) + num_values(frozen))
     return parts
 
 
@@ -96,12 +92,9 @@ def tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int
     return math.ceil(max(share, min(row_length, tokens)) / config.context)
 
 
-def frozen_bytes(run: RunConfig) -> int:
-    """Bytes of a frozen weight, which keeps the dtype of its file; the model's config tells, where no file is here."""
-    if run.model.init == "random" or any(Path(run.model.path).glob("*.safetensors")):
-        return stored_dtype(run.model).itemsize
-    dtype = load_model_config(run.model).dtype
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else _WEIGHT_BYTES
+def frozen_bytes(config: FsdpBackendConfig, run: RunConfig) -> int:
+    """Bytes of a frozen weight: under adapters those of `base_dtype`."""
+    return _WEIGHT_BYTES if config.lora is None else base_dtype(config.lora, run.model).itemsize
 
 
 def gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:

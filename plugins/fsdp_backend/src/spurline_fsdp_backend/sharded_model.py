@@ -28,12 +28,13 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.device_profile import DeviceProfile, device_profile
+from spurline.model.freezing import freeze_parameters
+from spurline.model.narrow_weights import base_dtype
 from spurline.model.probe import check_exactness, choose_reading
 from spurline.model.row_passes import RowPass, idle_pass
 from spurline.model.sequence_sharing import SequenceSharing
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
 from spurline.model.token_stream import SegmentPlan, TokenStream
-from spurline.model.weight_files import stored_dtype
 from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -146,13 +147,18 @@ def _put_exact_head(causal: PreTrainedModel) -> None:
 def _build_trained(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change
 ) -> PreTrainedModel:
-    """With all weights trained in fp32, or adapters beside frozen weights in the dtype of their files."""
+    """With weights in fp32, all trained or some frozen, or adapters beside frozen weights in `base_dtype`."""
     if config.lora is None:
-        return _build(model, config, meshes, seed, change, torch.float32)
-    from spurline.model.lora import add_adapters
-    from spurline_fsdp_backend.adapters import draw_adapters, take_over
 
-    dtype = stored_dtype(model)
+        def freeze_and_change(causal: PreTrainedModel) -> None:
+            freeze_parameters(causal, model.freeze)
+            change(causal)
+
+        return _build(model, config, meshes, seed, freeze_and_change, torch.float32)
+    from spurline.model.lora import add_adapters
+    from spurline_fsdp_backend.adapters import draw_adapters, measure_lengths, take_over
+
+    dtype = base_dtype(config.lora, model)
     plain = _build(model, config, meshes, seed, change, dtype)
     adapted = _without_values(model, dtype)
     add_adapters(adapted, config.lora, seed)
@@ -160,6 +166,8 @@ def _build_trained(
     shard(adapted, config, meshes)
     take_over(adapted, plain)
     draw_adapters(adapted, seed, plain.device)
+    if config.lora.dora:
+        measure_lengths(adapted)
     return adapted
 
 

@@ -31,12 +31,14 @@ from spurline.model.accumulate import accumulate_gradients, describe_failure, ev
 from spurline.model.adapter_weights import AdapterWeights
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.expert_loads import load_metrics
+from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
+from spurline.model.narrow_weights import base_dtype, narrow_weights, round_weights
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
 from spurline.model.router_replay import check_replayed
-from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel
+from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
 from spurline.model.weight_files import WeightStream, write_weight_files
 from spurline.model.weights import NamedWeights
@@ -72,7 +74,9 @@ class LocalBackend:
         self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates))
         self._critic: TrainedModel | None = None
         if run.critic is not None:
-            critic = ValueModel(self._load_trainable())
+            causal = self._load_trainable()
+            put_value_head(causal, self._profile.weight_dtype)
+            critic = ValueModel(causal)
             critic.read_as(self._model.reading)
             self._critic = self._trained(critic, critic_optimization(run.critic, registry))
         self._memory = DeviceMemory(self._profile)
@@ -232,20 +236,31 @@ class LocalBackend:
         self._profile.release_cached_memory()
 
     def _load_trainable(self) -> PreTrainedModel:
-        """The model of the config, with adapters if it asks for them."""
-        causal = load_model(self._run.model, self._profile, self._run.seed)
-        if self._config.lora is not None:
-            from spurline.model.lora import add_adapters
+        """The model of the config, with adapters if it asks for them, or with frozen parts."""
+        return load_model(self._run.model, self._profile, self._run.seed, self._make_trainable)
 
-            add_adapters(causal, self._config.lora, self._run.seed)
-        return causal
+    def _make_trainable(self, causal: PreTrainedModel) -> None:
+        model, lora = self._run.model, self._config.lora
+        freeze_parameters(causal, model.freeze)
+        if lora is None:
+            return
+        from spurline.model.lora import add_adapters
+
+        dtype = base_dtype(lora, model)
+        is_narrow = dtype.itemsize < self._profile.weight_dtype.itemsize
+        if is_narrow:
+            # Before adapters: DoRA's lengths begin as those of the rounded weights.
+            round_weights(causal, dtype)
+        add_adapters(causal, lora, self._run.seed)
+        if is_narrow:
+            narrow_weights(causal, dtype)
 
     def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
         if self._config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
         if self._config.compile:
             model.compile()
-        return TrainedModel(model, make_optimization)
+        return TrainedModel(model, make_optimization, self._profile.weight_dtype)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]

@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spurline.backends.local.configs import LocalBackendConfig
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.model import device_profile
 from spurline.model.adapter_weights import AdapterStream
+from spurline.model.narrow_weights import base_dtype
 from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline.model.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline.model.weight_files import WeightStream, layout_of
@@ -95,17 +96,17 @@ class SavedState:
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """The policy's weights out of a checkpoint, one after the other; see `BackendConfig.checkpoint_reader`."""
     config = cast(LocalBackendConfig, run.backend)
-    return saved_weights(_saved_tensors(config, folder), run.model, config.lora, run.seed)
+    return saved_weights(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
 
 
 def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
     """The policy's adapter out of a checkpoint; see `BackendConfig.adapter_reader`."""
     config = cast(LocalBackendConfig, run.backend)
     assert config.lora is not None
-    return saved_adapter(_saved_tensors(config, folder), run.model, config.lora, run.seed)
+    return saved_adapter(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
 
 
-def _saved_tensors(config: LocalBackendConfig, folder: Path) -> SavedTensors:
+def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path) -> SavedTensors:
     facts = read_facts(folder, "local", _FORMAT)
     path = folder / "model.safetensors"
     try:
@@ -118,6 +119,7 @@ def _saved_tensors(config: LocalBackendConfig, folder: Path) -> SavedTensors:
         file.get_tensor,
         facts["frozen_weights"],
         torch.float64 if config.precision == "fp64" else torch.float32,
+        torch.float32 if config.lora is None else base_dtype(config.lora, model),
     )
 
 

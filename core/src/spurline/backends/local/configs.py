@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_peft
+from spurline.model.configs import LoraConfig, check_freeze, check_peft
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -22,13 +22,16 @@ class LocalBackendConfig(BackendConfig):
     lends_model: ClassVar[bool] = True
     lends_parameters: ClassVar[bool] = True
     yields_device: ClassVar[bool] = True
+    freezes: ClassVar[bool] = True
     checkpoint_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_weights"
     adapter_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_adapter"
     beyond: ClassVar[str] = (
         "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
         "fsdp_backend."
     )
-    update_parts: ClassVar[frozenset[str]] = frozenset({"gradients", "activations", "logits", "rounded weights"})
+    update_parts: ClassVar[frozenset[str]] = frozenset(
+        {"gradients", "activations", "logits", "rounded weights", "widened weights"}
+    )
 
     name: str = "local"
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
@@ -63,6 +66,7 @@ class LocalBackendConfig(BackendConfig):
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
             check_peft()
+        check_freeze(run.model)
 
     def describe_device(self) -> str:
         device = "a GPU if there is one" if self.device == "auto" else self.device
@@ -100,6 +104,8 @@ class LocalBackendConfig(BackendConfig):
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
+        if self.lora is not None and self.lora.base_dtype != "bf16":
+            yield {"lora.base_dtype": "bf16"}
         if self.rows_per_microbatch is not None:
             yield {"rows_per_microbatch": 1}
             return

@@ -26,13 +26,14 @@ from spurline.optimizers.optimization import MakeOptimization
 class TrainedModel:
     """`model`, of which the parameters that ask for gradients are trained.
 
-    make_optimization: for its trained parameters.
+    make_optimization: for its trained parameters. weight_dtype: in which weights count, however frozen ones are held.
     """
 
-    def __init__(self, model: StreamModel, make_optimization: MakeOptimization) -> None:
+    def __init__(self, model: StreamModel, make_optimization: MakeOptimization, weight_dtype: torch.dtype) -> None:
         self.model = model
+        self._weight_dtype = weight_dtype
         self.parameters = {name: value for name, value in model.causal.named_parameters() if value.requires_grad}
-        self.initial_weights = weights_digest(model.causal)
+        self.initial_weights = weights_digest(model.causal, weight_dtype)
         """Recognises the weights that the whole run started from, also after a resume."""
         self.updates = 0
         self.optimization = make_optimization(self.parameters)
@@ -101,7 +102,7 @@ class TrainedModel:
     @cached_property
     def frozen_weights(self) -> str:
         """Digest of the weights that a checkpoint does not hold; they never change, so it is computed once."""
-        return frozen_digest(self.model.causal)
+        return frozen_digest(self.model.causal, self._weight_dtype)
 
 
 def load_reference(

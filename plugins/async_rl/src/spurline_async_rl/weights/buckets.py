@@ -68,7 +68,8 @@ class BucketSync(ABC):
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
-        self._sends_adapters: bool | None = None
+        lora = None if run is None else run.backend.adapters
+        self._sends_adapters: bool | None = None if lora is None or lora.is_added else False
 
     @abstractmethod
     def make_buckets(

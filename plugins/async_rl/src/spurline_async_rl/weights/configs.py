@@ -46,6 +46,12 @@ class BucketSyncConfig(WeightSyncConfig):
                 "is true, but the adapters belong to random weights (model.init: random), which engines do not have. "
                 "Leave adapters out: whole weights are sent.",
             )
+        elif run.backend.adapters is not None and not run.backend.adapters.is_added:
+            yield Problem(
+                "adapters",
+                "is true, but engines cannot compute with what DoRA trains (backend.lora.dora). Leave adapters out: "
+                "weights are then sent with it merged.",
+            )
 
     @property
     def bucket_bytes(self) -> int:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from spurline.errors import ConfigError, RunFailedError, listing
 from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.narrow_weights import base_dtype
+from spurline.model.weight_files import stored_dtype
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
@@ -63,7 +65,7 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
     if lora is None or is_wanted is False or config.mode == "server":
         return None
     modules = {} if run.model.init == "random" else _adapted_modules(run, lora)
-    obstacle = _obstacle(run, lora, modules)
+    obstacle = _obstacle(config, run, lora, modules)
     if obstacle is None:
         return EngineAdapter(lora.rank, tuple(sorted({name.rpartition(".")[2] for name in modules})))
     if is_wanted:
@@ -91,10 +93,14 @@ def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
     return {name: type(layer.get_base_layer()).__name__ for name, layer in adapted_layers(causal)}
 
 
-def _obstacle(run: RunConfig, lora: LoraConfig, modules: Mapping[str, str]) -> str | None:
+def _obstacle(config: VllmEngineConfig, run: RunConfig, lora: LoraConfig, modules: Mapping[str, str]) -> str | None:
     """Why engines cannot take the adapter alone, to follow a `but`; None when they can."""
     if run.model.init == "random":
         return "the weights below the adapter are random ones (model.init), which engines cannot read from model.path"
+    if not lora.is_added:
+        return "vLLM does not compute what DoRA trains (backend.lora.dora)"
+    if config.dtype == "float32" and base_dtype(lora, run.model).itemsize < stored_dtype(run.model).itemsize:
+        return "engines in float32 would not round the weights below the adapter, as backend.lora.base_dtype does"
     if lora.rank > _RANKS[-1]:
         return f"vLLM takes adapters of rank {_RANKS[-1]} at most, and backend.lora.rank is {lora.rank}"
     others = {f"{name} ({kind})" for name, kind in modules.items() if kind != nn.Linear.__name__}

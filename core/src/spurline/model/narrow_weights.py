@@ -1,0 +1,112 @@
+"""Hold frozen weights in half precision, and compute with them as if they were wide.
+
+The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model; norms, biases
+and whatever else a layer reads in its own way have rounded values too, in the wide dtype. So a model computes, bit for
+bit, what it computes with the same rounded values held wide. Under autocast a narrow matrix is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError
+from spurline.model.architecture import load_model_config
+from spurline.model.configs import LoraConfig
+from spurline.model.weight_files import stored_dtype
+
+
+def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
+    """In which dtype weights under these adapters are held. Where no file is here, the model's config tells."""
+    if lora.base_dtype != "auto":
+        return _DTYPES[lora.base_dtype]
+    if model.init == "random" or any(Path(model.path).glob("*.safetensors")):
+        return stored_dtype(model)
+    dtype = load_model_config(model).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
+
+
+def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give every parameter the nearest value of this dtype, in its own dtype; one at a time."""
+    for parameter in causal.parameters():
+        parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+
+
+def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Hold what can be of the frozen weights in this dtype, one at a time. Adapters are in the model already."""
+    for _, module in list(narrowable_modules(causal)):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            continue
+        # Not new modules: adapters, hooks and names stay.
+        if isinstance(module, nn.Linear):
+            module.__class__ = _NarrowLinear
+        else:
+            module.wide_dtype = module.weight.dtype  # type: ignore[assignment]
+            module.__class__ = _NarrowEmbedding
+    for module in causal.modules():
+        if isinstance(module, _NarrowLinear | _NarrowEmbedding):
+            # The data, not the parameter: a tied weight has two owners.
+            module.weight.data = module.weight.data.to(dtype)
+
+
+def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """(name, module) of those whose weight may be held narrow: whoever reads it computes as torch's own modules do."""
+    read_otherwise = {
+        id(parameter)
+        for module in causal.modules()
+        if type(module).forward not in _FORWARDS
+        for parameter in module.parameters(recurse=False)
+    }
+    for name, module in causal.named_modules():
+        # Not by its class alone: some embeddings scale what they look up by a number rounded to the weight's dtype.
+        if not isinstance(module, nn.Linear | nn.Embedding) or type(module).forward not in _FORWARDS:
+            continue
+        if id(module.weight) not in read_otherwise:
+            yield name, module
+
+
+class _NarrowLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, self.weight, self.bias)
+        if input.dtype == self.weight.dtype:
+            # Nothing else makes what flows through the layers narrow.
+            raise ModelError(
+                "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
+                f"{str(self.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
+            )
+        return _WidenedLinear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
+
+
+class _NarrowEmbedding(nn.Embedding):
+    wide_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        # What flows through the layers has the precision that it has with wide weights.
+        return super().forward(input).to(self.wide_dtype)
+
+
+class _WidenedLinear(torch.autograd.Function):
+    """A linear layer whose matrix is widened anew in the backward pass, instead of being kept wide for it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ weight.to(gradient.dtype), None, None

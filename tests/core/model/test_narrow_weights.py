@@ -1,0 +1,153 @@
+"""Frozen weights in half precision: half the memory, and not another bit in what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from spurline.backends.local.backend import LocalBackend
+from spurline.backends.local.checkpoint import read_weights
+from spurline.backends.local.configs import LocalBackendConfig
+from spurline.config.run_config import ModelConfig
+from spurline.errors import CheckpointError, ModelError
+from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.configs import LoraConfig
+from spurline.model.narrow_weights import narrow_weights, narrowable_modules
+from spurline.protocols.loss import Objective
+from spurline.run.fit import with_changes
+
+OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A model whose files hold fp32."""
+    folder = write_model_folder(tmp_path / "model")
+    local_backend(folder)._model.causal.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def half_files(files: Path) -> Path:
+    (path,) = files.glob("*.safetensors")
+    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    return files
+
+
+@pytest.fixture
+def adapted() -> Callable[..., LocalBackend]:
+    def make(folder: Path, base_dtype: str = "auto", dora: bool = False, **settings: Any) -> LocalBackend:
+        lora = LoraConfig.model_validate({"rank": 4, "alpha": 8.0, "base_dtype": base_dtype, "dora": dora})
+        return local_backend(folder, lora=lora, run={"model": ModelConfig(path=str(folder))}, **settings)
+
+    return make
+
+
+def train(backend: LocalBackend, steps: range) -> list[dict[str, float]]:
+    seen = [backend.update(lay_out(make_samples([9, 12, 5], seed=step)), OBJECTIVE) for step in steps]
+    return [{name: value for name, value in metrics.items() if not name.startswith("time/")} for metrics in seen]
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_weights_held_as_their_files_hold_them_are_trained_over_as_wide_ones_bit_for_bit(
+    half_files: Path, tmp_path: Path, adapted: Callable[..., LocalBackend], precision: str, dora: bool
+) -> None:
+    backends = [adapted(half_files, dtype, dora=dora, precision=precision) for dtype in ("auto", "fp32")]
+    narrow, wide = backends
+    assert train(narrow, range(2)) == train(wide, range(2))
+    narrow.save(tmp_path / "saved")
+    wide.load(tmp_path / "saved")
+    assert train(narrow, range(2, 4)) == train(wide, range(2, 4)), "a run goes on with either"
+    batch = lay_out(make_samples([9, 12, 20, 3]))
+    gradients = [dict(backend.gradients(batch, OBJECTIVE)) for backend in backends]
+    weights = [dict(backend.named_weights()) for backend in backends]
+    for got, expected in (gradients, weights):
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name].to(value), value) for name, value in expected.items())
+    frozen = {
+        name: value.dtype for name, value in narrow._model.causal.named_parameters() if name.endswith("layer.weight")
+    }
+    assert set(frozen.values()) == {torch.bfloat16}
+
+
+def test_gradients_over_narrow_weights_do_not_depend_on_the_layout(
+    half_files: Path, adapted: Callable[..., LocalBackend]
+) -> None:
+    backend = adapted(half_files, probe=True, activation_checkpointing=True)
+    train(backend, range(1))
+    samples = make_samples([9, 12, 20, 3])
+    packed = dict(backend.gradients(lay_out(samples, [[0, 1, 2, 3]]), OBJECTIVE))
+    for name, gradient in backend.gradients(lay_out(samples, length=32), OBJECTIVE):
+        assert torch.linalg.vector_norm(gradient - packed[name]) <= 3e-6 * torch.linalg.vector_norm(packed[name]), name
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_run_over_rounded_weights_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
+    files: Path, tmp_path: Path, adapted: Callable[..., LocalBackend], dora: bool
+) -> None:
+    backend, resumed = (adapted(files, "bf16", dora=dora) for _ in range(2))
+    initial = backend.logprobs(lay_out(make_samples([9, 12])), role="reference")
+    torch.testing.assert_close(backend.logprobs(lay_out(make_samples([9, 12]))), initial, atol=1e-5, rtol=0)
+    train(backend, range(2))
+    backend.save(tmp_path / "saved")
+    run = run_config(files, model=ModelConfig(path=str(files)), backend=backend._config)
+    read = dict(read_weights(run, tmp_path / "saved", {}).tensors)
+    weights = dict(backend.named_weights())
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name].float()) for name, value in read.items())
+    expected = train(backend, range(2, 4))
+    resumed.load(tmp_path / "saved")
+    assert train(resumed, range(2, 4)) == expected
+    with pytest.raises(CheckpointError, match=r"other frozen weights.*base_dtype"):
+        adapted(files, dora=dora).load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "fp64"}], ids=str)
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_memory_of_narrow_weights_is_estimated_exactly(
+    half_files: Path, adapted: Callable[..., LocalBackend], dora: bool, settings: dict[str, Any]
+) -> None:
+    backend = adapted(half_files, dora=dora, **settings)
+    held = sum(value.nbytes for value in backend._model.causal.parameters())
+    run = run_config(half_files, model=ModelConfig(path=str(half_files)))
+    config = LocalBackendConfig(lora=backend._config.lora, **settings)
+    parts = config.estimate_memory(run, 100, 100)
+    assert parts["weights"] == held
+    assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
+
+
+def test_a_plan_suggests_to_hold_weights_under_adapters_in_half_precision() -> None:
+    config = LocalBackendConfig(lora=LoraConfig(rank=4), activation_checkpointing=True)
+    change = next(iter(config.savings(run_config("m"), 10, 10)))
+    assert change == {"lora.base_dtype": "bf16"}
+    assert with_changes(config, change).lora == LoraConfig(rank=4, base_dtype="bf16")
+    assert not list(LocalBackendConfig(activation_checkpointing=True).savings(run_config("m"), 10, 10))
+
+
+class _ScaledEmbedding(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * torch.tensor(3.3, dtype=self.weight.dtype)
+
+
+def test_a_weight_that_some_module_reads_in_its_own_way_stays_wide() -> None:
+    model = nn.ModuleDict({"embed": _ScaledEmbedding(7, 4), "head": nn.Linear(4, 7, bias=False), "up": nn.Linear(4, 4)})
+    assert [name for name, _ in narrowable_modules(model)] == ["head", "up"]
+    model["head"].weight = model["embed"].weight
+    assert [name for name, _ in narrowable_modules(model)] == ["up"]
+
+
+def test_a_model_that_rounds_to_the_dtype_of_its_weights_is_not_rounded_in_silence() -> None:
+    model: Any = nn.ModuleDict({"head": nn.Linear(4, 7)}).requires_grad_(False)
+    narrow_weights(model, torch.bfloat16)
+    assert model["head"](torch.ones(2, 4)).dtype == torch.float32
+    with pytest.raises(ModelError, match=r"rounds what it computes.*base_dtype: fp32"):
+        model["head"](torch.ones(2, 4, dtype=torch.bfloat16))
