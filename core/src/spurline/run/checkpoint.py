@@ -10,10 +10,8 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
     hooks/              state that plugins keep, by plugin and name
 
 It is written beside under a hidden name, flushed to disk, renamed into place, and only then does the file `latest`
-name it, for people and scripts; `best` names the one whose evaluation was the best, where one is kept. The state of a
-component is nested dicts and lists of JSON values and numpy arrays: NAME.json holds the structure and refers to the
-arrays, which NAME.safetensors holds under the names of their keys, `weights/embed`. `StateParts` in it (finished
-rollouts, say) are states of their own, NAME.parts/0/00000.json and so on, written and read one after another.
+name it, for people and scripts; `best` names the one whose evaluation was the best, where one is kept. How the state of
+a component is written is `state_files`' matter.
 """
 
 from __future__ import annotations
@@ -22,21 +20,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
-
 from spurline.digests import FileDigest, digest_file, verify_files
-from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError, listing
+from spurline.errors import CheckpointError, CheckpointWriteError, listing
 from spurline.files import give_default_permissions, remove, sync_file, write_json, write_text
-from spurline.protocols.stateful import StateParts
 
 FORMAT = "spurline-checkpoint"
 VERSION = 2
@@ -321,153 +312,3 @@ def _is_entry(name: str, entry: Any) -> bool:
     if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
         return False
     return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("xxh3"), str)
-
-
-_REFERENCE = "__array__"
-"""Key of what stands for an array in the structure; its value is the array's name."""
-_PARTS = "__parts__"
-"""Key of what stands for `StateParts`; its value is their number in the state, and the name of their folder."""
-_STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
-_RESERVED_NAMES = ("", "__metadata__")
-"""What safetensors keeps for itself, or would be no name."""
-
-_PLAIN = (str, int, float, bool, type(None))
-
-
-def write_state(path: Path, state: Mapping[str, object], owner: str | None = None) -> None:
-    """Write `path`.json; arrays to `path`.safetensors, where each has the name of its keys; parts below `path`.parts.
-
-    There is a state when its JSON file is there, which is written last.
-    owner: whose state it is, for messages; by default the last two parts of the path.
-    Raises RunFailedError naming the value that cannot be saved.
-    """
-    try:
-        if not isinstance(state, Mapping):
-            raise TypeError(f"it is a {type(state).__qualname__}")
-        _write(path, state, ())
-    except SafetensorError as error:
-        raise CheckpointWriteError(f"{path.name}: {error}") from error
-    except TypeError as error:
-        raise RunFailedError(
-            f"The state {owner or f'of {path.parent.name}/{path.name}'} cannot be saved: {error}. `state_dict` returns "
-            "nested dicts with text as keys, and lists, of JSON values and numpy arrays of numbers."
-        ) from error
-
-
-def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...]) -> None:
-    """keys: the way to this state, if it is a part of another one."""
-    structure, arrays_path, parts_path = _state_paths(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A state that was here belongs together with its arrays and parts: it ends with them.
-    for earlier in (structure, arrays_path, parts_path):
-        remove(earlier)
-    taken = _TakenOut({}, [])
-    content = taken.replaced(state, keys)
-    if taken.arrays:
-        save_file(taken.arrays, arrays_path)
-    counts = [_write_parts(parts_path / str(number), *found) for number, found in enumerate(taken.parts)]
-    write_json(structure, {"state": content, **({"parts": counts} if counts else {})})
-
-
-def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...]) -> int:
-    """Returns how many there are."""
-    count = 0
-    for part in parts:
-        _write(_part_path(folder, count), part, (*keys, str(count)))
-        count += 1
-    return count
-
-
-def read_state(path: Path) -> dict[str, object]:
-    """What `write_state` wrote, but parts, which are read while they are iterated over.
-
-    Raises FileNotFoundError when there is none, DamagedCheckpointError when it is not as it was written.
-    """
-    structure, arrays_path, parts_path = _state_paths(path)
-    text = structure.read_bytes()
-    try:
-        content = json.loads(text)
-        parts = [
-            StateParts(partial(_read_parts, parts_path / str(number), count))
-            for number, count in enumerate(content.get("parts", []))
-        ]
-        return _put_back(content["state"], load_file(arrays_path) if arrays_path.exists() else {}, parts)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise DamagedCheckpointError(
-            f"{structure} is damaged, or not of one state with the files beside it ({type(error).__name__}: {error})."
-        ) from error
-
-
-def _read_parts(folder: Path, count: int) -> Iterator[Mapping[str, object]]:
-    return (read_state(_part_path(folder, number)) for number in range(count))
-
-
-def _state_paths(path: Path) -> tuple[Path, Path, Path]:
-    # Not with_suffix: a component's name may hold dots.
-    structure, arrays, parts = (path.with_name(path.name + suffix) for suffix in (".json", ".safetensors", ".parts"))
-    return structure, arrays, parts
-
-
-def _part_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}"
-
-
-@dataclass(frozen=True)
-class _TakenOut:
-    """What is not written into the structure of a state: arrays by name, and parts with the way to them."""
-
-    arrays: dict[str, NDArray[Any]]
-    parts: list[tuple[StateParts, tuple[str, ...]]]
-
-    def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
-        """The value with references in place of what is taken out of it. keys: the way to it."""
-        if isinstance(value, np.ndarray):
-            if value.dtype.kind not in "biuf":
-                raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
-            name = _free_name("/".join(keys), self.arrays)
-            self.arrays[name] = np.asarray(value, order="C")
-            return {_REFERENCE: name}
-        if isinstance(value, StateParts):
-            self.parts.append((value, keys))
-            return {_PARTS: len(self.parts) - 1}
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str):
-                    raise TypeError(f"{_way(keys)} has the key {key!r}, which is no text")
-                if key in _STANDS_FOR:
-                    raise TypeError(
-                        f"{_way(keys)} has the key {key!r}, which stands for {_STANDS_FOR[key]} in the file"
-                    )
-            return {key: self.replaced(item, (*keys, key)) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.replaced(item, (*keys, str(number))) for number, item in enumerate(value)]
-        if not isinstance(value, _PLAIN):
-            raise TypeError(f"{_way(keys)} is a {type(value).__module__}.{type(value).__qualname__}")
-        return value
-
-
-def _way(keys: tuple[str, ...]) -> str:
-    return "/".join(keys) or "it"
-
-
-def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
-    """The keys joined by slashes. Keys may hold slashes themselves; the second array of one name is `NAME~2`."""
-    # The format is UTF-8, which has no half of a surrogate pair.
-    wanted = wanted.encode("utf-8", "replace").decode("utf-8")
-    name, number = wanted, 1
-    while name in taken or name in _RESERVED_NAMES:
-        number += 1
-        name = f"{wanted}~{number}"
-    return name
-
-
-def _put_back(value: Any, arrays: Mapping[str, NDArray[Any]], parts: Sequence[StateParts]) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {_REFERENCE}:
-            return arrays[value[_REFERENCE]]
-        if value.keys() == {_PARTS}:
-            return parts[value[_PARTS]]
-        return {name: _put_back(item, arrays, parts) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_put_back(item, arrays, parts) for item in value]
-    return value

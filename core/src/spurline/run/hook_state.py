@@ -11,7 +11,8 @@ from pathlib import Path
 
 from spurline.errors import CheckpointError, HookFailedError, PluginError, SpurlineError
 from spurline.protocols.stateful import Stateful
-from spurline.run.checkpoint import Checkpoint, read_state, write_state
+from spurline.run.checkpoint import Checkpoint
+from spurline.run.state_files import read_state, write_state
 
 FOLDER = "hooks"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

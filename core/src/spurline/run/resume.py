@@ -25,11 +25,10 @@ from spurline.run.checkpoint import (
     CheckpointStore,
     Verify,
     open_checkpoint,
-    read_state,
-    write_state,
 )
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluation import fingerprints
+from spurline.run.state_files import read_state, write_state
 
 
 @dataclass(frozen=True)
