@@ -7,6 +7,8 @@ memory and at how long another client waits.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import json
 import os
 import sys
@@ -70,8 +72,14 @@ def test_20_000_requests_leave_memory_and_other_clients_alone(record_property: C
     statuses: Counter[str] = Counter()
     lag = asyncio.run(_soak(statuses, record_property))
     check(statuses)
-    # Five times as much as it should be: other programs of the machine hold it up too. The figures are printed.
-    assert np.quantile(lag, 0.99) < 5 * LAG_S
+    # Not all of them: other programs of the machine hold it up too. The figures are printed.
+    assert np.quantile(lag, 0.99) < LAG_S
+
+
+def give_back() -> None:
+    """What is free, but kept by the C library, does not say whether memory is lost."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 async def _soak(statuses: Counter[str], record_property: Callable[[str, object], None]) -> list[float]:
@@ -119,6 +127,8 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
             async with slots:
                 task: Awaitable[Any] = harness.environment.run(make_task(sample=sample), harness.policy(sample))
                 assert (await asyncio.wait_for(task, 900)).rewards == {"reward": 1.0}
+            if len(memory) == WARM // EACH:
+                give_back()
             memory.append(psutil.Process().memory_info().rss)
 
         watching = asyncio.ensure_future(harness.environment.run(make_task(), harness.policy(0)))
@@ -132,7 +142,8 @@ async def _soak(statuses: Counter[str], record_property: Callable[[str, object],
         assert process.stdin is not None
         process.stdin.close()
         await process.wait()
-    grown = memory[-1] - memory[WARM // EACH]
+    give_back()
+    grown = psutil.Process().memory_info().rss - memory[WARM // EACH]
     figures = {
         "requests": sum(statuses.values()),
         "lag max": max(lag),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.model.token_stream import Bucket, SegmentPlan
 
@@ -34,9 +35,9 @@ if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.sign
 
 ATTENTION_NAME = "spurline_segments"
 
-_IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")
-"""Tensors among the keywords of attention that say what the plan says already. Any other, such as a bias by position or
-the blocks that a query sees, asks for attention that is not computed here."""
+_IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", ROUTED_EXPERTS)
+"""Tensors among the keywords of attention that say what the plan says already, or are meant for routers. Any other,
+such as a bias by position or the blocks that a query sees, asks for attention that is not computed here."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
