@@ -21,7 +21,7 @@ SET_UP = re.compile(
     | spurline/run/(?!loop).*
     | spurline/(errors|files|progress|digests|terminal)\.py
     | spurline/backends/local/checkpoint\.py
-    | spurline/model/(architecture|device_profile|loading|memory|positions|probe|generation)\.py
+    | spurline/model/(architecture|device_profile|freezing|loading|memory|positions|probe|generation)\.py
     | spurline/model/(saved_state|saved_weights|weight_files|weights)\.py
     | spurline/ranks/(devices|launch)\.py
     | spurline/trackers/(console|readout)\.py
@@ -38,7 +38,7 @@ SET_UP = re.compile(
 classes that such a run only imports."""
 
 READING = re.compile(
-    r"spurline/data/(hf_dataset|local_files|arrow_rows|rows|formats|messages|chat|encoding|tokenization|token_store)\.py$"
+    r"spurline/data/(hf_dataset|local_files|arrow_rows|rows|formats|messages|chat|chat_template|template_budget|encoding|tokenization|token_store)\.py$"
 )
 """From a file to rows and tokens, which is the first walk's; the others begin with a prompt."""
 
@@ -75,7 +75,7 @@ def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("walk", "most", "change"),
-    [("sft", 34, None), ("rl", 52, dict), ("async", 69, asynchronous)],
+    [("sft", 36, None), ("rl", 52, dict), ("async", 69, asynchronous)],
     ids=["sft", "rl", "async"],
 )
 def test_one_sample_goes_through_files_of_the_tour_alone(

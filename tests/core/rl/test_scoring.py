@@ -88,6 +88,29 @@ def test_answers_are_scored_side_by_side_and_their_terms_come_in_order():
     assert asyncio.run(terms_of_all({"value": TwoAtATime()}, answers)) == [{"value": 0}, {"value": 1}, {"value": 2}]
 
 
+class FailsAtFirst:
+    """Fails so many times on each answer."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self._failed: dict[str, int] = {}
+
+    def score(self, answer: Answer) -> float:
+        failed = self._failed.get(answer.response, 0)
+        if failed < self._times:
+            self._failed[answer.response] = failed + 1
+            raise TimeoutError("the judge does not answer")
+        return float(answer.response)
+
+
+def test_an_answer_is_scored_again_as_often_as_allowed():
+    answers = [Answer("", str(number), None, {}) for number in range(3)]
+    scored = asyncio.run(terms_of_all({"value": FailsAtFirst(2)}, answers, retries=2))
+    assert scored == [{"value": 0}, {"value": 1}, {"value": 2}]
+    with pytest.raises(AttemptFailedError, match="the judge does not answer"):
+        asyncio.run(terms_of_all({"value": FailsAtFirst(3)}, answers, retries=2))
+
+
 def test_an_attempt_without_a_response_token_is_refused_because_its_reward_would_be_lost():
     with pytest.raises(AttemptFailedError, match=r"Sample 0 of prompt train:0@0 has no response token.*reward of 1\."):
         score(attempt(make_turn(0), right=1.0), {})

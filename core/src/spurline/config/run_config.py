@@ -274,6 +274,8 @@ class GenerationEvalConfig(Section):
     """Use the first N prompts of the evaluation data; null uses all."""
     batch_size: int = Field(default=64, gt=0)
     """Prompts generated together."""
+    retries: int = Field(default=2, ge=0)
+    """Times that an answer is scored again when a reward fails on it; then the run ends with the error."""
 
 
 class DataEvaluationConfig(Section):

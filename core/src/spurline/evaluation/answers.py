@@ -97,11 +97,14 @@ class AnswersEvaluation(HeldOutEvaluation):
         """Close the rewards."""
         close_all(self._rewards)
 
+    async def _terms(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
+        return await terms_of_all(self._rewards, answers, retries=self._config.retries)
+
     def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
         # On a thread of its own: whoever trains in a notebook has an event loop on this one.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
-                return scoring.submit(asyncio.run, terms_of_all(self._rewards, answers)).result()
+                return scoring.submit(asyncio.run, self._terms(answers)).result()
             except AttemptFailedError as error:
                 raise RunFailedError(str(error)) from error
 

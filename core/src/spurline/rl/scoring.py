@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -29,12 +30,22 @@ async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[st
     return {name: await _call(name, reward, answer) for name, reward in rewards.items()}
 
 
-async def terms_of_all(rewards: Mapping[str, Reward], answers: Sequence[Answer]) -> list[dict[str, float]]:
+async def terms_of_all(
+    rewards: Mapping[str, Reward], answers: Sequence[Answer], *, retries: int = 0
+) -> list[dict[str, float]]:
     """`reward_terms` of each answer, in order, asked for side by side: some rewards take seconds each.
 
+    retries: times that an answer is scored again whose rewards fail, as a judge elsewhere may now and then.
     Raises what the first failure raises, once the others have ended.
     """
-    return await all_or_none([reward_terms(rewards, answer) for answer in answers], "scoring")
+    return await all_or_none([_terms_at_last(rewards, answer, retries) for answer in answers], "scoring")
+
+
+async def _terms_at_last(rewards: Mapping[str, Reward], answer: Answer, retries: int) -> dict[str, float]:
+    for _ in range(retries):
+        with suppress(AttemptFailedError):
+            return await reward_terms(rewards, answer)
+    return await reward_terms(rewards, answer)
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
