@@ -50,10 +50,11 @@ def stream(path: Path, **settings: Any) -> list[Any]:
 # What is no file
 
 
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     with socket.socket(socket.AF_UNIX) as listening:
-        os.chdir(tmp_path)
+        # Paths of sockets are short.
+        monkeypatch.chdir(tmp_path)
         listening.bind("socket.jsonl")
     for name, kind in (("pipe.jsonl", "a pipe"), ("socket.jsonl", "a socket"), ("/dev/zero", "a device")):
         with pytest.raises(DataError, match=rf"{name}: is {kind} and no regular file"):

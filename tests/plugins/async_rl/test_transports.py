@@ -437,7 +437,7 @@ def test_the_transport_is_chosen_again_when_engines_have_told_what_they_read(giv
     engine, loop = Server(), LoopThread("publishing")
     config: Any = SimpleNamespace(engine=SimpleNamespace(name="own"), weight_sync=given, watchdog_s=60.0)
     run, backend = cast("Any", SimpleNamespace(run_dir=tmp_path)), cast("Any", Weights(weights()))
-    run.backend = SimpleNamespace(rank_request=lambda: None, stays_on_cpu=False)
+    run.backend = SimpleNamespace(rank_request=lambda: None, stays_on_cpu=False, adapters=None)
     registry, timeline = PluginHost.load(["async_rl"]).registry, Timeline(tmp_path / "timeline.jsonl")
     publisher = Publisher(cast("Any", engine), config, run, registry, loop, timeline, lambda: None)
     try:
