@@ -41,7 +41,9 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # The second SIGHUP of a terminal that closes may come when the run has just ended.
+            again = number == signal.SIGHUP == self.signal
+            signal.signal(number, signal.SIG_IGN if again else handler)
         self._previous = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
