@@ -68,8 +68,11 @@ def quick() -> Iterator[FunctionReward]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[FunctionReward]:
-    # As who wants no limits may write it.
-    reward = make_reward(timeout_s=float("inf"), import_timeout_s=float("inf"), workers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray sets it in processes that have used it.
+        patch.delenv("PYTHONBREAKPOINT", raising=False)
+        # As who wants no limits may write it.
+        reward = make_reward(timeout_s=float("inf"), import_timeout_s=float("inf"), workers=1)
     yield reward
     reward.close()
 

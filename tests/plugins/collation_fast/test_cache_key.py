@@ -97,7 +97,12 @@ def test_a_dataset_setting_that_changes_tokens_changes_the_key(
 
 def test_every_data_setting_counts_unless_it_is_known_not_to(spurline_chat_file: Path) -> None:
     [dataset] = key_of(spurline_chat_file).parts["datasets"]
-    assert dataset.keys() - {"fingerprint"} == HfDatasetConfig.model_fields.keys() - {"path", "weight", "label"}
+    assert dataset.keys() - {"fingerprint"} == HfDatasetConfig.model_fields.keys() - {
+        "path",
+        "weight",
+        "label",
+        "max_expansion",
+    }
     data = key_of(spurline_chat_file).parts["data"]
     assert data.keys() == DataConfig.model_fields.keys() - {"train", "eval", "order"}
 
@@ -245,6 +250,7 @@ def test_the_code_version_covers_all_that_tokenization_imports() -> None:
         "spurline_collation_fast.configs",
         "spurline.data.configs",  # Settings are in the key by value.
         "spurline.data.hub",  # Whether the hub is asked; not what it gives.
+        "spurline_collation_fast.tokenization.own_folder",  # Where files lie for a while.
         "spurline_collation_fast.tokenization.worker_choice",  # Who encodes which rows; not what becomes of them.
     )
     found, waiting = (

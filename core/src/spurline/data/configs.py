@@ -46,7 +46,7 @@ class HfDatasetConfig(DatasetConfig):
     """Split string, such as `train`, `train[:1000]` or `train[10%:20%]`."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    max_row_mb: Annotated[int, OnResume.FREE] = Field(default=64, gt=0)
+    max_row_mb: Annotated[int, OnResume.BY_NAME] = Field(default=64, gt=0)
     """MiB that one row of a local file may have: larger ones are malformed, and may take all memory."""
     max_expansion: Annotated[int, OnResume.FREE] = Field(default=1000, gt=0)
     """How many times its own size a local parquet file may have once it is read; 4 GiB are always allowed."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TOKEN_MODULES = (
     "spurline.data.arrow_rows",
     "spurline.data.chat",
+    "spurline.data.chat_template",
     "spurline.data.encoding",
     "spurline.data.file_digest",
     "spurline.data.formats",
@@ -40,6 +41,8 @@ TOKEN_MODULES = (
     "spurline.data.local_files",
     "spurline.data.messages",
     "spurline.data.rows",
+    "spurline.data.table_checks",
+    "spurline.data.template_budget",
     "spurline.data.token_store",
     "spurline.data.tokenization",
     "spurline.data.tokenizer",
