@@ -27,6 +27,7 @@ class PackedCollator:
         self._pad_token_id = pad_token_id
         self._layout = layout
         self._align_to = math.lcm(config.align_to, layout.align_to)
+        self._algorithm = config.algorithm_for(layout.data)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         segments = sample_segments(samples)
@@ -42,7 +43,7 @@ class PackedCollator:
         lengths = [len(segment.tokens) for segment in segments]
         aligned = [round_up(length, self._align_to) for length in lengths]
         refuse_what_cannot_fit(lengths, aligned, self._config.max_tokens, lambda position: names[position], shorter)
-        rows = pack(aligned, self._config.max_tokens, self._layout.data, self._config.algorithm)
+        rows = pack(aligned, self._config.max_tokens, self._layout.data, self._algorithm)
         used = [sum(aligned[position] for position in row) for row in rows]
         length = max([self._align_to, *used])
         if self._config.pad_to_max or self._layout.pipeline > 1:
