@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.layout import Segment, lay_out, sample_segments, turn_name, turn_segments
-from spurline.data.collators.packing import pack, refuse_what_cannot_fit, round_up, straggler_factor
+from spurline.data.collators.packing import (
+    PackingAlgorithm,
+    pack,
+    refuse_what_cannot_fit,
+    round_up,
+    straggler_factor,
+)
 from spurline.data.configs import PackedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
@@ -27,7 +33,7 @@ class PackedCollator:
         self._pad_token_id = pad_token_id
         self._layout = layout
         self._align_to = math.lcm(config.align_to, layout.align_to)
-        self._algorithm = config.algorithm_for(layout.data)
+        self._algorithm: PackingAlgorithm = config.algorithm_for(layout.data)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         segments = sample_segments(samples)
