@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import ModelError, SpurlineError
+from spurline.model.computing import in_full_precision, own_code
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.segment_attention import observed_windows
 from spurline.model.stream_model import (
@@ -119,8 +120,14 @@ class _Probe:
         self._profile = profile
         self._tolerance = HALF_PRECISION_TOLERANCE if in_half_precision else TOLERANCE
         self._sequences = probe_sequences(vocabulary_size(model.causal))
-        with profile.computing_exactly():
+        with self._computing_exactly(), own_code(model.causal):
             self._logits, self._states = self._own_forward()
+
+    @contextmanager
+    def _computing_exactly(self) -> Iterator[None]:
+        # Rounding to fp8 makes large differences of the smallest ones.
+        with self._profile.computing_exactly(), in_full_precision(self._model.causal):
+            yield
 
     def choose_reading(self) -> None:
         """Let the model read in the first way that gives what it gives for each sequence alone; else in the last."""
@@ -131,7 +138,7 @@ class _Probe:
         for reading in readings:
             try:
                 self._model.read_as(reading)
-                with self._profile.computing_exactly():
+                with self._computing_exactly():
                     packed, windows = self._packed_hidden()
                     if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
                         return
@@ -140,7 +147,7 @@ class _Probe:
                 continue
 
     def first_difference(self) -> str | None:
-        with self._profile.computing_exactly():
+        with self._computing_exactly():
             packed, windows = self._packed_hidden()
             found = self._compare_output_layer(self._states[-1]) or self._compare_packing(packed, self._logits)
         found = found or self._check_windows(windows)
