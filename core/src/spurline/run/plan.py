@@ -81,6 +81,13 @@ def make_plan(
         layout = _attempt(plan, lambda: list(loaded.config.backend.describe_layout(loaded.config)))
         if layout:
             plan.sections["parallel layout"] = layout
+        computing = (
+            None
+            if model is None
+            else _attempt(plan, lambda: list(loaded.config.backend.describe_computing(loaded.config)))
+        )
+        if computing:
+            plan.sections["computing"] = computing
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
