@@ -55,7 +55,7 @@ class LocalBackendConfig(BackendConfig):
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Run the decoder through torch.compile."""
+    """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
     """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
     model, on a GPU; `none` leaves them to PyTorch."""
