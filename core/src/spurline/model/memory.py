@@ -18,7 +18,8 @@ from spurline.config.run_config import ModelConfig
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.freezing import frozen_names
-from spurline.model.narrow_weights import base_dtype, narrowable_modules
+from spurline.model.narrow_weights import base_dtype, narrowable_modules, quantizable_modules
+from spurline.model.quantized_weights import quantized_bytes
 from spurline.model.stream_model import vocabulary_size
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import OptimizerConfig, num_values
@@ -37,7 +38,8 @@ class Shapes:
 
     parameters: all of them, adapters included. trained, frozen: shapes of those that ask for gradients and of the
     others, by name. narrowable: names of those weights that may be held in fewer bytes than is computed with, while
-    they are frozen. blocks: names of the modules that are the decoder's layers.
+    they are frozen. quantizable: those that may be held quantized. blocks: names of the modules that are the decoder's
+    layers.
     linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits; of stored
     experts, those that a token sees.
     cached: elements of keys and values that generation keeps for each token.
@@ -47,6 +49,7 @@ class Shapes:
     trained: Mapping[str, tuple[int, ...]]
     frozen: Mapping[str, tuple[int, ...]]
     narrowable: frozenset[str]
+    quantizable: frozenset[str]
     blocks: tuple[str, ...]
     layers: int
     hidden: int
@@ -78,6 +81,7 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
         trained=adapters or {name: shape for name, shape in base.items() if name not in frozen},
         frozen={name: shape for name, shape in base.items() if name in frozen},
         narrowable=frozenset(f"{name}.weight" for name, _ in narrowable_modules(causal)) & base.keys(),
+        quantizable=frozenset(f"{name}.weight" for name, _ in quantizable_modules(causal)) & base.keys(),
         blocks=_decoder_layers(causal),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -152,14 +156,18 @@ def estimate_memory(
     check_groups(optimizer, shapes.trained)
     weight_bytes, computed_bytes = _WEIGHT_BYTES[precision], _COMPUTED_BYTES[precision]
     narrow_bytes = weight_bytes if lora is None else min(weight_bytes, base_dtype(lora, model).itemsize)
-    narrow = {name: shape for name, shape in shapes.frozen.items() if name in shapes.narrowable}
+    is_quantized = lora is not None and lora.is_quantized
+    quantized = {name: shapes.frozen[name] for name in shapes.quantizable & shapes.frozen.keys() if is_quantized}
+    narrow = {name: shapes.frozen[name] for name in shapes.narrowable & shapes.frozen.keys() - quantized.keys()}
     if narrow_bytes == weight_bytes:
         narrow = {}
-    wide = shapes.parameters - num_values(narrow)
+    wide = shapes.parameters - num_values(narrow) - num_values(quantized)
     # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
     bytes_per_logit = 2 * weight_bytes + computed_bytes
     parts = {
-        "weights": wide * weight_bytes + num_values(narrow) * narrow_bytes,
+        "weights": wide * weight_bytes
+        + num_values(narrow) * narrow_bytes
+        + sum(quantized_bytes(math.prod(shape)) for shape in quantized.values()),
         "gradients": num_values(shapes.trained) * weight_bytes,
         "optimizer": optimizer.state_bytes(shapes.trained, weight_bytes),
         "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
@@ -169,11 +177,12 @@ def estimate_memory(
         # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
         kept_by_layer = activation_checkpointing and lora is not None
         # Narrow weights are computed with as they are, where they have the very dtype.
-        rounded = wide if narrow_bytes == computed_bytes else shapes.parameters
+        rounded = wide if narrow_bytes == computed_bytes else wide + num_values(narrow)
         parts["rounded weights"] = rounded * computed_bytes // (shapes.layers if kept_by_layer else 1)
-    elif narrow:
+        narrow = {}
+    if narrow or quantized:
         # The matrix that is computed with, and its gradient's copy of it, are widened one at a time.
-        parts["widened weights"] = max(map(math.prod, narrow.values())) * computed_bytes
+        parts["widened weights"] = max(map(math.prod, [*narrow.values(), *quantized.values()])) * computed_bytes
     if reference and lora is None:
         parts["reference"] = parts["weights"]
     if critic_optimizer is not None:

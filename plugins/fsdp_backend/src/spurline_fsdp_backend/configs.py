@@ -37,6 +37,9 @@ class FsdpBackendConfig(RankBackendConfig):
     """Ranks that divide the experts of a mixture-of-experts model."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: Annotated[bool, OnResume.FREE] = False
+    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
+    activation_checkpointing only the inputs of layers, which are then all there is. For GPUs."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
@@ -60,6 +63,14 @@ class FsdpBackendConfig(RankBackendConfig):
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
         if self.lora is not None and self.expert > 1:
             yield Problem("lora", "together with expert is not supported: adapters of experts would not be divided.")
+        if self.lora is not None and self.lora.is_quantized:
+            yield Problem(
+                "lora.base_dtype",
+                f"is {self.lora.base_dtype}, whose blocks of values cannot be divided over ranks as weights are. "
+                "Choose bf16, or train on one GPU with the backend local.",
+            )
+        if self.compile and self.offload_activations:
+            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
         if self.compile and self.expert > 1:
             yield Problem(
                 "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."
@@ -84,7 +95,7 @@ class FsdpBackendConfig(RankBackendConfig):
 
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
-            check_peft()
+            check_peft(self.lora)
         check_freeze(run.model)
         super().check_model(run)
 

@@ -44,6 +44,9 @@ class LocalBackendConfig(BackendConfig):
     """Or fill each micro-batch with whole rows up to this many tokens, padding not counted."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: Annotated[bool, OnResume.FREE] = False
+    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
+    activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run the decoder through torch.compile."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
@@ -58,6 +61,8 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+        if self.compile and self.offload_activations:
+            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
 
     @property
     def stays_on_cpu(self) -> bool:
@@ -65,7 +70,7 @@ class LocalBackendConfig(BackendConfig):
 
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
-            check_peft()
+            check_peft(self.lora)
         check_freeze(run.model)
 
     def describe_device(self) -> str:
