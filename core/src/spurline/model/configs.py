@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from spurline.config.run_config import ModelConfig
 
 
+OFFLOADS_NOTHING = (
+    "offload_activations saves nothing on the CPU, whose memory is that of the host: activations are copied and kept."
+)
+"""A note of runs that do not train on a GPU."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline[lora]`."""
 

@@ -57,11 +57,18 @@ class Shapes:
     linear: int
     cached: int
 
-    def activations_per_token(self, checkpointing: bool) -> int:
-        """Elements kept for the backward pass. checkpointing: whether layers are recomputed there."""
+    def activations_per_token(self, checkpointing: bool, offloading: bool = False) -> int:
+        """Elements kept on the device for the backward pass. checkpointing: whether layers are recomputed there.
+        offloading: whether those of all but two layers are on the host meanwhile.
+        """
         everything = self.linear + self.layers * self.hidden * _ELEMENTWISE_TENSORS_PER_LAYER
+        layers = min(self.layers, 2) if offloading else self.layers
         # Each layer keeps its input only; one layer at a time is recomputed in full.
-        return self.layers * self.hidden + everything // self.layers if checkpointing else everything
+        return layers * self.hidden + everything // self.layers if checkpointing else everything * layers // self.layers
+
+    def offloaded_per_token(self, checkpointing: bool) -> int:
+        """Elements that are on the host meanwhile."""
+        return self.activations_per_token(checkpointing) - self.activations_per_token(checkpointing, offloading=True)
 
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
@@ -139,6 +146,7 @@ def estimate_memory(
     precision: Literal["fp32", "bf16", "fp64"],
     lora: LoraConfig | None,
     activation_checkpointing: bool,
+    offload_activations: bool = False,
     logits_chunk_tokens: int,
     optimizer: OptimizerConfig,
     critic_optimizer: OptimizerConfig | None,
@@ -170,7 +178,9 @@ def estimate_memory(
         + sum(quantized_bytes(math.prod(shape)) for shape in quantized.values()),
         "gradients": num_values(shapes.trained) * weight_bytes,
         "optimizer": optimizer.state_bytes(shapes.trained, weight_bytes),
-        "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
+        "activations": tokens
+        * shapes.activations_per_token(activation_checkpointing, offload_activations)
+        * computed_bytes,
         "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
     }
     if computed_bytes < weight_bytes:
@@ -189,6 +199,18 @@ def estimate_memory(
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
         parts["critic"] = parts["weights"] + critic_optimizer.state_bytes(shapes.trained, weight_bytes)
     return parts
+
+
+def estimate_offloaded(
+    model: ModelConfig,
+    tokens: int,
+    *,
+    precision: Literal["fp32", "bf16", "fp64"],
+    lora: LoraConfig | None,
+    activation_checkpointing: bool,
+) -> int:
+    """Bytes of activations of a micro-batch that `offload_activations` keeps on the host. Raises ModelError."""
+    return tokens * model_shapes(model, lora).offloaded_per_token(activation_checkpointing) * _COMPUTED_BYTES[precision]
 
 
 def estimate_cache(model: ModelConfig, tokens: int, *, precision: Literal["fp32", "bf16", "fp64"]) -> int:

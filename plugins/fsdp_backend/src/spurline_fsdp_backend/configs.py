@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_freeze, check_peft
+from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, check_freeze, check_peft
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.configs import RankBackendConfig
 
@@ -98,6 +98,12 @@ class FsdpBackendConfig(RankBackendConfig):
             check_peft(self.lora)
         check_freeze(run.model)
         super().check_model(run)
+
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        return [OFFLOADS_NOTHING] if self.offload_activations and self.on == "cpu" else []
+
+    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        return self._part("memory:estimate_offloaded")(self, run, row_length, tokens)
 
     def estimate_generation(self, run: RunConfig) -> dict[str, int]:
         return self._part("memory:estimate_generation")(self, run)

@@ -262,6 +262,8 @@ class LocalBackend:
     def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
         if self._config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
+        if self._config.offload_activations:
+            model.offload_activations(self._profile)
         if self._config.compile:
             model.compile()
         return TrainedModel(model, make_optimization, self._profile.weight_dtype)

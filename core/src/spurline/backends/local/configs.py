@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_freeze, check_peft
+from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, check_freeze, check_peft
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -106,30 +106,67 @@ class LocalBackendConfig(BackendConfig):
             return None
         return resolve("spurline.model.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
+    @property
+    def _offloads(self) -> bool:
+        """Whether activations leave the device: on the CPU both memories are one."""
+        return self.offload_activations and self._has_gpu
+
+    @property
+    def _has_gpu(self) -> bool:
+        # A config for a GPU elsewhere is planned as one for that GPU.
+        has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")
+        return self.device == "cuda" or (self.device == "auto" and has_gpu())
+
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        notes: list[str] = []
+        if self.offload_activations and not self._has_gpu:
+            notes.append(OFFLOADS_NOTHING)
+        return notes
+
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
-        if self.lora is not None and self.lora.base_dtype != "bf16":
+        if not (self.offload_activations or self.compile) and self._has_gpu:
+            yield {"offload_activations": True}
+        if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
         if self.rows_per_microbatch is not None:
             yield {"rows_per_microbatch": 1}
-            return
-        bound = self.max_tokens_per_microbatch or tokens
-        while bound > row_length:
-            bound = max(row_length, bound // 2)
-            yield {"max_tokens_per_microbatch": bound}
+        else:
+            bound = self.max_tokens_per_microbatch or tokens
+            while bound > row_length:
+                bound = max(row_length, bound // 2)
+                yield {"max_tokens_per_microbatch": bound}
+        if self.lora is not None and not self.lora.is_quantized:
+            yield {"lora.base_dtype": "nf4"}
 
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+    def _microbatch_tokens(self, row_length: int, tokens: int) -> int:
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
+        return min(tokens, self.max_tokens_per_microbatch or tokens)
+
+    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        if not self._offloads:
+            return 0
+        estimate = resolve("spurline.model.memory:estimate_offloaded", "memory estimate of backend 'local'")
+        return estimate(
+            run.model,
+            self._microbatch_tokens(row_length, tokens),
+            precision=self.precision,
+            lora=self.lora,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
         return estimate(
             run.model,
-            min(tokens, self.max_tokens_per_microbatch or tokens),
+            self._microbatch_tokens(row_length, tokens),
             precision=self.precision,
             lora=self.lora,
             activation_checkpointing=self.activation_checkpointing,
+            offload_activations=self._offloads,
             logits_chunk_tokens=self.logits_chunk_tokens,
             optimizer=run.optimizer,
             critic_optimizer=None if run.critic is None else run.critic.optimizer,
