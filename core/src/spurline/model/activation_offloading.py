@@ -144,7 +144,7 @@ class _Pass:
         moved = self._moved(tensor)
         layer = len(self._layers) - 1
         self._layers[layer].moved.append(moved)
-        return _Saved(moved, layer, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _Saved(moved, layer, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, saved: _Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):

@@ -71,6 +71,13 @@ def check_freeze(model: ModelConfig) -> None:
         resolve("spurline.model.memory:model_shapes", "the parameters of a model")(model, None)
 
 
+def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
+    """What `all-linear` leaves out of this model, in a sentence; nothing for a list of names. Raises ModelError."""
+    if lora.target_modules != "all-linear":
+        return []
+    return resolve("spurline.model.adapter_targets:notes", "the modules that can carry adapters")(model)
+
+
 def check_peft(lora: LoraConfig) -> None:
     """Raise ConfigError where a library for these adapters is missing."""
     if find_spec("peft") is None:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
+from spurline.model.adapter_targets import is_target, unadaptable
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.freezing import frozen_names
@@ -80,7 +81,9 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
         name: module for name, module in causal.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
     base = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
-    adapters = {} if lora is None else _adapter_shapes(linear, lora)
+    left_out = unadaptable(causal)
+    adaptable = {name: module for name, module in linear.items() if name not in left_out}
+    adapters = {} if lora is None else _adapter_shapes(adaptable, lora)
     frozen = set(base) if adapters else frozen_names(base, model.freeze)
     text = config.get_text_config()
     return Shapes(
@@ -113,7 +116,7 @@ def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[s
     """Shapes of the adapters' parameters, by the names that peft gives them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in linear.items():
-        if _is_target(name, lora):
+        if is_target(name, lora):
             shapes[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
             shapes[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
             if lora.dora:
@@ -132,11 +135,6 @@ def _cached_per_token(config: PretrainedConfig) -> int:
     key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * int(config.num_hidden_layers) * key_heads * head_size
-
-
-def _is_target(name: str, lora: LoraConfig) -> bool:
-    targets = lora.target_modules
-    return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def estimate_memory(

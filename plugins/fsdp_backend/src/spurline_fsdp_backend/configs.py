@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, check_freeze, check_peft
+from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, adapter_notes, check_freeze, check_peft
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.configs import RankBackendConfig
 
@@ -100,7 +100,8 @@ class FsdpBackendConfig(RankBackendConfig):
         super().check_model(run)
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        return [OFFLOADS_NOTHING] if self.offload_activations and self.on == "cpu" else []
+        notes = [OFFLOADS_NOTHING] if self.offload_activations and self.on == "cpu" else []
+        return notes if self.lora is None else [*notes, *adapter_notes(run.model, self.lora)]
 
     def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
         return self._part("memory:estimate_offloaded")(self, run, row_length, tokens)

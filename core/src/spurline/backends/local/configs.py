@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, check_freeze, check_peft
+from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, adapter_notes, check_freeze, check_peft
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -121,6 +121,8 @@ class LocalBackendConfig(BackendConfig):
         notes: list[str] = []
         if self.offload_activations and not self._has_gpu:
             notes.append(OFFLOADS_NOTHING)
+        if self.lora is not None:
+            notes += adapter_notes(run.model, self.lora)
         return notes
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
