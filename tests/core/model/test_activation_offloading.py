@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
+from counted_transfers import Counting
 from model_families import FAMILIES, tiny_model
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.configs import LocalBackendConfig
@@ -20,7 +19,7 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import activation_offloading
 from spurline.model.configs import LoraConfig
-from spurline.model.device_profile import DeviceProfile, Transfers
+from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
@@ -28,53 +27,13 @@ SMALLEST = 2048
 NUM_LAYERS = 6
 
 
-class Counting(Transfers):
-    """What goes to the host and comes back, and how much of it the device holds meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.reset()
-
-    def reset(self) -> None:
-        self.sent: list[Tensor] = []
-        self.held: list[tuple[StorageWeakRef, int]] = []
-        self.peak = 0
-        self.fetched = 0
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        self._count(tensor)
-        self.sent.append(super().to_host(tensor))
-        return self.sent[-1]
-
-    def to_device(self, host: Tensor) -> Tensor:
-        self.fetched += 1
-        copy = super().to_device(host)
-        self._count(copy)
-        return copy
-
-    def _count(self, tensor: Tensor) -> None:
-        self.held = [item for item in self.held if not item[0].expired()]
-        self.held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
-        self.peak = max(self.peak, sum(size for _, size in self.held))
-
-
-@dataclass(frozen=True)
-class CountingProfile(DeviceProfile):
-    counting: Counting
-
-    def transfers(self) -> Transfers:
-        return self.counting
-
-
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     """Of backends that are built meanwhile; what is worth moving is as small as the models here."""
     counting = Counting()
 
-    def profile(device: str, precision: str) -> DeviceProfile:
-        double = precision == "fp64"
-        half = torch.bfloat16 if precision == "bf16" else None
-        return CountingProfile(torch.device("cpu"), torch.float64 if double else torch.float32, half, counting)
+    def profile(device: Literal["cpu"], precision: Literal["fp32", "bf16", "fp64"]) -> DeviceProfile:
+        return counting.profile(device_profile(device, precision))
 
     monkeypatch.setattr("spurline.backends.local.backend.device_profile", profile)
     monkeypatch.setattr(activation_offloading, "SMALLEST_BYTES", SMALLEST)

@@ -60,7 +60,7 @@ def test_what_cannot_carry_an_adapter_is_left_out_and_named(
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "mamba"])
 def test_a_module_that_cannot_carry_an_adapter_is_refused_by_name(model_type: str, tmp_path: Path) -> None:
-    run, name = model_of(model_type, tmp_path), LEFT_OUT[model_type]
+    run, name = model_of(model_type, tmp_path), LEFT_OUT[model_type][0]
     with pytest.raises(
         ModelError, match=rf"target_modules names .*{name}, which cannot carry an adapter: .*all-linear"
     ):
