@@ -338,6 +338,9 @@ class BatchSource(ABC):
         """Called after the update of a step; RL publishes weights here. Returns metrics."""
         return {}
 
+    def flush(self) -> None:  # noqa: B027 - many write nothing
+        """Make what was written into the run directory durable; called before each checkpoint, which covers it."""
+
     def evaluation(self) -> HeldOutEvaluation | None:
         """How `data.eval` is measured, where that is not the loss on its tokens, else None.
 
@@ -393,6 +396,9 @@ class DecoratedSource(BatchSource):
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
         return self.inner.after_update(step, backend)
+
+    def flush(self) -> None:
+        self.inner.flush()
 
     def evaluation(self) -> HeldOutEvaluation | None:
         return self.inner.evaluation()

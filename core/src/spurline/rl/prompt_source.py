@@ -23,6 +23,8 @@ from spurline.rl.draws import Draw, PromptDraws, SkippedRow
 from spurline.rl.group_runner import GivenUpPrompt, Outcome, reasons_of
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
+from spurline.rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
+from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline.rl.preparation import Preparation
 from spurline.rl.prompt_survey import ROWS_BEFORE_TRAINING, PromptSurvey, survey
 from spurline.rl.trajectory import Group, has_equal_returns
@@ -37,6 +39,7 @@ class Collected:
 
     every: all groups that were scored, those filtered included. given_up: prompts given up. skipped: draws of rows that
     cannot be used. refill_missing: groups with equal rewards that are trained on, as the limit of draws was reached.
+    lost: the prompts given up, as far as this process has seen them.
     """
 
     groups: tuple[Group, ...]
@@ -45,6 +48,7 @@ class Collected:
     given_up: int
     skipped: int
     refill_missing: int
+    lost: tuple[GivenUpPrompt, ...] = ()
 
 
 async def collect_groups(
@@ -91,13 +95,14 @@ async def collect_groups(
             f"source.max_draws_per_step, which is {draw_limit}.{reasons_of(given_up)}"
         )
     groups = sorted([*kept, *filtered[:short]], key=lambda group: group.draw)
-    return Collected(tuple(groups), tuple(every), next_draw, len(given_up), skipped, short)
+    return Collected(tuple(groups), tuple(every), next_draw, len(given_up), skipped, short, tuple(given_up))
 
 
 class PromptSource(BatchSource):
     """Base of sources whose batches are groups of scored attempts."""
 
     generates_with_copies: bool = False
+    records = (ROLLOUTS_FILE,)
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run = context.config
@@ -111,7 +116,12 @@ class PromptSource(BatchSource):
         self._attempts = Attempts(config, context)
         self._settings = config
         self._context = context
+        self._kept = RolloutKeeper(run.run_dir, context.tokenizer, config.keep_rollouts * 1_000_000)
         self.total_steps = run.total_steps(self._prompts.prompts_per_epoch, config.prompts_per_step)
+
+    def start(self, step: int, backend: Backend) -> None:
+        self._backend = backend
+        self._kept.start(step - 1)
 
     def summary(self) -> Mapping[str, object]:
         config = self._settings
@@ -171,7 +181,21 @@ class PromptSource(BatchSource):
             **reward_metrics(collected.every),
             **length_metrics(collected.every),
         }
+        if self._kept.is_on:
+            columns = self._preparation.turn_columns(batch, collected.groups)
+            taken = KeptStep(
+                step,
+                collected.groups,
+                [group for group in collected.every if group.draw not in {group.draw for group in collected.groups}],
+                collected.lost,
+                self._prompts.prompts_per_epoch,
+                lambda name: columns.split(batch.tokens[name]),
+            )
+            self._kept.keep(taken)
         return replace(batch, info={**batch.info, **metrics})
+
+    def flush(self) -> None:
+        self._kept.flush()
 
     def _prompts_state(self) -> dict[str, object]:
         """What a checkpoint holds of the prompts and of those given up."""
