@@ -208,7 +208,7 @@ def _constant(values: NDArray[np.float32], lengths: NDArray[np.int64], counts: S
     """The one value of each attempt's tokens, or None where some attempt has several."""
     turn_of_attempt = np.repeat(np.arange(len(counts)), counts)
     attempt_of_token = np.repeat(turn_of_attempt, lengths)
-    constant = np.zeros(len(counts), np.float32)
+    constant = np.zeros(len(counts), values.dtype)
     constant[attempt_of_token] = values
     return constant.tolist() if np.array_equal(constant[attempt_of_token], values) else None
 
