@@ -17,8 +17,8 @@ from spurline.rl.kept_rollouts.members import MemberFile
 ASYNC = {"name": "async_rollouts", "max_staleness": 0, "weight_sync": "in_process"}
 
 
-def train(config: dict[str, Any], name: str, **source: Any) -> Path:
-    run_dir = f"{config['run_dir']}-{name}"
+def train(config: dict[str, Any], folder: str, **source: Any) -> Path:
+    run_dir = f"{config['run_dir']}-{folder}"
     changed = {"run_dir": run_dir, "report": {"enabled": False}, "source": config["source"] | source}
     Run(load_config({**config, **changed})).train()
     return Path(run_dir)

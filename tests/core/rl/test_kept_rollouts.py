@@ -277,7 +277,7 @@ def test_of_a_step_that_is_too_large_some_prompts_are_kept(tmp_path: Path, token
     write(tmp_path, tokenizer, [step])
     size = (tmp_path / ROLLOUTS_FILE).stat().st_size
     (tmp_path / ROLLOUTS_FILE).unlink()
-    write(tmp_path, tokenizer, [step], most=2 * size)
+    write(tmp_path, tokenizer, [step], most=2 * size + 8)
     attempts = list(KeptRollouts(tmp_path).attempts())
     assert (tmp_path / ROLLOUTS_FILE).stat().st_size < size
     assert {attempt.one_in for attempt in attempts} == {2}

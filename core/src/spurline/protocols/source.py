@@ -288,6 +288,16 @@ class SourceContext:
     progress: Progress = silent
 
 
+@dataclass(frozen=True)
+class FirstPrompt:
+    """What the model is given before it generates. token_ids: of the rendered prompt; none where only the environment
+    knows it. notes: lines about its row and what it is answered with."""
+
+    uid: str
+    token_ids: Sequence[int]
+    notes: Sequence[str] = ()
+
+
 class BatchSource(ABC):
     """Supply one TrainingBatch per loop step; SFT, synchronous and async RL differ only here.
 
@@ -324,6 +334,10 @@ class BatchSource(ABC):
 
     def preview(self) -> Sequence[str]:
         """Lines about what the model gets to see, for `spurline plan`; none where the batches show it."""
+        return ()
+
+    def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
+        """The first prompts of training, for people to look at; none where the batches show what is trained."""
         return ()
 
     @abstractmethod
@@ -384,6 +398,9 @@ class DecoratedSource(BatchSource):
 
     def preview(self) -> Sequence[str]:
         return self.inner.preview()
+
+    def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
+        return self.inner.first_prompts(count)
 
     def start(self, step: int, backend: Backend) -> None:
         self.inner.start(step, backend)

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from spurline.data.batch import TrainingBatch
-from spurline.errors import RunFailedError
+from spurline.data.prompts import read_question
+from spurline.errors import DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import HeldOutEvaluation
-from spurline.protocols.source import BatchSource, Longest, SourceContext
+from spurline.protocols.source import BatchSource, FirstPrompt, Longest, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, Outcome, reasons_of
+from spurline.rl.group_runner import GivenUpPrompt, Outcome, explain_bad_row, reasons_of, tags_of
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline.rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
@@ -143,6 +144,33 @@ class PromptSource(BatchSource):
 
     def preview(self) -> Sequence[str]:
         return () if self._survey is None else self._survey.lines(self._context.tokenizer)
+
+    def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
+        return [self._shown(draw) for draw in self._prompts.take(0, count)]
+
+    def _shown(self, draw: Draw | SkippedRow) -> FirstPrompt:
+        """A prompt with what it is answered and scored with."""
+        if isinstance(draw, SkippedRow):
+            return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
+        environment, tokenizer = self._settings.environment, self._context.tokenizer
+        notes = [f"from {draw.location}, for the environment '{environment.name}'"]
+        if environment.tool_names:
+            notes.append(f"tools: {listing(environment.tool_names)}")
+        if environment.reward_terms:
+            notes.append(f"rewards: {listing(environment.reward_terms)}")
+        try:
+            ids = self._attempts.first_prompt(draw)
+            question = read_question(draw.row, draw.dataset, has_chat_template=tokenizer.chat_template is not None)
+        except DataError as error:
+            if draw.dataset.on_bad_row == "error":
+                raise explain_bad_row(draw.location, error) from error
+            return FirstPrompt(draw.uid, (), (f"left out: {error}",))
+        if question.reference is not None:
+            notes.append(f"reference answer: {question.reference}")
+        notes += [f"{name}: {value}" for name, value in tags_of(draw.row).items()]
+        if ids is None:
+            notes.append("the prompt is not known before the environment runs")
+        return FirstPrompt(draw.uid, ids or (), tuple(notes))
 
     @cached_property
     def _survey(self) -> PromptSurvey | None:
