@@ -75,7 +75,7 @@ def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("walk", "most", "change"),
-    [("sft", 36, None), ("rl", 52, dict), ("async", 69, asynchronous)],
+    [("sft", 36, None), ("rl", 56, dict), ("async", 73, asynchronous)],
     ids=["sft", "rl", "async"],
 )
 def test_one_sample_goes_through_files_of_the_tour_alone(

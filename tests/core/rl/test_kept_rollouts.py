@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,10 +38,10 @@ def make_turn(rng: np.random.Generator, prompt: Sequence[int], length: int, step
     rewards[-1] = rng.integers(2)
     return Turn(
         np.array(prompt, np.int32),
-        rng.integers(3, 250, length),
+        rng.integers(3, 250, length).astype(np.int32),
         np.r_[np.ones(length - 1), 0].astype(np.uint8),
         logprobs=-rng.exponential(1.0, length).astype(np.float32),
-        versions=np.r_[np.full(1, max(0, step - 2)), np.full(length - 1, step - 1)],
+        versions=np.r_[np.full(1, max(0, step - 2)), np.full(length - 1, step - 1)].astype(np.int32),
         rewards=rewards,
         finish_reason="length",
     )
@@ -267,7 +268,7 @@ def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrained
     rollouts = KeptRollouts(tmp_path)
     assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= 12 * one
     assert list(rollouts.steps)[-4:] == [37, 38, 39, 40]
-    assert list(rollouts.steps)[0] == 1
+    assert next(iter(rollouts.steps)) == 1
     assert len(list(rollouts.attempts())) == 6 * len(rollouts.steps)
     assert list(tmp_path.iterdir()) == [tmp_path / ROLLOUTS_FILE]
 
@@ -322,11 +323,8 @@ def test_what_fails_beside_the_training_ends_it(
     keeper = RolloutKeeper(tmp_path, tokenizer, MB)
     keeper.start(0)
     keeper.keep(make_step(1))
-    with pytest.raises(KeyError) as ended:
-        try:
-            raise KeyError("first")
-        finally:
-            keeper.close()
+    with pytest.raises(KeyError) as ended, closing(keeper):
+        raise KeyError("first")
     assert ended.value.__notes__ == ["Writing the rollouts failed too: the disk is full"]
 
 

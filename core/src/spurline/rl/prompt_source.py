@@ -210,17 +210,23 @@ class PromptSource(BatchSource):
             **length_metrics(collected.every),
         }
         if self._kept.is_on:
-            columns = self._preparation.turn_columns(batch, collected.groups)
-            taken = KeptStep(
-                step,
-                collected.groups,
-                [group for group in collected.every if group.draw not in {group.draw for group in collected.groups}],
-                collected.lost,
-                self._prompts.prompts_per_epoch,
-                lambda name: columns.split(batch.tokens[name]),
-            )
-            self._kept.keep(taken)
+            self._keep(step, collected, batch)
         return replace(batch, info={**batch.info, **metrics})
+
+    def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
+        """Hand the attempts over to be written. The columns it takes are no buffers that are used again."""
+        columns = self._preparation.turn_columns(batch, collected.groups)
+        trained = {group.draw for group in collected.groups}
+        filtered = [group for group in collected.every if group.draw not in trained]
+        taken = KeptStep(
+            step,
+            collected.groups,
+            filtered,
+            collected.lost,
+            self._prompts.prompts_per_epoch,
+            lambda name: columns.split(batch.tokens[name]),
+        )
+        self._kept.keep(taken)
 
     def flush(self) -> None:
         self._kept.flush()

@@ -1,4 +1,4 @@
-"""The rollouts that a run keeps in its folder, for people to look at: `rollouts.jsonl.gz`, its writer and its reader."""
+"""The rollouts that a run keeps for people to look at: the file `rollouts.jsonl.gz`, its writer and its reader."""
 
 from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline.rl.kept_rollouts.reader import KeptAttempt, KeptRollouts, KeptTurn, LostPrompt

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,8 @@ Boundaries = list[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class ShownToken:
-    """text: as of `shown_pieces.shown`. weight: of its loss; 0 for a token that is not trained."""
+    """text: as of `shown_pieces.shown`, invisible characters as escapes. weight: of its loss; 0 for a token that is
+    not trained."""
 
     token_id: int
     text: str
@@ -98,9 +100,7 @@ class ShownData:
     rows: tuple[ShownRow, ...] = field(default=())
 
 
-def show_data(
-    loaded: LoadedConfig, num_rows: int, row_limit: int | None, progress: Progress = silent
-) -> ShownData:
+def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progress: Progress = silent) -> ShownData:
     """The first rows of the run. row_limit: rows of each dataset that are read; None reads all, as training does.
 
     Raises what building the data raises: DataError, ModelError, ConfigError.
@@ -132,9 +132,7 @@ def first_rows(loaded: LoadedConfig, data: DataComponents, num_rows: int) -> lis
     return rows
 
 
-def _rows_of_batches(
-    loaded: LoadedConfig, data: DataComponents, num_rows: int, pieces: TokenPieces
-) -> list[ShownRow]:
+def _rows_of_batches(loaded: LoadedConfig, data: DataComponents, num_rows: int, pieces: TokenPieces) -> list[ShownRow]:
     rows: list[ShownRow] = []
     messages = _Messages(loaded, data)
     for step in range(1, data.source.total_steps + 1):
@@ -151,9 +149,7 @@ def _rows_of_batches(
     return rows
 
 
-def _sequences(
-    batch: TrainingBatch, row: int, pieces: TokenPieces, messages: _Messages
-) -> Iterator[ShownSequence]:
+def _sequences(batch: TrainingBatch, row: int, pieces: TokenPieces, messages: _Messages) -> Iterator[ShownSequence]:
     columns = {name: column[row].numpy() for name, column in batch.tokens.items()}
     pairs = columns.get("pair_ids")
     for number, uid in enumerate(batch.segments["uid"][row].tolist(), start=1):
@@ -171,9 +167,16 @@ def _sequences(
 def _tokens(ids: Sequence[int], weights: NDArray[Any], pieces: TokenPieces) -> tuple[ShownToken, ...]:
     texts = shown(pieces.of(token_id) for token_id in ids)
     return tuple(
-        ShownToken(token_id, text, pieces.is_special(token_id), weight)
+        ShownToken(token_id, _visible(text), pieces.is_special(token_id), weight)
         for token_id, text, weight in zip(ids, texts, weights.tolist(), strict=True)
     )
+
+
+def _visible(text: str) -> str:
+    """Marks that turn the direction of text, or have no width, would make it look like other text."""
+    if text.isascii():
+        return text
+    return "".join(ascii(sign)[1:-1] if category(sign) in ("Cf", "Zl", "Zp") else sign for sign in text)
 
 
 def _parts(weights: NDArray[Any], boundaries: Boundaries) -> tuple[ShownPart, ...]:
@@ -185,7 +188,9 @@ def _parts(weights: NDArray[Any], boundaries: Boundaries) -> tuple[ShownPart, ..
 def _runs(weights: NDArray[Any]) -> Boundaries:
     trained = weights != 0
     edges = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(weights)]
-    return [("trained" if trained[start] else "context", start, stop) for start, stop in pairwise(edges) if start < stop]
+    return [
+        ("trained" if trained[start] else "context", start, stop) for start, stop in pairwise(edges) if start < stop
+    ]
 
 
 @dataclass(frozen=True)

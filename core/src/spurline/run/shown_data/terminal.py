@@ -100,16 +100,12 @@ def marked(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> str:
     """The text of tokens, with ⟦ ⟧ around those that are trained. most: tokens that are shown."""
     parts: list[str] = []
     for is_trained, run in groupby(_shortened(tokens, most), key=lambda item: item[1] and item[1].is_trained):
-        for_run = [
-            f" [... {number:,} tokens ...] " if token is None else _visible(token.text) for number, token in run
-        ]
+        for_run = [f" [... {number:,} tokens ...] " if token is None else _visible(token.text) for number, token in run]
         parts.append(f"⟦{''.join(for_run)}⟧" if is_trained else "".join(for_run))
     return "".join(parts)
 
 
-def _shortened(
-    tokens: Sequence[ShownToken], most: int = _MOST_TOKENS
-) -> Iterable[tuple[int, ShownToken | None]]:
+def _shortened(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> Iterable[tuple[int, ShownToken | None]]:
     """Tokens with their numbers; (how many, None) in place of those in the middle of too many."""
     numbered = list(enumerate(tokens))
     if len(numbered) <= most:
