@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from reward_functions import in_process
 from run_helpers import read_metrics
 
 from spurline import Run, load_config
+from spurline.plugins.hookspecs import hookimpl
 from spurline.rl.kept_rollouts import ROLLOUTS_FILE, KeptRollouts
 from spurline.rl.kept_rollouts.members import MemberFile
 
@@ -69,6 +71,29 @@ def test_a_resume_trains_and_keeps_each_step_once(rl_config: dict[str, Any], mon
     train(rl_config, "again")
     assert facts(run_dir) == facts(through)
     assert [line["step"] for line in read_metrics(run_dir)] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_waits_for_the_rollouts_it_covers(
+    rl_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = MemberFile.append
+
+    def slow(self: MemberFile, step: int, packed: bytes) -> None:
+        time.sleep(0.5)
+        append(self, step, packed)
+
+    monkeypatch.setattr(MemberFile, "append", slow)
+    loaded = load_config(rl_config | {"steps": 1, "report": {"enabled": False}})
+    found: list[int] = []
+
+    class Looks:
+        @hookimpl
+        def on_checkpoint_saved(self) -> None:
+            found.extend(KeptRollouts(rl_config["run_dir"]).steps)
+
+    loaded.host.attach(Looks(), "looks")
+    Run(loaded).train()
+    assert found == [1]
 
 
 def test_nothing_is_kept_where_that_is_asked_for(rl_config: dict[str, Any]) -> None:

@@ -231,6 +231,9 @@ class PromptSource(BatchSource):
     def flush(self) -> None:
         self._kept.flush()
 
+    def close(self) -> None:
+        self._kept.close()
+
     def _prompts_state(self) -> dict[str, object]:
         """What a checkpoint holds of the prompts and of those given up."""
         return {

@@ -102,7 +102,7 @@ class RolloutSource(PromptSource):
             self._loop.run(self._attempts.close())
         finally:
             self._loop.close()
-            self._kept.close()
+            super().close()
 
 
 _TENSORS = "in_process"

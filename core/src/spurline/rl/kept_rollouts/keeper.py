@@ -91,7 +91,7 @@ class RolloutKeeper:
 
     def close(self) -> None:
         """End the thread and let go of the file. What went wrong does not hide an error that is on its way."""
-        ended_by = sys.exception()
+        ended_by, writing = sys.exception(), self._writing
         try:
             self._wait()
         except Exception as failure:
@@ -101,7 +101,8 @@ class RolloutKeeper:
                 ended_by.add_note(f"Writing the rollouts failed too: {failure}")
         finally:
             if self._thread is not None:
-                self._thread.shutdown(wait=False, cancel_futures=True)
+                # A thread that is stuck would hold up the end as well.
+                self._thread.shutdown(wait=writing is None or writing.done(), cancel_futures=True)
             if self._file is not None:
                 self._file.close()
             self._thread = self._file = None

@@ -22,7 +22,8 @@ body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sa
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
 .facts, .parts, .notes { color: var(--faint); margin: .2rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .legend span { padding: 0 .4rem; margin-right: .6rem; border-radius: 3px; }
-.row { display: grid; gap: .8rem; } .row.pairs { grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); }
+.row { display: grid; gap: .8rem; } .row.pairs { grid-template-columns: 1fr 1fr; }
+@media (max-width: 40rem) { .row.pairs { grid-template-columns: 1fr; } }
 .sequence { border: 1px solid var(--line); border-radius: 6px; background: var(--box); padding: .6rem .8rem;
   min-width: 0; }
 .sequence h3 { font-size: .9rem; margin: 0; overflow-wrap: anywhere; }

@@ -43,7 +43,7 @@ Boundaries = list[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class ShownToken:
-    """text: as of `shown_pieces.shown`, invisible characters as escapes. weight: of its loss; 0 for a token that is
+    """text: as of `shown_pieces.shown`, invisible characters as signs or escapes. weight: of its loss; 0 for a token that is
     not trained."""
 
     token_id: int
@@ -173,8 +173,10 @@ def _tokens(ids: Sequence[int], weights: NDArray[Any], pieces: TokenPieces) -> t
 
 
 def _visible(text: str) -> str:
-    """Marks that turn the direction of text, or have no width, would make it look like other text."""
-    if text.isascii():
+    """The end of a line gets a sign. Marks that turn the direction of text, or have no width, would make it look like
+    other text."""
+    text = text.replace("\n", "↵\n")
+    if text.replace("↵", "").isascii():
         return text
     return "".join(ascii(sign)[1:-1] if category(sign) in ("Cf", "Zl", "Zp") else sign for sign in text)
 

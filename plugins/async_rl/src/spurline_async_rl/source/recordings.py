@@ -186,8 +186,5 @@ class RecordedRolloutSource(PromptSource):
     def epoch(self, step: int) -> float:
         return step * self._config.prompts_per_step / self._prompts.prompts_per_epoch
 
-    def close(self) -> None:
-        self._kept.close()
-
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         raise AssertionError("its config refuses held-out prompts")

@@ -225,9 +225,9 @@ class AsyncRolloutSource(PromptSource):
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
             # Nothing on it can be ended in order; what runs elsewhere ends with this process.
-            steps = (self._end_transport, self._kept.close)
+            steps = (self._end_transport, super().close)
         else:
-            steps = (self._end_generation, self._end_transport, self._loop.close, self._kept.close)
+            steps = (self._end_generation, self._end_transport, self._loop.close, super().close)
         for end in steps:
             try:
                 end()
