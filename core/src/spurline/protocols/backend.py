@@ -361,6 +361,13 @@ class BackendConfig(ComponentConfig):
         """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups; none for one process."""
         return ()
 
+    def describe_computing(self, run: RunConfig) -> Iterable[str]:
+        """Sentences on what computes the model, for `spurline plan`; none for plain PyTorch.
+
+        Raises ModelError where the model's config cannot be read.
+        """
+        return ()
+
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
         return {}

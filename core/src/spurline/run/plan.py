@@ -83,6 +83,13 @@ def make_plan(
         layout = _attempt(plan, lambda: list(loaded.config.backend.describe_layout(loaded.config)))
         if layout:
             plan.sections["parallel layout"] = layout
+        computing = (
+            None
+            if model is None
+            else _attempt(plan, lambda: list(loaded.config.backend.describe_computing(loaded.config)))
+        )
+        if computing:
+            plan.sections["computing"] = computing
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
@@ -256,8 +263,7 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
         if max(dealt.values()) > UNEVEN:
             plan.sections["dealt to ranks"].append(
                 "ranks wait for each other, as there are few rows and they are unlike. For packed rows set "
-                "collator.algorithm: multifit, or collator.max_tokens nearer to the longest sample; or take more "
-                "samples in a step"
+                "collator.max_tokens nearer to the longest sample; or take more samples in a step"
             )
     return largest
 

@@ -10,7 +10,17 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_freeze, check_peft
+from spurline.model.configs import (
+    Fp8,
+    Kernels,
+    LoraConfig,
+    check_freeze,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.configs import RankBackendConfig
 
@@ -39,6 +49,12 @@ class FsdpBackendConfig(RankBackendConfig):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on GPUs; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
@@ -46,6 +62,10 @@ class FsdpBackendConfig(RankBackendConfig):
     more memory, less to send."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        yield from fp8_problems(self.fp8, self.on, self.computes_in, self.lora)
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
         for key in ("replicas", "context", "expert"):
@@ -86,7 +106,12 @@ class FsdpBackendConfig(RankBackendConfig):
         if self.lora is not None:
             check_peft()
         check_freeze(run.model)
+        check_torchao(self.fp8)
+        check_kernels(self.kernels, run.model, self.on, self.computes_in)
         super().check_model(run)
+
+    def describe_computing(self, run: RunConfig) -> Iterable[str]:
+        return describe_computing(self.kernels, self.fp8, run.model, self.on, self.computes_in)
 
     def estimate_generation(self, run: RunConfig) -> dict[str, int]:
         return self._part("memory:estimate_generation")(self, run)

@@ -10,7 +10,17 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_freeze, check_peft
+from spurline.model.configs import (
+    Fp8,
+    Kernels,
+    LoraConfig,
+    check_freeze,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -46,6 +56,12 @@ class LocalBackendConfig(BackendConfig):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run the decoder through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on a GPU; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions whose logits exist at the same time."""
     lora: LoraConfig | None = None
@@ -58,6 +74,7 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+        yield from fp8_problems(self.fp8, "cpu" if self.device == "cpu" else "cuda", self.precision, self.lora)
 
     @property
     def stays_on_cpu(self) -> bool:
@@ -67,6 +84,18 @@ class LocalBackendConfig(BackendConfig):
         if self.lora is not None:
             check_peft()
         check_freeze(run.model)
+        check_torchao(self.fp8)
+        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+
+    def describe_computing(self, run: RunConfig) -> Iterable[str]:
+        return describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision)
+
+    @property
+    def _planned_device(self) -> Literal["cpu", "cuda"]:
+        """Where it trains with these settings: `cuda` is taken at its word, here or elsewhere."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
 
     def describe_device(self) -> str:
         device = "a GPU if there is one" if self.device == "auto" else self.device

@@ -43,8 +43,8 @@ Boundaries = list[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class ShownToken:
-    """text: as of `shown_pieces.shown`, invisible characters as signs or escapes. weight: of its loss; 0 for a token that is
-    not trained."""
+    """text: as of `shown_pieces.shown`, invisible characters as signs or escapes. weight: of its loss; 0 for a token
+    that is not trained."""
 
     token_id: int
     text: str
