@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spurline.errors import RunDirectoryError, RunDirectoryLostError, RunFailedError
@@ -63,6 +64,11 @@ def make_group(rng: np.random.Generator, draw: int, step: int, *, samples: int =
     return Group(f"rows:{draw}@{draw}", draw, tuple(attempts), {"level": 2.0}, {"answer": "4"})
 
 
+def by_token(turn: Turn) -> NDArray[np.float32]:
+    """An advantage for each token that tells the turns apart."""
+    return (turn.response_ids % 64 + 1).astype(np.float32)
+
+
 def make_step(step: int, *, prompts: int = 3, turns: int = 1, per_token: bool = False, filtered: int = 0) -> KeptStep:
     rng = np.random.default_rng(step)
     first = (step - 1) * (prompts + filtered)
@@ -71,7 +77,7 @@ def make_step(step: int, *, prompts: int = 3, turns: int = 1, per_token: bool = 
     values = {
         "old_logprobs": [turn.logprobs + 0.001 for turn in turns_of(trained) if turn.logprobs is not None],
         "advantages": [
-            np.arange(len(turn.response_ids), dtype=np.float32) if per_token else np.full(len(turn.response_ids), 0.3)
+            by_token(turn) if per_token else np.full(len(turn.response_ids), 0.3, np.float32)
             for turn in turns_of(trained)
         ],
     }
@@ -138,7 +144,7 @@ def test_attempts_come_back_as_they_were_trained(
                     assert kept_turn.advantages is not None
                     # A float16 of either logprob would be off by as much as this gap.
                     np.testing.assert_allclose(kept_turn.gap, 0.001, rtol=0.01)
-                    wanted = np.arange(len(turn.response_ids)) if per_token else 0.3
+                    wanted = by_token(turn) if per_token else 0.3
                     np.testing.assert_allclose(kept_turn.advantages, wanted, rtol=1e-3)
                 else:
                     assert kept_turn.gap is None
@@ -300,8 +306,9 @@ def test_long_steps_take_several_lines(
     write(tmp_path, tokenizer, [step])
     attempts = list(KeptRollouts(tmp_path).attempts())
     assert [attempt.draw for attempt in attempts] == [draw for draw in range(7) for _ in range(2)]
-    assert attempts[9].turns[0].advantages is not None
-    assert attempts[9].turns[0].advantages[-1] == attempts[9].num_response_tokens - 1
+    for kept, turn in zip(attempts[: 2 * 5], turns_of(step.groups), strict=True):
+        assert kept.turns[0].advantages is not None
+        assert kept.turns[0].advantages.tolist() == by_token(turn).tolist()
     with gzip.open(tmp_path / ROLLOUTS_FILE) as file:
         assert len(file.readlines()) > 3
 
