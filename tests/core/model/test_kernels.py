@@ -170,15 +170,15 @@ def test_kernels_are_refused_on_a_cpu(model: Path) -> None:
 def test_without_the_package_kernels_are_refused_with_the_command_that_installs_it(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"pip install 'spurline\[liger\]'"):
         LocalBackendConfig(device="cuda", kernels="liger").check_model(run_config(model))
-    [line] = LocalBackendConfig(device="cuda").describe_computing(run_config(model))
+    [line] = LocalBackendConfig(device="cuda").notes(run_config(model))
     assert "by PyTorch: liger-kernel is not installed" in line
 
 
 def test_a_plan_says_what_computes(fused: Fused, model: Path) -> None:
-    [line] = LocalBackendConfig(device="cuda").describe_computing(run_config(model))
+    [line] = LocalBackendConfig(device="cuda").notes(run_config(model))
     assert line == "norms, rotary positions and gated activations by Liger's fused kernels"
-    assert list(LocalBackendConfig(device="cuda", kernels="none").describe_computing(run_config(model))) == []
-    assert list(LocalBackendConfig(device="cpu").describe_computing(run_config(model))) == []
+    assert list(LocalBackendConfig(device="cuda", kernels="none").notes(run_config(model))) == []
+    assert list(LocalBackendConfig(device="cpu").notes(run_config(model))) == []
 
 
 @pytest.mark.slow

@@ -65,9 +65,7 @@ SAME: dict[tuple[str, str], str] = {
 }
 
 
-def kernels_from(
-    loop_names: dict[str, Any], fitting_names: dict[str, Any], planning_names: dict[str, Any]
-) -> Kernels:
+def kernels_from(loop_names: dict[str, Any], fitting_names: dict[str, Any], planning_names: dict[str, Any]) -> Kernels:
     """Kernels of these functions, run as plain Python."""
     steps = FittingLoops(*(fitting_names[loop.__name__] for loop in fitting.LOOPS))
     pack_rows = functools.partial(planning_names["pack_rows"], steps)

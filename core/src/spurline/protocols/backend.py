@@ -361,10 +361,12 @@ class BackendConfig(ComponentConfig):
         """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups; none for one process."""
         return ()
 
-    def describe_computing(self, run: RunConfig) -> Iterable[str]:
-        """Sentences on what computes the model, for `spurline plan`; none for plain PyTorch.
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        """Sentences on what computes the model where it is not plain PyTorch, and on what these settings do otherwise
+        here, or for this model, than one may think.
 
-        Raises ModelError where the model's config cannot be read.
+        For `spurline plan` and the first lines of a run. As the model's own config tells: reads no weights. Raises
+        ModelError where that cannot be read.
         """
         return ()
 
@@ -388,6 +390,12 @@ class BackendConfig(ComponentConfig):
 
     def estimate_host_memory(self, run: RunConfig) -> int:
         """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
+        return 0
+
+    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        """Bytes of activations in the memory of the fullest machine, kept off its devices; to come to
+        `estimate_host_memory`. Arguments as in `estimate_memory`.
+        """
         return 0
 
     def device_bytes(self) -> int | None:

@@ -97,6 +97,7 @@ def build_components(
         *check_lengths(loaded, data.source, data.evaluations),
         *template_notes(loaded.config.model, data.context.tokenizer),
         *loaded.config.schedule.notes(data.total_updates(done)),
+        *loaded.config.backend.notes(loaded.config),
     ]
     # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
     stack.enter_context(room_on_cluster(loaded.config))

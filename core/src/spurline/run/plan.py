@@ -79,17 +79,13 @@ def make_plan(
             _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
         if loaded.config.backend.rank_request() is not None:
             _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
+        notes = None if model is None else _attempt(plan, lambda: list(loaded.config.backend.notes(loaded.config)))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]
         layout = _attempt(plan, lambda: list(loaded.config.backend.describe_layout(loaded.config)))
         if layout:
             plan.sections["parallel layout"] = layout
-        computing = (
-            None
-            if model is None
-            else _attempt(plan, lambda: list(loaded.config.backend.describe_computing(loaded.config)))
-        )
-        if computing:
-            plan.sections["computing"] = computing
+        if notes:
+            plan.sections["backend"] = notes
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)

@@ -99,6 +99,8 @@ def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
     built = ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
     built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
+    if config.offload_activations:
+        built.offload_activations(device_profile(config.on))
     return built
 
 
@@ -107,6 +109,8 @@ def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
     built = ShardedValueModel(_build_trained(model, config, meshes, seed, _put_exact_head))
     built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
+    if config.offload_activations:
+        built.offload_activations(device_profile(config.on))
     return built
 
 

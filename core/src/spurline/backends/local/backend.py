@@ -35,9 +35,10 @@ from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
-from spurline.model.narrow_weights import base_dtype, narrow_weights, round_weights
+from spurline.model.narrow_weights import base_dtype, narrow_weights, quantize_weights, round_weights
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
+from spurline.model.quantized_weights import num_parameters
 from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
@@ -197,7 +198,7 @@ class LocalBackend:
 
     def facts(self) -> Mapping[str, int | str]:
         return {
-            "parameters": sum(value.numel() for value in self._model.causal.parameters()),
+            "parameters": num_parameters(self._model.causal),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": str(self._profile.device),
             **self._model.facts(),
@@ -253,6 +254,9 @@ class LocalBackend:
         if is_narrow:
             # Before adapters: DoRA's lengths begin as those of the rounded weights.
             round_weights(causal, dtype)
+        if lora.is_quantized:
+            # Before adapters too: quantizing twice does not give the same values.
+            quantize_weights(causal)
         add_adapters(causal, lora, self._run.seed)
         if is_narrow:
             narrow_weights(causal, dtype)
@@ -264,6 +268,8 @@ class LocalBackend:
     def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
         if self._config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
+        if self._config.offload_activations:
+            model.offload_activations(self._profile)
         if self._config.compile:
             model.compile()
         return TrainedModel(model, make_optimization, self._profile.weight_dtype)
