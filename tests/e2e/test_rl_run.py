@@ -23,6 +23,7 @@ from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedEr
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.source import MODEL_DROPOUT
+from spurline.rl.kept_rollouts import KeptRollouts
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -376,3 +377,8 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     assert Run(load_config(path)).train().status == "finished"
     assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    killed, through = (KeptRollouts(tmp_path / name).attempts() for name in ("run", "whole"))
+    for attempt, expected in zip(killed, through, strict=True):
+        assert (attempt.step, attempt.uid, attempt.sample) == (expected.step, expected.uid, expected.sample)
+        assert (attempt.reward, attempt.advantage) == (expected.reward, expected.advantage)
+        assert attempt.turns[0].response_ids.tolist() == expected.turns[0].response_ids.tolist()
