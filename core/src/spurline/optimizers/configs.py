@@ -109,6 +109,8 @@ class AdamW8BitConfig(AdamWConfig):
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)
     """Values that a parameter must have for moments of 8 bits."""
+    paged: Annotated[bool, OnResume.FREE] = False
+    """Let moments of large parameters move to the host's memory when the GPU's is full, page by page; needs CUDA."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if find_spec("bitsandbytes") is None:

@@ -37,7 +37,12 @@ class LocalBackendConfig(BackendConfig):
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """`auto` takes the GPU when there is one."""
     precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
-    """`bf16` keeps fp32 weights and computes under autocast; `fp64` is for numerical tests."""
+    """`bf16` computes under autocast, and keeps weights as `weights` says; `fp64` is for numerical tests."""
+    weights: Annotated[Literal["fp32", "bf16_masters", "bf16_stochastic"], OnResume.BY_NAME] = "fp32"
+    """How trained weights are held with `precision: bf16`. `bf16_masters`: matrices in bf16, with fp32 copies that the
+    optimizer steps on. `bf16_stochastic`: matrices in bf16 alone, which each step rounds up or down at random."""
+    offload_optimizer: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Keep the optimizer's state, and fp32 copies of weights, in the memory of the host, and step there."""
     rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
