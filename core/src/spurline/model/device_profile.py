@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,6 +76,21 @@ class DeviceProfile:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether what goes between host and device is faster out of pinned memory."""
+        return self.device.type == "cuda"
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host for what goes to the device and back, pinned for a GPU, with any values."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
+
+    def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
+        """A tensor of the device in this place: itself where it is there already. Waits for what goes to the host."""
+        if tensor.device == place:
+            return tensor
+        return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next means something."""

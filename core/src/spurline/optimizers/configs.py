@@ -25,6 +25,7 @@ class AdamWConfig(OptimizerConfig):
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
+    steps_apart: ClassVar[bool] = True
 
     name: str = "adamw"
     betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
@@ -41,6 +42,7 @@ class SgdConfig(OptimizerConfig):
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
+    steps_apart: ClassVar[bool] = True
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0

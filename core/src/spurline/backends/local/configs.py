@@ -64,6 +64,29 @@ class LocalBackendConfig(BackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
 
+        if self.weights != "fp32" and self.precision != "bf16":
+            yield Problem(
+                "weights",
+                f"is {self.weights}, which computes in half precision, and precision is {self.precision}. Set "
+                "backend.precision: bf16, or backend.weights: fp32.",
+            )
+        if self.weights != "fp32" and self.lora is not None:
+            yield Problem(
+                "weights",
+                f"is {self.weights}, and backend.lora trains adapters, which stay fp32. Remove it; "
+                "backend.lora.base_dtype says how the weights under adapters are held.",
+            )
+
+    @property
+    def narrow_weights(self) -> bool:
+        """Whether matrices are held in half precision while they are trained."""
+        return self.weights != "fp32"
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether narrow weights have fp32 copies that last."""
+        return self.weights == "bf16_masters"
+
     @property
     def stays_on_cpu(self) -> bool:
         return self.device == "cpu"
