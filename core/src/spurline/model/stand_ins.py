@@ -1,9 +1,9 @@
 """What an optimizer steps on: a model's trained parameters, or stand-ins of full precision for them.
 
-Place on the way: gradients of an update -> stand-ins -> the optimizer's step -> weights. A parameter is its own stand-in
-where it is wide and on the device of the optimizer. Else its stand-in is kept (a master of a narrow weight, a copy on
-the host), or filled from the weight for each step, written back with stochastic rounding, and emptied. Parameters are
-stepped a bucket at a time, so that what is wide for a step alone stays small.
+Place on the way: gradients of an update -> stand-ins -> the optimizer's step -> weights. A parameter is its own
+stand-in where it is wide and on the device of the optimizer. Else its stand-in is kept (a master of a narrow weight, a
+copy on the host), or filled from the weight for each step, written back with stochastic rounding, and emptied.
+Parameters are stepped a bucket at a time, so that what is wide for a step alone stays small.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _ROUNDED_AT_ONCE = 1 << 24
 class StandIns:
     """The tensors that an optimizer steps on in the place of `parameters`, a model's trained ones by name.
 
-    masters: the fp32 values of narrow parameters, which are kept; they are taken out of it. None: narrow parameters have
-    no values but their own. on_host: the optimizer steps in the memory of the host.
-    apart: whether the optimizer may step on some parameters at a time. seed: of stochastic rounding.
+    masters: the fp32 values of narrow parameters, which are kept; they are taken out of it. None: narrow parameters
+    have no values but their own. on_host: the optimizer steps in the memory of the host. apart: whether the optimizer may step on some parameters at a time. seed: of stochastic rounding.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class StandIns:
         with torch.no_grad():
             for name in names:
                 if name not in self._filled and self.parameters[name] is not self._model[name]:
-                    self._send(name, self.parameters[name].to(self._model[name].dtype))
+                    self._model[name].copy_(self.parameters[name].to(self._model[name].dtype))
 
     def kept(self) -> list[Tensor]:
         """Stand-ins that take memory between two steps, beside the model's parameters."""
@@ -131,11 +130,8 @@ class StandIns:
         if name not in self._filled:
             self.publish([name])
             return
-        self._send(name, round_stochastically(stand_in, parameter.dtype, self._generator(name, number)))
+        parameter.copy_(round_stochastically(stand_in, parameter.dtype, self._generator(name, number)))
         _empty(stand_in)
-
-    def _send(self, name: str, values: Tensor) -> None:
-        self._model[name].copy_(values)
 
     def _generator(self, name: str, number: int) -> torch.Generator:
         """Random bits of one parameter in one update: they are the same in a run that was resumed."""

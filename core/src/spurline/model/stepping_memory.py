@@ -9,7 +9,10 @@ VALUES_AT_ONCE = 1 << 25
 
 
 def step_buckets(sizes: Mapping[str, int], *, apart: bool) -> list[list[str]]:
-    """Names of parameters that are stepped on together. sizes: number of values by name. apart: False for all at once."""
+    """Names of parameters that are stepped on together.
+
+    sizes: number of values by name. apart: False for all at once.
+    """
     if not apart:
         return [list(sizes)]
     buckets: list[list[str]] = []

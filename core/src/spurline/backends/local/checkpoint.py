@@ -1,10 +1,10 @@
 """Write and read everything the local backend needs to continue bit for bit.
 
 model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
-and are recognised by a digest; of weights with fp32 masters these) and the model's persistent buffers. optimizer.safetensors: what the optimizer keeps of
-each parameter. rng.safetensors and state.json: the random generators, the update count, that digest, the one of the
-weights the run started from, and the optimizer's name and numbers. No pickle. Naming, renaming into place and pruning
-are the caller's work.
+and are recognised by a digest; of weights with fp32 masters these) and the model's persistent buffers.
+optimizer.safetensors: what the optimizer keeps of each parameter. rng.safetensors and state.json: the random
+generators, the update count, that digest, the one of the weights the run started from, and the optimizer's name and
+numbers. No pickle. Naming, renaming into place and pruning are the caller's work.
 """
 
 from __future__ import annotations

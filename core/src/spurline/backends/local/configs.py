@@ -30,7 +30,7 @@ class LocalBackendConfig(BackendConfig):
         "fsdp_backend."
     )
     update_parts: ClassVar[frozenset[str]] = frozenset(
-        {"gradients", "activations", "logits", "rounded weights", "widened weights"}
+        {"gradients", "activations", "logits", "rounded weights", "widened weights", "stepping"}
     )
 
     name: str = "local"
@@ -130,10 +130,20 @@ class LocalBackendConfig(BackendConfig):
         return resolve("spurline.model.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        holds_narrow = self.precision == "bf16" and self.lora is None
+        if holds_narrow and not self.narrow_weights:
+            yield {"weights": "bf16_masters"}
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
         if self.lora is not None and self.lora.base_dtype != "bf16":
             yield {"lora.base_dtype": "bf16"}
+        yield from self._smaller_microbatches(row_length, tokens)
+        if not self.offload_optimizer and not self._is_on_cpu:
+            yield {"offload_optimizer": True}
+        if holds_narrow and self.weights != "bf16_stochastic":
+            yield {"weights": "bf16_stochastic"}
+
+    def _smaller_microbatches(self, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if self.rows_per_microbatch is not None:
             yield {"rows_per_microbatch": 1}
             return
@@ -143,18 +153,47 @@ class LocalBackendConfig(BackendConfig):
             yield {"max_tokens_per_microbatch": bound}
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+        step_tokens = tokens
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
+        tokens = min(tokens, self.max_tokens_per_microbatch or tokens)
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
         return estimate(
             run.model,
-            min(tokens, self.max_tokens_per_microbatch or tokens),
+            tokens,
             precision=self.precision,
+            holding=self._holding(sums_gradients=tokens < step_tokens),
             lora=self.lora,
             activation_checkpointing=self.activation_checkpointing,
             logits_chunk_tokens=self.logits_chunk_tokens,
             optimizer=run.optimizer,
             critic_optimizer=None if run.critic is None else run.critic.optimizer,
             reference=run.loss.uses_reference or run.source.uses_reference,
+        )
+
+    def estimate_host_memory(self, run: RunConfig) -> int:
+        if not self.offload_optimizer or self._is_on_cpu:
+            return 0
+        estimate = resolve("spurline.model.memory:estimate_offloaded", "memory estimate of backend 'local'")
+        optimizers = [run.optimizer, *([] if run.critic is None else [run.critic.optimizer])]
+        return estimate(
+            run.model, precision=self.precision, holding=self._holding(), lora=self.lora, optimizers=optimizers
+        )
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        """Whether the memory of the device is the host's."""
+        if self.device == "auto":
+            return not resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
+        return self.device == "cpu"
+
+    def _holding(self, *, sums_gradients: bool = False) -> Any:
+        make = resolve("spurline.model.memory:WeightHolding", "memory estimate of backend 'local'")
+        return make(
+            narrow=self.narrow_weights,
+            keeps_masters=self.keeps_masters,
+            sums_gradients=sums_gradients,
+            on_host=self.offload_optimizer,
+            trains_on_host=self.offload_optimizer and self._is_on_cpu,
         )

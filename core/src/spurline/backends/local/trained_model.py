@@ -63,8 +63,8 @@ class TrainedModel:
 
     def _gradients(self) -> dict[str, Tensor]:
         """By name, those that there are; in the dtype of the parameter, or wide."""
-        own = {name: value.grad for name, value in self.parameters.items() if value.grad is not None}
-        return {name: (own | self._sums)[name] for name in self.parameters if name in own or name in self._sums}
+        found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """(name, gradient) of each parameter, on CPU, in the dtype that weights count in."""
@@ -91,9 +91,10 @@ class TrainedModel:
         norm, grad_norm: the gradient norm, on the device and on the host.
         """
         limit = self.optimization.max_grad_norm
-        clips = limit is not None and grad_norm > limit
+        if limit is not None and grad_norm <= limit:
+            limit = None
         if self._stand_ins.are_the_parameters:
-            if clips:
+            if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
             rates = self.optimization.step(self.updates + 1)
         else:
@@ -101,7 +102,7 @@ class TrainedModel:
             # From here on each is there once, and goes when it has been used.
             self.drop_gradients()
             # As torch clips.
-            factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if clips else None
+            factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
             self._stand_ins.step(self.optimization.optimizer.step, gradients, factor, self.updates + 1)
         self.updates += 1
