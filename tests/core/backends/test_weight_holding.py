@@ -17,15 +17,17 @@ from torch import Tensor
 from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.checkpoint import read_weights
 from spurline.backends.local.configs import LocalBackendConfig
-from spurline.config.run_config import ModelConfig
+from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.errors import CheckpointError
-from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.value import ValueLoss
 from spurline.model import stepping_memory
 from spurline.model.configs import LoraConfig
 from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective
+from spurline.update.configs import WholeBatchConfig
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 HALF = {"precision": "bf16"}
@@ -144,8 +146,16 @@ def test_the_gradient_of_a_token_in_many_places_is_summed_wide(half_files: Path)
     assert bool(found[7].any())
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(rank=2)}, {"precision": "fp64"}, MASTERS, STOCHASTIC])
-@pytest.mark.parametrize("optimizer", [AdamWConfig, MuonConfig])
+@pytest.mark.parametrize(
+    ("settings", "optimizer"),
+    [
+        ({}, MuonConfig),
+        ({"lora": LoraConfig(rank=2)}, AdamWConfig),
+        ({"precision": "fp64"}, AdamWConfig),
+        (MASTERS, AdamWConfig),
+        (STOCHASTIC, AdamWConfig),
+    ],
+)
 def test_an_optimizer_on_the_host_learns_the_same_bit_for_bit(
     tmp_path: Path, settings: dict[str, Any], optimizer: Callable[..., AdamWConfig]
 ) -> None:
@@ -160,8 +170,10 @@ def test_an_optimizer_on_the_host_learns_the_same_bit_for_bit(
     assert not own & {value.data_ptr() for value in there._policy._stand_ins.parameters.values() if value.numel()}
 
 
-@modes(*MODES)
-@pytest.mark.parametrize("optimizer", [AdamWConfig, AdamW8BitConfig, MuonConfig])
+@pytest.mark.parametrize(
+    ("mode", "optimizer"),
+    [*((mode, AdamWConfig) for mode in MODES), (STOCHASTIC, AdamW8BitConfig), ({**MASTERS, **ON_HOST}, MuonConfig)],
+)
 def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
     files: Path, tmp_path: Path, mode: dict[str, Any], optimizer: Callable[..., AdamWConfig]
 ) -> None:
@@ -237,6 +249,42 @@ def test_swapped_parameters_are_computed_with_and_training_goes_on_with_its_own(
         assert same(swapping.trained_parameters(), earlier)
     assert same(swapping.trained_parameters(), plain.trained_parameters())
     assert train(swapping, range(2, 3)) == train(plain, range(2, 3))
+
+
+@modes(*NARROW)
+def test_training_goes_on_after_the_device_was_given_away(
+    half_files: Path, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    giving, plain = (opened(half_files, **mode) for _ in range(2))
+    for step in range(3):
+        assert train(giving, range(step, step + 1)) == train(plain, range(step, step + 1))
+        giving.yield_device(keep_weights=False)
+        masters = giving._policy._stand_ins.kept()
+        assert all(value.untyped_storage().nbytes() == 0 for value in masters if value.untyped_storage().resizable())
+        if step == 1:
+            giving.save(tmp_path / "saved")
+        giving.take_device()
+    resumed = opened(half_files, **mode)
+    resumed.load(tmp_path / "saved")
+    assert train(resumed, range(2, 3))
+    assert same(resumed.trained_parameters(), plain.trained_parameters())
+
+
+@modes(*NARROW)
+def test_a_critic_is_held_as_the_policy_is_but_for_its_head(half_files: Path, mode: dict[str, Any]) -> None:
+    section = CriticConfig(loss=ValueLossConfig(), minibatches=WholeBatchConfig(), optimizer=AdamWConfig())
+    backend = opened(half_files, **mode, run={"critic": section})
+    critic = backend._critic
+    assert critic is not None
+    held = {name: value.dtype for name, value in critic.model.causal.named_parameters()}
+    assert held["lm_head.weight"] == torch.float32
+    assert {name for name, dtype in held.items() if dtype == torch.bfloat16} == narrow_names(backend) - {
+        "lm_head.weight"
+    }
+    columns = {"values": torch.zeros(BATCH.num_rows, BATCH.length), "returns": torch.ones(BATCH.num_rows, BATCH.length)}
+    objective = Objective(ValueLoss(ValueLossConfig(clip=None)), 9.0)
+    losses = [backend.update(BATCH.with_tokens(**columns), objective, role="critic")["loss"] for _ in range(3)]
+    assert losses[-1] < losses[0]
 
 
 @modes(*MODES)

@@ -26,7 +26,8 @@ class StandIns:
     """The tensors that an optimizer steps on in the place of `parameters`, a model's trained ones by name.
 
     masters: the fp32 values of narrow parameters, which are kept; they are taken out of it. None: narrow parameters
-    have no values but their own. on_host: the optimizer steps in the memory of the host. apart: whether the optimizer may step on some parameters at a time. seed: of stochastic rounding.
+    have no values but their own. on_host: the optimizer steps in the memory of the host. apart: whether the optimizer
+    may step on some parameters at a time. seed: of stochastic rounding.
     """
 
     def __init__(

@@ -117,6 +117,14 @@ class AdamW8BitConfig(AdamWConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if find_spec("bitsandbytes") is None:
             yield Problem("name", f"is {self.name}, which needs bitsandbytes. Run `pip install spurline[optim-8bit]`.")
+        if self.paged and run.backend.stays_on_cpu:
+            yield Problem(
+                "paged", "is true, and the backend trains on the CPU, whose memory no other can relieve. Remove it."
+            )
+        if self.paged and run.backend.optimizes_on_host:
+            yield Problem(
+                "paged", "is true, and the backend keeps the moments on the host at all times. Remove one of the two."
+            )
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         # Two moments, each with a scale of 4 bytes for 256 values and a table of 256 values, which all share.

@@ -91,6 +91,10 @@ class LocalBackendConfig(BackendConfig):
     def stays_on_cpu(self) -> bool:
         return self.device == "cpu"
 
+    @property
+    def optimizes_on_host(self) -> bool:
+        return self.offload_optimizer
+
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
             check_peft()
