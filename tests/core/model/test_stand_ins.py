@@ -57,15 +57,18 @@ def test_a_bucket_holds_so_many_values_or_one_parameter() -> None:
 
 
 def test_a_small_step_is_lost_to_the_nearest_value_and_not_to_a_random_one() -> None:
-    weight = Parameter(torch.ones(4000, dtype=torch.bfloat16))
-    stand_in = StandIns({"weight": weight}, PROFILE, seed=3)
+    weight, other = (Parameter(torch.ones(4000, dtype=torch.bfloat16)) for _ in range(2))
+    stand_in = StandIns({"weight": weight, "other": other}, PROFILE, seed=3)
     optimizer = torch.optim.SGD(stand_in.parameters.values(), lr=2.0**-12)
     for number in range(1, 17):
-        stand_in.step(optimizer.step, {"weight": torch.ones_like(weight)}, None, number)
+        gradients = {"weight": torch.ones_like(weight), "other": torch.ones_like(other)}
+        stand_in.step(optimizer.step, gradients, None, number)
     # Sixteen steps of a sixteenth of what bf16 can tell from 1 below it.
     assert float(weight.detach().double().mean()) == pytest.approx(1 - 16 * 2.0**-12, abs=2e-4)
+    # The bits of each step and each parameter are others: with the same ones some values would take every step.
+    assert float(weight.detach().double().std()) < 2 * 2.0**-8
+    assert not torch.equal(weight, other)
     nearest = Parameter(torch.ones(10, dtype=torch.bfloat16))
-    torch.optim.SGD([nearest], lr=2.0**-12)
     nearest.grad = torch.ones_like(nearest)
     torch.optim.SGD([nearest], lr=2.0**-12).step()
     assert bool((nearest == 1).all())

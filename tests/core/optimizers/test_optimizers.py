@@ -190,7 +190,7 @@ def test_8_bit_moments_name_the_extra_they_need(monkeypatch: pytest.MonkeyPatch)
 
 def test_paged_moments_are_refused_without_a_gpu_with_the_reason() -> None:
     pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
-    with pytest.raises(ConfigError, match=r"optimizer\.paged: is true, but moments are paged between"):
+    with pytest.raises(ConfigError, match=r"optimizer\.paged is true, but moments are paged between"):
         make_adamw_8bit(AdamW8BitConfig(paged=True), {"weight": Parameter(torch.zeros(64, 64))})
     config = AdamW8BitConfig(paged=True)
     for backend, said in (({"device": "cpu"}, "trains on the CPU"), ({"offload_optimizer": True}, "on the host")):

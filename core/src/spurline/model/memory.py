@@ -199,7 +199,6 @@ def estimate_memory(
     bytes_per_logit = 2 * weight_bytes + computed_bytes
     parts = {
         "weights": wide * weight_bytes + (num_values(narrow) + num_values(trained)) * narrow_bytes,
-        "masters": 0 if holding.leaves_device else _master_bytes(shapes, holding, weight_bytes),
         # Sums over micro-batches are wide.
         "gradients": wide_trained * weight_bytes
         + num_values(trained) * (weight_bytes if holding.sums_gradients else _HALF_BYTES),
@@ -207,12 +206,15 @@ def estimate_memory(
         "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
         "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
     }
-    if not (holding.narrow or holding.on_host):
-        del parts["masters"]
+    masters = 0 if holding.leaves_device else _master_bytes(shapes, holding, weight_bytes)
+    if masters:
+        parts["masters"] = masters
     if trained and not holding.leaves_device:
         # For the step, when activations and logits are gone.
         stepped = _largest_bucket(shapes.trained, apart=optimizer.steps_apart) * holding.wide_tensors * weight_bytes
-        parts["stepping"] = max(0, stepped - parts["activations"] - parts["logits"])
+        beyond = stepped - parts["activations"] - parts["logits"]
+        if beyond > 0:
+            parts["stepping"] = beyond
     if computed_bytes < weight_bytes:
         # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
         kept_by_layer = activation_checkpointing and lora is not None
@@ -227,7 +229,7 @@ def estimate_memory(
     if critic_optimizer is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
         state = 0 if holding.leaves_device else critic_optimizer.state_bytes(shapes.trained, weight_bytes)
-        parts["critic"] = parts["weights"] + parts.get("masters", 0) + state
+        parts["critic"] = parts["weights"] + masters + state
     return parts
 
 

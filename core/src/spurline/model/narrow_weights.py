@@ -45,35 +45,41 @@ def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 
-def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold what can be of the frozen weights in this dtype, one at a time. Adapters are in the model already."""
+def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
+    """Hold what can be of the frozen weights in this dtype, one at a time. Adapters are in the model already.
+
+    wide: dtype of what flows through the layers, as with weights of that dtype.
+    """
     modules = [module for _, module in narrowable_modules(causal)]
-    _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype)
+    _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
 
 
 def narrow_trained_weights(
-    causal: PreTrainedModel, dtype: torch.dtype, masters: MutableMapping[str, Tensor] | None = None
+    causal: PreTrainedModel,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    masters: MutableMapping[str, Tensor] | None = None,
 ) -> None:
     """Hold what can be of all weights in this dtype, one at a time, frozen or trained.
 
-    masters: is given the values that trained weights had, by name, without a copy; None drops them.
+    wide: as of `narrow_weights`. masters: is given the values that trained weights had, by name, without a copy; None
+    drops them.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     if masters is not None:
-        own = {id(module.weight) for module in modules if module.weight.requires_grad}
-        masters.update((name, value.data) for name, value in causal.named_parameters() if id(value) in own)
-    _narrow(modules, dtype)
+        trained = {id(module.weight) for module in modules if module.weight.requires_grad}
+        masters.update((name, value.data) for name, value in causal.named_parameters() if id(value) in trained)
+    _narrow(modules, dtype, wide)
 
 
-def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype) -> None:
+def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
     for module in modules:
         # Not new modules: adapters, hooks and names stay.
         if isinstance(module, nn.Linear):
             module.__class__ = _NarrowLinear
         else:
-            module.wide_dtype = module.weight.dtype  # type: ignore[assignment]
+            module.wide_dtype = wide  # type: ignore[assignment]
             module.__class__ = _NarrowEmbedding
-    for module in modules:
         # The data, not the parameter: a tied weight has two owners.
         module.weight.data = module.weight.data.to(dtype)
 

@@ -247,7 +247,7 @@ class LocalBackend:
         model, lora = self._run.model, self._config.lora
         freeze_parameters(causal, model.freeze)
         if self._config.narrow_weights:
-            narrow_trained_weights(causal, torch.bfloat16, masters if self._config.keeps_masters else None)
+            self._narrow_all(causal, masters if self._config.keeps_masters else None)
         if lora is None:
             return
         from spurline.model.lora import add_adapters
@@ -259,7 +259,10 @@ class LocalBackend:
             round_weights(causal, dtype)
         add_adapters(causal, lora, self._run.seed)
         if is_narrow:
-            narrow_weights(causal, dtype)
+            narrow_weights(causal, dtype, self._profile.weight_dtype)
+
+    def _narrow_all(self, causal: PreTrainedModel, masters: dict[str, Tensor] | None = None) -> None:
+        narrow_trained_weights(causal, torch.bfloat16, self._profile.weight_dtype, masters)
 
     def _trained(
         self, model: StreamModel, optimization: OptimizationRecipe, masters: dict[str, Tensor]
@@ -337,7 +340,7 @@ class LocalBackend:
                     self._policy.initial_weights,
                     self._config.logits_chunk_tokens,
                     # What the policy computed with before it was trained.
-                    partial(narrow_trained_weights, dtype=torch.bfloat16) if self._config.narrow_weights else None,
+                    self._narrow_all if self._config.narrow_weights else None,
                 )
                 self._reference.read_as(self._model.reading)
             yield self._reference
