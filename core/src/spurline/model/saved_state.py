@@ -78,8 +78,8 @@ def check_frozen(where: Path, saved: str, frozen: str) -> None:
     if saved != frozen:
         raise CheckpointError(
             f"{where}: the checkpoint was trained on other frozen weights than this run's model has. Resume with the "
-            "model.path, model.revision, model.init, backend.lora.base_dtype, backend.weights and seed the checkpoint was "
-            "made with."
+            "model.path, model.revision, model.init, backend.lora.base_dtype, backend.weights and seed the checkpoint "
+            "was made with."
         )
 
 

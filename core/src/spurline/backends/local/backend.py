@@ -29,14 +29,22 @@ from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.adapter_weights import AdapterWeights
+from spurline.model.computing import change_computing
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
-from spurline.model.narrow_weights import base_dtype, narrow_trained_weights, narrow_weights, round_weights
+from spurline.model.narrow_weights import (
+    base_dtype,
+    narrow_trained_weights,
+    narrow_weights,
+    quantize_weights,
+    round_weights,
+)
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
+from spurline.model.quantized_weights import num_parameters
 from spurline.model.router_replay import check_replayed
 from spurline.model.stand_ins import StandIns
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
@@ -197,7 +205,7 @@ class LocalBackend:
 
     def facts(self) -> Mapping[str, int | str]:
         return {
-            "parameters": sum(value.numel() for value in self._model.causal.parameters()),
+            "parameters": num_parameters(self._model.causal),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": str(self._profile.device),
             **self._model.facts(),
@@ -245,6 +253,7 @@ class LocalBackend:
 
     def _make_trainable(self, causal: PreTrainedModel, masters: dict[str, Tensor]) -> None:
         model, lora = self._run.model, self._config.lora
+        self._change_computing(causal)
         freeze_parameters(causal, model.freeze)
         if self._config.narrow_weights:
             self._narrow_all(causal, masters if self._config.keeps_masters else None)
@@ -257,9 +266,22 @@ class LocalBackend:
         if is_narrow:
             # Before adapters: DoRA's lengths begin as those of the rounded weights.
             round_weights(causal, dtype)
+        if lora.is_quantized:
+            # Before adapters too: quantizing twice does not give the same values.
+            quantize_weights(causal)
         add_adapters(causal, lora, self._run.seed)
         if is_narrow:
             narrow_weights(causal, dtype, self._profile.weight_dtype)
+
+    def _change_computing(self, causal: PreTrainedModel) -> None:
+        """What computes single layers; of a reference as of the policy, so that they are equal at first."""
+        change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)
+
+    def _make_reference(self, causal: PreTrainedModel) -> None:
+        """What the policy computes with before it is trained."""
+        self._change_computing(causal)
+        if self._config.narrow_weights:
+            self._narrow_all(causal)
 
     def _narrow_all(self, causal: PreTrainedModel, masters: dict[str, Tensor] | None = None) -> None:
         narrow_trained_weights(causal, torch.bfloat16, self._profile.weight_dtype, masters)
@@ -269,6 +291,8 @@ class LocalBackend:
     ) -> TrainedModel:
         if self._config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
+        if self._config.offload_activations:
+            model.offload_activations(self._profile)
         if self._config.compile:
             model.compile()
         make_stand_ins = partial(
@@ -339,8 +363,7 @@ class LocalBackend:
                     self._profile,
                     self._policy.initial_weights,
                     self._config.logits_chunk_tokens,
-                    # What the policy computed with before it was trained.
-                    self._narrow_all if self._config.narrow_weights else None,
+                    self._make_reference,
                 )
                 self._reference.read_as(self._model.reading)
             yield self._reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,7 +10,19 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_freeze, check_peft
+from spurline.model.configs import (
+    OFFLOADS_NOTHING,
+    Fp8,
+    Kernels,
+    LoraConfig,
+    adapter_notes,
+    check_freeze,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -49,8 +61,17 @@ class LocalBackendConfig(BackendConfig):
     """Or fill each micro-batch with whole rows up to this many tokens, padding not counted."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: Annotated[bool, OnResume.FREE] = False
+    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
+    activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run the decoder through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on a GPU; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions whose logits exist at the same time."""
     lora: LoraConfig | None = None
@@ -63,6 +84,9 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+        yield from fp8_problems(self.fp8, "cpu" if self.device == "cpu" else "cuda", self.precision, self.lora)
+        if self.compile and self.offload_activations:
+            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
 
         if self.weights != "fp32" and self.precision != "bf16":
             yield Problem(
@@ -70,6 +94,8 @@ class LocalBackendConfig(BackendConfig):
                 f"is {self.weights}, which computes in half precision, and precision is {self.precision}. Set "
                 "backend.precision: bf16, or backend.weights: fp32.",
             )
+        if self.weights != "fp32" and self.fp8:
+            yield Problem("weights", f"is {self.weights}, which is not supported with fp8. Turn one of them off.")
         if self.weights != "fp32" and self.lora is not None:
             yield Problem(
                 "weights",
@@ -97,8 +123,17 @@ class LocalBackendConfig(BackendConfig):
 
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
-            check_peft()
+            check_peft(self.lora)
         check_freeze(run.model)
+        check_torchao(self.fp8)
+        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+
+    @property
+    def _planned_device(self) -> Literal["cpu", "cuda"]:
+        """Where it trains with these settings: `cuda` is taken at its word, here or elsewhere."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
 
     def describe_device(self) -> str:
         device = "a GPU if there is one" if self.device == "auto" else self.device
@@ -133,16 +168,33 @@ class LocalBackendConfig(BackendConfig):
             return None
         return resolve("spurline.model.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
+    @property
+    def _offloads(self) -> bool:
+        """Whether activations leave the device: on the CPU both memories are one."""
+        return self.offload_activations and self._planned_device == "cuda"
+
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        notes = list(describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision))
+        if self.offload_activations and self._planned_device == "cpu":
+            notes.append(OFFLOADS_NOTHING)
+        if self.lora is not None:
+            notes += adapter_notes(run.model, self.lora)
+        return notes
+
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        holds_narrow = self.precision == "bf16" and self.lora is None
+        holds_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
         if holds_narrow and not self.narrow_weights:
             yield {"weights": "bf16_masters"}
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
-        if self.lora is not None and self.lora.base_dtype != "bf16":
+        if not (self.offload_activations or self.compile) and self._planned_device == "cuda":
+            yield {"offload_activations": True}
+        if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
         yield from self._smaller_microbatches(row_length, tokens)
-        if not self.offload_optimizer and not self._is_on_cpu:
+        if self.lora is not None and not self.lora.is_quantized:
+            yield {"lora.base_dtype": "nf4"}
+        if not self.offload_optimizer and self._planned_device == "cuda":
             yield {"offload_optimizer": True}
         if holds_narrow and self.weights != "bf16_stochastic":
             yield {"weights": "bf16_stochastic"}
@@ -150,26 +202,40 @@ class LocalBackendConfig(BackendConfig):
     def _smaller_microbatches(self, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if self.rows_per_microbatch is not None:
             yield {"rows_per_microbatch": 1}
-            return
-        bound = self.max_tokens_per_microbatch or tokens
-        while bound > row_length:
-            bound = max(row_length, bound // 2)
-            yield {"max_tokens_per_microbatch": bound}
+        else:
+            bound = self.max_tokens_per_microbatch or tokens
+            while bound > row_length:
+                bound = max(row_length, bound // 2)
+                yield {"max_tokens_per_microbatch": bound}
 
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
-        step_tokens = tokens
+    def _microbatch_tokens(self, row_length: int, tokens: int) -> int:
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
-        tokens = min(tokens, self.max_tokens_per_microbatch or tokens)
+        return min(tokens, self.max_tokens_per_microbatch or tokens)
+
+    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        if not self._offloads:
+            return 0
+        estimate = resolve("spurline.model.memory:estimate_offloaded", "memory estimate of backend 'local'")
+        return estimate(
+            run.model,
+            self._microbatch_tokens(row_length, tokens),
+            precision=self.precision,
+            lora=self.lora,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
         return estimate(
             run.model,
-            tokens,
+            self._microbatch_tokens(row_length, tokens),
             precision=self.precision,
-            holding=self._holding(sums_gradients=tokens < step_tokens),
+            holding=self._holding(sums_gradients=self._microbatch_tokens(row_length, tokens) < tokens),
             lora=self.lora,
             activation_checkpointing=self.activation_checkpointing,
+            offload_activations=self._offloads,
             logits_chunk_tokens=self.logits_chunk_tokens,
             optimizer=run.optimizer,
             critic_optimizer=None if run.critic is None else run.critic.optimizer,
@@ -177,20 +243,13 @@ class LocalBackendConfig(BackendConfig):
         )
 
     def estimate_host_memory(self, run: RunConfig) -> int:
-        if not self.offload_optimizer or self._is_on_cpu:
+        if not self.offload_optimizer or self._planned_device == "cpu":
             return 0
-        estimate = resolve("spurline.model.memory:estimate_offloaded", "memory estimate of backend 'local'")
+        estimate = resolve("spurline.model.memory:estimate_stepped_on_host", "memory estimate of backend 'local'")
         optimizers = [run.optimizer, *([] if run.critic is None else [run.critic.optimizer])]
         return estimate(
             run.model, precision=self.precision, holding=self._holding(), lora=self.lora, optimizers=optimizers
         )
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        """Whether the memory of the device is the host's."""
-        if self.device == "auto":
-            return not resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
-        return self.device == "cpu"
 
     def _holding(self, *, sums_gradients: bool = False) -> Any:
         make = resolve("spurline.model.memory:WeightHolding", "memory estimate of backend 'local'")
@@ -199,5 +258,5 @@ class LocalBackendConfig(BackendConfig):
             keeps_masters=self.keeps_masters,
             sums_gradients=sums_gradients,
             on_host=self.offload_optimizer,
-            trains_on_host=self.offload_optimizer and self._is_on_cpu,
+            trains_on_host=self.offload_optimizer and self._planned_device == "cpu",
         )

@@ -178,7 +178,7 @@ def load_reference(
     profile: DeviceProfile,
     initial_weights: str,
     logits_chunk_tokens: int,
-    change: Callable[[PreTrainedModel], None] | None = None,
+    change: Callable[[PreTrainedModel], None],
 ) -> StreamModel:
     """The weights that the run started from, loaded again and frozen; runs with adapters turn those off instead.
 
