@@ -358,6 +358,30 @@ def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_d
     assert_same_weights(tmp_path / "copied", tmp_path / "shared")
 
 
+def test_an_engine_with_a_copy_of_narrow_weights_samples_from_what_masters_are_rounded_to(
+    rl_config: dict[str, Any], tmp_path: Path
+) -> None:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(ElsewhereConfig, "spurline.backends.local.backend:LocalBackend")
+
+    rl_config |= {"steps": 2, "report": {"enabled": False}}
+    rl_config["source"]["engine"]["precision"] = "bf16"
+    backend = {**rl_config["backend"], "precision": "bf16", "weights": "bf16_masters", "offload_optimizer": True}
+    with FakePlugins() as plugins:
+        available = plugins.add("ranks", register=register)
+        shared = {**rl_config, "run_dir": str(tmp_path / "shared"), "backend": backend}
+        copied = {**shared, "run_dir": str(tmp_path / "copied"), "plugins": ["ranks"]}
+        copied["backend"] = {**backend, "name": "elsewhere"}
+        Run(load_config(shared)).train()
+        Run(load_config(copied, available=available)).train()
+    lines, expected = (deterministic(read_metrics(tmp_path / name)) for name in ("copied", "shared"))
+    for line in lines:
+        assert line.pop("sync/bytes") > 0
+        assert line["mismatch/logprob_diff/max"] < 0.1
+    assert lines == expected
+    assert_same_weights(tmp_path / "copied", tmp_path / "shared")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
