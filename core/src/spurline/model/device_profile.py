@@ -77,6 +77,10 @@ class DeviceProfile:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
+    def host_memory(self, like: Tensor) -> Tensor:
+        """Memory of the host for one tensor of this shape and dtype, pinned where there is a device to copy from."""
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next means something."""
         if self.device.type == "cuda":

@@ -22,6 +22,8 @@ class LocalBackendConfig(BackendConfig):
     lends_model: ClassVar[bool] = True
     lends_parameters: ClassVar[bool] = True
     yields_device: ClassVar[bool] = True
+    takes_snapshots: ClassVar[bool] = True
+    verifies_files: ClassVar[bool] = False
     freezes: ClassVar[bool] = True
     checkpoint_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_weights"
     adapter_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_adapter"
