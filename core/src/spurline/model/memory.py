@@ -7,7 +7,7 @@ rule of thumb over the shapes of the linear layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -180,6 +180,21 @@ def estimate_memory(
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
         parts["critic"] = parts["weights"] + critic_optimizer.state_bytes(shapes.trained, weight_bytes)
     return parts
+
+
+def estimate_checkpoint_copy(
+    model: ModelConfig,
+    *,
+    precision: Literal["fp32", "bf16", "fp64"],
+    lora: LoraConfig | None,
+    optimizers: Iterable[OptimizerConfig],
+) -> int:
+    """Bytes of what a checkpoint holds: trained weights and optimizer state of the models that these optimizers train.
+
+    Raises ModelError.
+    """
+    trained, weight_bytes = model_shapes(model, lora).trained, _WEIGHT_BYTES[precision]
+    return sum(num_values(trained) * weight_bytes + one.state_bytes(trained, weight_bytes) for one in optimizers)
 
 
 def estimate_cache(model: ModelConfig, tokens: int, *, precision: Literal["fp32", "bf16", "fp64"]) -> int:

@@ -121,14 +121,36 @@ class LocalBackendConfig(BackendConfig):
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
-        return estimate(
-            run.model,
-            min(tokens, self.max_tokens_per_microbatch or tokens),
-            precision=self.precision,
-            lora=self.lora,
-            activation_checkpointing=self.activation_checkpointing,
-            logits_chunk_tokens=self.logits_chunk_tokens,
-            optimizer=run.optimizer,
-            critic_optimizer=None if run.critic is None else run.critic.optimizer,
-            reference=run.loss.uses_reference or run.source.uses_reference,
+        copy = self._checkpoint_copy(run) if self._is_on_cpu else {}
+        return (
+            estimate(
+                run.model,
+                min(tokens, self.max_tokens_per_microbatch or tokens),
+                precision=self.precision,
+                lora=self.lora,
+                activation_checkpointing=self.activation_checkpointing,
+                logits_chunk_tokens=self.logits_chunk_tokens,
+                optimizer=run.optimizer,
+                critic_optimizer=None if run.critic is None else run.critic.optimizer,
+                reference=run.loss.uses_reference or run.source.uses_reference,
+            )
+            | copy
         )
+
+    def estimate_host_memory(self, run: RunConfig) -> int:
+        return 0 if self._is_on_cpu else sum(self._checkpoint_copy(run).values())
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        """Whether the memory of the device is the host's."""
+        if self.device == "auto":
+            return not resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
+        return self.device == "cpu"
+
+    def _checkpoint_copy(self, run: RunConfig) -> dict[str, int]:
+        """Bytes of the copy that `checkpoint.async` writes from."""
+        if not run.checkpoint.is_async:
+            return {}
+        estimate = resolve("spurline.model.memory:estimate_checkpoint_copy", "memory estimate of backend 'local'")
+        optimizers = [run.optimizer, *([] if run.critic is None else [run.critic.optimizer])]
+        return {"checkpoint copy": estimate(run.model, precision=self.precision, lora=self.lora, optimizers=optimizers)}
