@@ -5,10 +5,10 @@
 One run of a random model takes turns: spans of a few steps without a checkpoint, with one that is written at once, with
 the copy alone, and with one that is written beside the steps after it. A span is timed from the begin of the checkpoint
 to the end of its last step, so that what the writing thread takes from training is counted. Ratios are those of the
-smallest times, which others on the machine disturb least. Also measured: bytes that a save at once reads (`/proc/self/io`), and how long
-training stands still in each case.
+smallest times, which others on the machine disturb least. Also measured: bytes that a save at once reads
+(`/proc/self/io`), and how long training stands still in each case.
 
-Gates: a span with `checkpoint.async` <= 1.05 x one with the copy alone; a save reads back less than 1 % of what it writes.
+Gates: a span with `checkpoint.async` <= 1.05 x one with the copy alone; a save reads less than 1 % of what it writes.
 """
 
 from __future__ import annotations

@@ -82,10 +82,13 @@ class Writing(RuleBasedStateMachine):
         if not may_end:
             assert self.writer.taken(wait=False) is None
             return
+        found, failed = None, False
         try:
             found = self.writer.taken(wait=wait)
-        except (CheckpointWriteError, RunDirectoryLostError) as error:
-            assert write.failure != "none", error
+        except (CheckpointWriteError, RunDirectoryLostError):
+            failed = True
+        if failed:
+            assert write.failure != "none"
             self.under_way = None
             return
         if found is None:
