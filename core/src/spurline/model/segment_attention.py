@@ -286,10 +286,7 @@ def _attend_with_sinks(
     key and 0 in all others, and one query in front keeps the causal order.
     """
     width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
-    if key.shape[-1] != value.shape[-1]:
-        raise ModelError(
-            "Attention sinks with values of another size than keys are not computed. Choose another model."
-        )
+    value_width = value.shape[-1]
     column = (sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
     query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
     sink = key.new_zeros(width + _SINK_WIDTH)
@@ -300,7 +297,7 @@ def _attend_with_sinks(
     if visible is not None:
         visible = F.pad(visible, (1, 0, 1, 0), value=True)
     output = _dot_product_attention(query, key, value, visible, scaling, dropout)
-    return output[:, :, 1:, :width]
+    return output[:, :, 1:, :value_width]
 
 
 _SCORES_AT_ONCE = 2**26
