@@ -7,7 +7,7 @@ bit, what it computes with the same rounded values held wide. Under autocast a n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
         if any(parameter.requires_grad for parameter in module.parameters()):
             continue
         # Not new modules: adapters, hooks and names stay.
+        module.wide_dtype = module.weight.dtype  # type: ignore[assignment]
         if isinstance(module, nn.Linear):
             module.__class__ = _NarrowLinear
         else:
-            module.wide_dtype = module.weight.dtype  # type: ignore[assignment]
             module.__class__ = _NarrowEmbedding
     for module in causal.modules():
         if isinstance(module, _NarrowLinear | _NarrowEmbedding):
@@ -76,16 +76,50 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
             yield name, module
 
 
+def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
+    """Run `check`, which runs the model; hold wide the narrow weights that it reads other than by running their layers.
+
+    Some models round what they compute to the dtype of a weight (Mamba's output layer): that weight is held wide.
+    Others multiply with a weight themselves, which fails: then all are. Raises what `check` raises without narrow ones.
+    """
+    while True:
+        try:
+            return check()
+        except _DtypeError as error:
+            error.module.widen()
+        except (ModelError, RuntimeError):
+            narrow = [module for module in causal.modules() if isinstance(module, _NarrowLinear)]
+            if not narrow:
+                raise
+            for module in narrow:
+                module.widen()
+
+
+class _DtypeError(ModelError):
+    """What flows into a layer has been rounded to the dtype of its weight."""
+
+    def __init__(self, module: _NarrowLinear) -> None:
+        super().__init__(
+            "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
+            f"{str(module.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
+        )
+        self.module = module
+
+
 class _NarrowLinear(nn.Linear):
+    wide_dtype: torch.dtype
+
+    def widen(self) -> None:
+        """Hold the weight as it was before, with its rounded values; a tied one everywhere."""
+        self.weight.data = self.weight.data.to(self.wide_dtype)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, self.weight, self.bias)
         if input.dtype == self.weight.dtype:
             # Nothing else makes what flows through the layers narrow.
-            raise ModelError(
-                "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
-                f"{str(self.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
-            )
+            raise _DtypeError(self)
         return _WidenedLinear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
 
 

@@ -34,7 +34,7 @@ from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
-from spurline.model.narrow_weights import base_dtype, narrow_weights, round_weights
+from spurline.model.narrow_weights import base_dtype, narrow_weights, round_weights, widen_where_read
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
 from spurline.model.router_replay import check_replayed
@@ -67,10 +67,7 @@ class LocalBackend:
             # Now, not with the first rollouts: a model without experts is refused before anything is generated.
             _ = self._model.routing
         self._reference: StreamModel | None = None
-        if config.probe:
-            check_exactness(self._model, self._profile, run.model.path)
-        else:
-            choose_reading(self._model, self._profile)
+        widen_where_read(causal, self._check)
         self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates))
         self._critic: TrainedModel | None = None
         if run.critic is not None:
@@ -234,6 +231,12 @@ class LocalBackend:
         for name in ("_model", "_reference", "_policy", "_critic", "_memory"):
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
+
+    def _check(self) -> None:
+        if self._config.probe:
+            check_exactness(self._model, self._profile, self._run.model.path)
+        else:
+            choose_reading(self._model, self._profile)
 
     def _load_trainable(self) -> PreTrainedModel:
         """The model of the config, with adapters if it asks for them, or with frozen parts."""
