@@ -42,6 +42,7 @@ from spurline.model.narrow_weights import (
     narrow_weights,
     quantize_weights,
     round_weights,
+    widen_where_read,
 )
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
@@ -77,10 +78,7 @@ class LocalBackend:
             # Now, not with the first rollouts: a model without experts is refused before anything is generated.
             _ = self._model.routing
         self._reference: StreamModel | None = None
-        if config.probe:
-            check_exactness(self._model, self._profile, run.model.path)
-        else:
-            choose_reading(self._model, self._profile)
+        widen_where_read(causal, self._check)
         self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates), masters)
         self._critic: TrainedModel | None = None
         if run.critic is not None:
@@ -255,6 +253,12 @@ class LocalBackend:
         masters: dict[str, Tensor] = {}
         make_trainable = partial(self._make_trainable, masters=masters)
         return load_model(self._run.model, self._profile, self._run.seed, make_trainable), masters
+
+    def _check(self) -> None:
+        if self._config.probe:
+            check_exactness(self._model, self._profile, self._run.model.path)
+        else:
+            choose_reading(self._model, self._profile)
 
     def _make_trainable(self, causal: PreTrainedModel, masters: dict[str, Tensor]) -> None:
         model, lora = self._run.model, self._config.lora
