@@ -36,7 +36,8 @@ from spurline.model.generation import generate_greedily, generation_model, stop_
 from spurline.model.loading import check_config, load_model
 from spurline.model.narrow_weights import base_dtype, narrow_weights, round_weights
 from spurline.model.offloading import DeviceMemory, DeviceTensors
-from spurline.model.probe import check_exactness, choose_reading
+from spurline.model.probe import check_exactness, check_routers, choose_reading
+from spurline.model.router_balance import BalanceLoss, balance_coefficient, balance_metrics
 from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
@@ -63,14 +64,15 @@ class LocalBackend:
         causal = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
-        if run.source.replays_experts:
-            # Now, not with the first rollouts: a model without experts is refused before anything is generated.
-            _ = self._model.routing
+        self._balance = balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
         if config.probe:
             check_exactness(self._model, self._profile, run.model.path)
         else:
             choose_reading(self._model, self._profile)
+        # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+        wanted = {"replays": run.source.replays_experts, "balances": self._balance is not None}
+        check_routers(self._model, self._profile, run.model.path, **wanted)
         self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates))
         self._critic: TrainedModel | None = None
         if run.critic is not None:
@@ -91,7 +93,8 @@ class LocalBackend:
         started = time.perf_counter()
         try:
             streams = self._streams(batch, objective.loss.needs)
-            sums = accumulate_gradients(trained.model, streams, objective, self._profile)
+            balance = self._balance_loss(batch, role)
+            sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
             norm = trained.gradient_norm()
             # The only wait for the device in a step: loss, norm and all metrics come over together.
             part, (grad_norm,) = sums.fetch(norm)
@@ -111,6 +114,7 @@ class LocalBackend:
             "loss_tokens": float(part.tokens),
             **part.metrics(),
             **(load_metrics([part.expert_loads]) if role == "policy" else {}),
+            **balance_metrics(part.balance, batch.num_trained_segments),
             "time/forward_backward": differentiated - started,
             "time/optimizer": time.perf_counter() - differentiated,
         }
@@ -124,7 +128,8 @@ class LocalBackend:
             # Dropout as in the next update, without using it up.
             with self._profile.keeping_generators():
                 streams = self._streams(batch, objective.loss.needs)
-                accumulate_gradients(trained.model, streams, objective, self._profile)
+                balance = self._balance_loss(batch, role)
+                accumulate_gradients(trained.model, streams, objective, self._profile, balance)
             result = trained.gradients()
         finally:
             trained.drop_gradients()
@@ -261,6 +266,9 @@ class LocalBackend:
         if self._config.compile:
             model.compile()
         return TrainedModel(model, make_optimization, self._profile.weight_dtype)
+
+    def _balance_loss(self, batch: TrainingBatch, role: Role) -> BalanceLoss | None:
+        return BalanceLoss.of(self._balance if role == "policy" else None, batch.num_trained_segments)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
