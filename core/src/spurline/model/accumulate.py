@@ -152,6 +152,10 @@ class SumsPart:
         means = {name: value / self.weight for name, value in self.sums.items() if self.weight != 0}
         return {**means, **self.extremes}
 
+    def balance_metrics(self, num_sequences: int) -> dict[str, float]:
+        """`moe/aux_loss`: how even routers are, the mean over sequences; none where that is not trained. 1 is even."""
+        return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
+
     def as_loss_sums(self) -> LossSums:
         """What a backend's `evaluate` returns."""
         return LossSums(self.loss, self.weight, self.tokens, self.sums)

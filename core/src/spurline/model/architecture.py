@@ -52,6 +52,11 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 """What models call the experts that a token of a layer gets."""
 
 
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether a text model with this config may have layers with experts."""
+    return any(getattr(config, name, None) for name in _EXPERT_COUNTS)
+
+
 def num_experts(config: PretrainedConfig) -> int | None:
     """Experts of a layer of a text model with this config; None where it has none, or not in all layers as many."""
     return _count(config, _EXPERT_COUNTS)

@@ -30,25 +30,11 @@ class BalanceLoss:
     coefficient: float
     num_sequences: int
 
-    @classmethod
-    def of(cls, coefficient: float | None, num_sequences: int) -> BalanceLoss | None:
-        """None where none is asked for, or there is nothing to divide by."""
-        return cls(coefficient, num_sequences) if coefficient is not None and num_sequences else None
 
-
-def balance_metrics(total: float | None, num_sequences: int) -> dict[str, float]:
-    """`moe/aux_loss`: the mean over sequences, before the coefficient; 1 is even.
-
-    total: the sum; None where there is no such loss.
-    """
-    return {} if total is None else {"moe/aux_loss": total / num_sequences}
-
-
-def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float | None:
-    """What `model.router_aux_loss` asks for. Raises ModelError for a model without such a loss."""
+def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
+    """What `model.router_aux_loss`, which is set, asks for. Raises ModelError for a model without such a loss."""
     wanted = model.router_aux_loss
-    if wanted is None:
-        return None
+    assert wanted is not None
     if not find_routers(causal):
         raise ModelError(
             f"model.router_aux_loss is {wanted}, and {model.path} ({type(causal).__name__}) has no routers to balance. "

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
+from spurline.model.architecture import has_experts
 from spurline.model.device_profile import slots_per_pass
 from spurline.model.expert_loads import ExpertLoads
 from spurline.model.router_balance import StreamBalance
@@ -119,7 +120,7 @@ class StreamModel:
 
     @cached_property
     def _has_routers(self) -> bool:
-        return bool(find_routers(self.causal))
+        return has_experts(self.causal.config.get_text_config()) and bool(find_routers(self.causal))
 
     @contextmanager
     def balancing(self, stream: TokenStream) -> Iterator[StreamBalance]:

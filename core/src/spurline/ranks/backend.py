@@ -25,7 +25,6 @@ from spurline.model.architecture import load_model_config
 from spurline.model.expert_loads import load_metrics
 from spurline.model.loading import length_limit
 from spurline.model.offloading import refuse
-from spurline.model.router_balance import balance_metrics
 from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY
 from spurline.model.token_stream import check_columns
@@ -95,7 +94,7 @@ class RankBackend:
             "loss_tokens": float(sums.tokens),
             **sums.metrics(),
             **(load_metrics(answer["expert_loads"] for answer in answers) if role == "policy" else {}),
-            **balance_metrics(sums.balance, batch.num_trained_segments),
+            **sums.balance_metrics(batch.num_trained_segments),
             **{name: max(answer[name] for answer in answers) for name in ("time/forward_backward", "time/optimizer")},
         }
 

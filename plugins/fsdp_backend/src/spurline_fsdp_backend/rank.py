@@ -87,11 +87,12 @@ class FsdpRank(RankWorker):
         self._place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         check_config(model.causal, self._run.model.path, self._run.data.max_length)
-        self._balance = balance_coefficient(self._run.model, model.causal)
+        wanted = self._run.model.router_aux_loss
+        self._balance = None if wanted is None else balance_coefficient(self._run.model, model.causal)
         self._place.doing("checking that packed rows are exact for this model")
         # Now, not with the first rollouts: a model without experts is refused before anything is generated.
-        wanted = {"replays": self._run.source.replays_experts, "balances": self._balance is not None}
-        check_sharded(model, self._config, self._profile, self._run.model.path, **wanted)
+        asked = {"replays": self._run.source.replays_experts, "balances": self._balance is not None}
+        check_sharded(model, self._config, self._profile, self._run.model.path, **asked)
         if self._config.probe and model.sharing is not None:
             half = self._config.computes_in == "bf16"
             with torch.compiler.set_stance("force_eager"):
@@ -245,7 +246,9 @@ class FsdpRank(RankWorker):
         # Dropout is a function of the step, so that no generator's state belongs to a checkpoint.
         seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)
-        balance = BalanceLoss.of(self._balance if role == "policy" else None, share.num_sequences)
+        balance = None
+        if self._balance is not None and role == "policy":
+            balance = BalanceLoss(self._balance, share.num_sequences)
         sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
         return sums.fetch()[0]
 

@@ -37,7 +37,7 @@ from spurline.model.loading import check_config, load_model
 from spurline.model.narrow_weights import base_dtype, narrow_weights, round_weights
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, check_routers, choose_reading
-from spurline.model.router_balance import BalanceLoss, balance_coefficient, balance_metrics
+from spurline.model.router_balance import BalanceLoss, balance_coefficient
 from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
@@ -64,7 +64,7 @@ class LocalBackend:
         causal = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
-        self._balance = balance_coefficient(run.model, causal)
+        self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
         if config.probe:
             check_exactness(self._model, self._profile, run.model.path)
@@ -114,7 +114,7 @@ class LocalBackend:
             "loss_tokens": float(part.tokens),
             **part.metrics(),
             **(load_metrics([part.expert_loads]) if role == "policy" else {}),
-            **balance_metrics(part.balance, batch.num_trained_segments),
+            **part.balance_metrics(batch.num_trained_segments),
             "time/forward_backward": differentiated - started,
             "time/optimizer": time.perf_counter() - differentiated,
         }
@@ -268,7 +268,9 @@ class LocalBackend:
         return TrainedModel(model, make_optimization, self._profile.weight_dtype)
 
     def _balance_loss(self, batch: TrainingBatch, role: Role) -> BalanceLoss | None:
-        return BalanceLoss.of(self._balance if role == "policy" else None, batch.num_trained_segments)
+        if self._balance is None or role != "policy":
+            return None
+        return BalanceLoss(self._balance, batch.num_trained_segments)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
