@@ -97,3 +97,23 @@ def test_routers_that_cannot_be_replayed_are_refused_by_name(model_type: str) ->
     choose_reading(model, PROFILE)
     with pytest.raises(ModelError, match=reason):
         check_routers(model, PROFILE, model_type, replays=True, balances=False)
+
+
+def test_a_pass_that_ended_before_its_routers_leaves_nothing_to_the_next() -> None:
+    model = read(FAMILIES[[family.model_type for family in FAMILIES].index("qwen3_moe")])
+    stream = probe_stream(probe_sequences(128, (5, 5)), PROFILE)
+
+    def hidden(experts: Any = None) -> torch.Tensor:
+        return model.hidden(stream.input_ids, stream.position_ids, stream.plan, experts)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("between attention and router")
+
+    with evaluation_mode(model.causal), model.routing.noting() as noted:
+        own = hidden()
+        others = torch.from_numpy((model.routing.as_array(noted) + 1) % 4)
+        handle = model.decoder.get_submodule("layers.0.mlp").register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="between attention and router"):
+            hidden(others)
+        handle.remove()
+        assert torch.equal(hidden(), own)
