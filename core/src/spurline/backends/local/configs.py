@@ -109,17 +109,18 @@ class LocalBackendConfig(BackendConfig):
     @property
     def _offloads(self) -> bool:
         """Whether activations leave the device: on the CPU both memories are one."""
-        return self.offload_activations and self._has_gpu
+        return self.offload_activations and not self._is_on_cpu
 
     @property
-    def _has_gpu(self) -> bool:
-        # A config for a GPU elsewhere is planned as one for that GPU.
-        has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")
-        return self.device == "cuda" or (self.device == "auto" and has_gpu())
+    def _is_on_cpu(self) -> bool:
+        """Whether the memory of the device is the host's."""
+        if self.device == "auto":
+            return not resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
+        return self.device == "cpu"
 
     def notes(self, run: RunConfig) -> Sequence[str]:
         notes: list[str] = []
-        if self.offload_activations and not self._has_gpu:
+        if self.offload_activations and self._is_on_cpu:
             notes.append(OFFLOADS_NOTHING)
         if self.lora is not None:
             notes += adapter_notes(run.model, self.lora)
@@ -128,7 +129,7 @@ class LocalBackendConfig(BackendConfig):
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
-        if not (self.offload_activations or self.compile) and self._has_gpu:
+        if not (self.offload_activations or self.compile) and not self._is_on_cpu:
             yield {"offload_activations": True}
         if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
@@ -147,10 +148,10 @@ class LocalBackendConfig(BackendConfig):
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         return min(tokens, self.max_tokens_per_microbatch or tokens)
 
-    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
         if not self._offloads:
             return 0
-        estimate = resolve("spurline.model.memory:estimate_offloaded", "memory estimate of backend 'local'")
+        estimate = resolve("spurline.model.memory:estimate_offloaded_activations", "memory estimate of backend 'local'")
         return estimate(
             run.model,
             self._microbatch_tokens(row_length, tokens),
