@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume, Section
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, Problem
 from spurline.plugins.registry import resolve
 
 if TYPE_CHECKING:
     from spurline.config.run_config import ModelConfig
+
+Kernels = Literal["auto", "liger", "none"]
+Fp8 = bool | Literal["emulated"]
 
 
 OFFLOADS_NOTHING = (
@@ -106,3 +110,46 @@ def check_peft(lora: LoraConfig) -> None:
             f"is {lora.base_dtype}, which needs bitsandbytes, and that is not installed. Run `pip install "
             "'spurline[qlora]'`.",
         )
+
+
+def check_kernels(kernels: Kernels, model: ModelConfig, device: str, precision: str) -> None:
+    """Raise ConfigError for Liger's kernels where they cannot be used. device: `cpu` or `cuda`."""
+    if kernels == "liger":
+        # By name, as factories are: the types of models are known to transformers, which a config must not import.
+        resolve("spurline.model.kernels:chooses_liger", "kernels of a model")(kernels, model, device, precision)
+
+
+def describe_computing(kernels: Kernels, fp8: Fp8, model: ModelConfig, device: str, precision: str) -> Iterator[str]:
+    """Sentences on what computes a model; none for plain PyTorch."""
+    yield from resolve("spurline.model.kernels:describe_kernels", "kernels of a model")(
+        kernels, model, device, precision
+    )
+    if fp8:
+        how = " emulated: slow, for trying out" if fp8 == "emulated" else ""
+        yield f"linear layers of the decoder in fp8{how}; gradients are approximate"
+
+
+def fp8_problems(fp8: Fp8, device: str, precision: str, lora: LoraConfig | None) -> Iterable[Problem]:
+    """What keeps linear layers from computing in fp8. device: `cpu` or `cuda`."""
+    if not fp8:
+        return
+    if lora is not None:
+        yield Problem("fp8", "together with lora is not supported: little is computed with adapters. Remove one.")
+    if fp8 == "emulated":
+        if precision == "fp64":
+            yield Problem("fp8", "is emulated in fp32 or bf16. Set precision: bf16, or fp8: false.")
+        return
+    if device == "cpu":
+        yield Problem(
+            "fp8",
+            "needs a GPU of Hopper's generation or newer. Set device: cuda, or fp8: emulated, which rounds alike and "
+            "is slow.",
+        )
+    if precision != "bf16":
+        yield Problem("fp8", f"needs precision: bf16 for all that it leaves alone, and precision is {precision}.")
+
+
+def check_torchao(fp8: Fp8) -> None:
+    """Raise ConfigError where the library for fp8 is missing."""
+    if fp8 and find_spec("torchao") is None:
+        raise ConfigError.at("backend.fp8", "needs torchao, which is not installed. Run `pip install 'spurline[fp8]'`.")

@@ -7,6 +7,7 @@ seeded together here and saved without pickle.
 
 from __future__ import annotations
 
+import os
 import platform
 import random
 from collections.abc import Callable, Iterable
@@ -163,6 +164,11 @@ def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
     if device == "cpu" or not torch.cuda.is_available():
         return memory_bytes()
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
+def runs_triton(device: str) -> bool:
+    """Whether programs in Triton run on a device of this type; on CPU only its interpreter does, which checks them."""
+    return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class KeepDouble(TorchFunctionMode):

@@ -27,6 +27,7 @@ from spurline.errors import ModelError
 from spurline.model.activation_offloading import ActivationOffloading
 from spurline.model.device_profile import DeviceProfile, slots_per_pass
 from spurline.model.expert_loads import ExpertLoads
+from spurline.model.kernels import kernels_of
 from spurline.model.router_replay import ExpertRouting, has_routers
 from spurline.model.row_passes import RowPass, row_passes
 from spurline.model.segment_attention import ATTENTION_NAME
@@ -96,8 +97,12 @@ class StreamModel:
         self._reading = reading
 
     def facts(self) -> dict[str, str]:
-        """For people: how it `reads` where that costs something, and what it `draws` at random while it trains."""
+        """For people: how it `reads` where that costs something, what fused `kernels` compute, and what it `draws` at
+        random while it trains."""
         facts = {"reads": _READ_AS[self._reading]} if self._reading in _READ_AS else {}
+        fused = kernels_of(self.causal)
+        if fused:
+            facts["kernels"] = fused
         config = self.causal.config.get_text_config()
         rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
         drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]

@@ -362,9 +362,11 @@ class BackendConfig(ComponentConfig):
         return ()
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        """Sentences on what these settings do otherwise here, or for this model, than one may think.
+        """Sentences on what computes the model where it is not plain PyTorch, and on what these settings do otherwise
+        here, or for this model, than one may think.
 
-        For `spurline plan` and the first lines of a run. As the model's own config tells: reads no weights.
+        For `spurline plan` and the first lines of a run. As the model's own config tells: reads no weights. Raises
+        ModelError where that cannot be read.
         """
         return ()
 

@@ -106,6 +106,8 @@ def build_components(
     facts = backend.facts()
     if "parameters" in facts:
         progress(f"{describe_count(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
+    if "kernels" in facts:
+        progress(f"Liger's fused kernels compute {facts['kernels']}")
     if "reads" in facts:
         progress(f"this model reads {facts['reads']}, padded: packed rows would mix them (see docs/models.md)")
     if "draws" in facts:

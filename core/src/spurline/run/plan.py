@@ -254,8 +254,7 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
         if max(dealt.values()) > UNEVEN:
             plan.sections["dealt to ranks"].append(
                 "ranks wait for each other, as there are few rows and they are unlike. For packed rows set "
-                "collator.algorithm: multifit, or collator.max_tokens nearer to the longest sample; or take more "
-                "samples in a step"
+                "collator.max_tokens nearer to the longest sample; or take more samples in a step"
             )
     return largest
 

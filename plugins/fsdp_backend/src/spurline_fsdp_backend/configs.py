@@ -10,7 +10,19 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, adapter_notes, check_freeze, check_peft
+from spurline.model.configs import (
+    OFFLOADS_NOTHING,
+    Fp8,
+    Kernels,
+    LoraConfig,
+    adapter_notes,
+    check_freeze,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.configs import RankBackendConfig
 
@@ -42,6 +54,12 @@ class FsdpBackendConfig(RankBackendConfig):
     activation_checkpointing only the inputs of layers, which are then all there is. For GPUs."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on GPUs; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
@@ -49,6 +67,10 @@ class FsdpBackendConfig(RankBackendConfig):
     more memory, less to send."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        yield from fp8_problems(self.fp8, self.on, self.computes_in, self.lora)
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
         for key in ("replicas", "context", "expert"):
@@ -97,10 +119,14 @@ class FsdpBackendConfig(RankBackendConfig):
         if self.lora is not None:
             check_peft(self.lora)
         check_freeze(run.model)
+        check_torchao(self.fp8)
+        check_kernels(self.kernels, run.model, self.on, self.computes_in)
         super().check_model(run)
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        notes = [OFFLOADS_NOTHING] if self.offload_activations and self.on == "cpu" else []
+        notes = list(describe_computing(self.kernels, self.fp8, run.model, self.on, self.computes_in))
+        if self.offload_activations and self.on == "cpu":
+            notes.append(OFFLOADS_NOTHING)
         return notes if self.lora is None else [*notes, *adapter_notes(run.model, self.lora)]
 
     def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:

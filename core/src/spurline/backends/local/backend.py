@@ -29,6 +29,7 @@ from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.adapter_weights import AdapterWeights
+from spurline.model.computing import change_computing
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
@@ -242,6 +243,7 @@ class LocalBackend:
 
     def _make_trainable(self, causal: PreTrainedModel) -> None:
         model, lora = self._run.model, self._config.lora
+        self._change_computing(causal)
         freeze_parameters(causal, model.freeze)
         if lora is None:
             return
@@ -258,6 +260,10 @@ class LocalBackend:
         add_adapters(causal, lora, self._run.seed)
         if is_narrow:
             narrow_weights(causal, dtype)
+
+    def _change_computing(self, causal: PreTrainedModel) -> None:
+        """What computes single layers; of a reference as of the policy, so that they are equal at first."""
+        change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)
 
     def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
         if self._config.activation_checkpointing:
@@ -322,7 +328,9 @@ class LocalBackend:
         else:
             if self._reference is None:
                 digest = self._policy.initial_weights
-                self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
+                self._reference = load_reference(
+                    self._run, self._profile, digest, self._config.logits_chunk_tokens, self._change_computing
+                )
                 self._reference.read_as(self._model.reading)
             yield self._reference
 

@@ -10,7 +10,19 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig, adapter_notes, check_freeze, check_peft
+from spurline.model.configs import (
+    OFFLOADS_NOTHING,
+    Fp8,
+    Kernels,
+    LoraConfig,
+    adapter_notes,
+    check_freeze,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -49,6 +61,12 @@ class LocalBackendConfig(BackendConfig):
     activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run the decoder through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on a GPU; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions whose logits exist at the same time."""
     lora: LoraConfig | None = None
@@ -61,6 +79,7 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+        yield from fp8_problems(self.fp8, "cpu" if self.device == "cpu" else "cuda", self.precision, self.lora)
         if self.compile and self.offload_activations:
             yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
 
@@ -72,6 +91,15 @@ class LocalBackendConfig(BackendConfig):
         if self.lora is not None:
             check_peft(self.lora)
         check_freeze(run.model)
+        check_torchao(self.fp8)
+        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+
+    @property
+    def _planned_device(self) -> Literal["cpu", "cuda"]:
+        """Where it trains with these settings: `cuda` is taken at its word, here or elsewhere."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
 
     def describe_device(self) -> str:
         device = "a GPU if there is one" if self.device == "auto" else self.device
@@ -109,18 +137,11 @@ class LocalBackendConfig(BackendConfig):
     @property
     def _offloads(self) -> bool:
         """Whether activations leave the device: on the CPU both memories are one."""
-        return self.offload_activations and not self._is_on_cpu
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        """Whether the memory of the device is the host's."""
-        if self.device == "auto":
-            return not resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
-        return self.device == "cpu"
+        return self.offload_activations and self._planned_device == "cuda"
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        notes: list[str] = []
-        if self.offload_activations and self._is_on_cpu:
+        notes = list(describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision))
+        if self.offload_activations and self._planned_device == "cpu":
             notes.append(OFFLOADS_NOTHING)
         if self.lora is not None:
             notes += adapter_notes(run.model, self.lora)
@@ -129,7 +150,7 @@ class LocalBackendConfig(BackendConfig):
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
-        if not (self.offload_activations or self.compile) and not self._is_on_cpu:
+        if not (self.offload_activations or self.compile) and self._planned_device == "cuda":
             yield {"offload_activations": True}
         if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
