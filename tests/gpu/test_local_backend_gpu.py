@@ -10,6 +10,7 @@ import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.backends.local.backend import LocalBackend
+from spurline.errors import ConfigError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import segment_attention
@@ -191,3 +192,42 @@ def test_quantized_weights_have_the_codes_and_values_of_the_host(model: Path, pr
     batch = lay_out(SAMPLES, ROWS)
     losses = [there.update(batch, OBJECTIVE)["loss"] for _ in range(8)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_kernels_compute_what_pytorch_computes(model: Path, precision: str) -> None:
+    pytest.importorskip("liger_kernel", reason="the extra liger is not installed")
+    plain = on_gpu(model, precision=precision, kernels="none")
+    fused = on_gpu(model, precision=precision, kernels="liger", probe=True)
+    assert "norms" in fused.facts()["kernels"]
+    assert worst_difference(plain, fused, ROWS) <= (1e-5 if precision == "fp32" else 0.1)
+
+
+@pytest.mark.parametrize("kernels", ["none", "liger"])
+def test_compiled_layers_compute_the_same(model: Path, kernels: str) -> None:
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel", reason="the extra liger is not installed")
+    compiled = on_gpu(model, compile=True, kernels=kernels)
+    assert worst_difference(on_gpu(model, kernels="none"), compiled, ROWS) <= 1e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_gradients_in_fp8_are_near_those_in_bf16_however_the_batch_is_cut(tmp_path: Path, compiled: bool) -> None:
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of Hopper's generation or newer")
+    folder = write_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=16)
+    half = on_gpu(folder, precision="bf16")
+    fp8 = on_gpu(folder, precision="bf16", fp8=True, compile=compiled, probe=True)
+    cut = on_gpu(folder, precision="bf16", fp8=True, rows_per_microbatch=1)
+    assert worst_difference(half, fp8) <= 0.4
+    # Rounding to bf16 differs between kernels for other numbers of tokens, and fp8 makes more of that.
+    assert worst_difference(fp8, cut, ROWS) <= 0.1
+
+
+def test_fp8_is_refused_on_older_gpus(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    if torch.cuda.get_device_capability() >= (9, 0):
+        pytest.skip("this GPU computes in fp8")
+    with pytest.raises(ConfigError, match="needs a GPU of Hopper's generation or newer"):
+        on_gpu(write_model_folder(tmp_path / "model"), precision="bf16", fp8=True)

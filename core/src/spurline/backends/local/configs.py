@@ -60,7 +60,7 @@ class LocalBackendConfig(BackendConfig):
     """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
     activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Run the decoder through torch.compile."""
+    """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
     """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
     model, on a GPU; `none` leaves them to PyTorch."""
