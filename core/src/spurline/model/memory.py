@@ -270,7 +270,7 @@ def estimate_checkpoint_copy(
     return sum(weights + one.state_bytes(shapes.trained, weight_bytes) for one in optimizers)
 
 
-def estimate_offloaded(
+def estimate_offloaded_activations(
     model: ModelConfig,
     tokens: int,
     *,

@@ -113,13 +113,13 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
             yield name, module
 
 
-def quantize_weights(causal: PreTrainedModel) -> None:
-    """Hold the weights of linear layers quantized from now on, one at a time. The model is on the host."""
+def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
+    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for."""
     for _, module in list(quantizable_modules(causal)):
         # Not a new module: names and hooks stay.
         module.__class__ = QuantizedLinear
         assert isinstance(module, QuantizedLinear)
-        module.quantize()
+        module.quantize(wide)
 
 
 def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:

@@ -50,18 +50,19 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, values: Tensor) -> QuantizedWeight:
-        """The nearest that there is to these values, on the host."""
+        """The nearest that there is to these values, on their device. The same wherever that is: the host quantizes."""
         import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
 
         codes, state = quantization.quantize_4bit(
-            values.detach().float().contiguous(), blocksize=BLOCK, quant_type=_KIND
+            values.detach().to("cpu", torch.float32).contiguous(), blocksize=BLOCK, quant_type=_KIND
         )
         scales: Tensor = state.absmax
         # Exactly rounded: a mean of torch depends on the number of threads, and resumed runs need the same codes.
         offset = torch.tensor(math.fsum(scales.tolist()) / scales.numel(), dtype=torch.float32)
         outer: Any
         inner, outer = quantization.quantize_blockwise(scales - offset, blocksize=OUTER_BLOCK)
-        return cls(codes, inner, outer.absmax, outer.code, offset, values.shape)
+        parts: list[Tensor] = [codes, inner, outer.absmax, outer.code, offset]
+        return cls.of_parts([part.to(values.device) for part in parts], values.shape)
 
     @classmethod
     def of_parts(cls, parts: Sequence[Tensor], shape: torch.Size) -> QuantizedWeight:
@@ -119,11 +120,11 @@ class QuantizedLinear(nn.Linear):
 
     wide_dtype: torch.dtype
 
-    def quantize(self) -> None:
-        """Replace the values by codes."""
+    def quantize(self, wide: torch.dtype) -> None:
+        """Replace the values by codes. wide: the dtype of the values that they stand for."""
         weight = self._parameters["weight"]
         assert weight is not None
-        self.wide_dtype = weight.dtype
+        self.wide_dtype = wide
         quantized = QuantizedWeight.of(weight)
         self._parameters["weight"] = nn.Parameter(quantized.codes, requires_grad=False)
         for name, part in list(quantized.named("weight"))[1:]:

@@ -282,7 +282,7 @@ class LocalBackend:
             round_weights(causal, dtype)
         if lora.is_quantized:
             # Before adapters too: quantizing twice does not give the same values.
-            quantize_weights(causal)
+            quantize_weights(causal, self._profile.weight_dtype)
         add_adapters(causal, lora, self._run.seed)
         if is_narrow:
             narrow_weights(causal, dtype, self._profile.weight_dtype)
