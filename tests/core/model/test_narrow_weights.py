@@ -147,7 +147,7 @@ def test_a_weight_that_some_module_reads_in_its_own_way_stays_wide() -> None:
 
 def test_a_model_that_rounds_to_the_dtype_of_its_weights_is_not_rounded_in_silence() -> None:
     model: Any = nn.ModuleDict({"head": nn.Linear(4, 7)}).requires_grad_(False)
-    narrow_weights(model, torch.bfloat16)
+    narrow_weights(model, torch.bfloat16, torch.float32)
     assert model["head"](torch.ones(2, 4)).dtype == torch.float32
     with pytest.raises(ModelError, match=r"rounds what it computes.*base_dtype: fp32"):
         model["head"](torch.ones(2, 4, dtype=torch.bfloat16))

@@ -37,14 +37,22 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
+def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What `narrow_weights` will hold in this dtype of a model that is all frozen, by the names of its parameters."""
+    return {f"{name}.weight": dtype for name, _ in narrowable_modules(causal)}
+
+
 def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give every parameter the nearest value of this dtype, in its own dtype; one at a time."""
     for parameter in causal.parameters():
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 
-def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Hold what can be of the frozen weights in this dtype, one at a time. Adapters are in the model already."""
+def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
+    """Hold what can be of the frozen weights in this dtype, one at a time. Adapters are in the model already.
+
+    wide: dtype of what flows through the layers, as with weights of that dtype.
+    """
     for _, module in list(narrowable_modules(causal)):
         if any(parameter.requires_grad for parameter in module.parameters()):
             continue
@@ -52,7 +60,7 @@ def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
         if isinstance(module, nn.Linear):
             module.__class__ = _NarrowLinear
         else:
-            module.wide_dtype = module.weight.dtype  # type: ignore[assignment]
+            module.wide_dtype = wide  # type: ignore[assignment]
             module.__class__ = _NarrowEmbedding
     for module in causal.modules():
         if isinstance(module, _NarrowLinear | _NarrowEmbedding):

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
-from spurline.model.narrow_weights import base_dtype, narrow_weights, round_weights
+from spurline.model.narrow_weights import base_dtype, narrow_dtypes, narrow_weights, round_weights
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
 from spurline.model.router_replay import check_replayed
@@ -237,7 +237,17 @@ class LocalBackend:
 
     def _load_trainable(self) -> PreTrainedModel:
         """The model of the config, with adapters if it asks for them, or with frozen parts."""
-        return load_model(self._run.model, self._profile, self._run.seed, self._make_trainable)
+        model = self._run.model
+        dtype = self._narrow_dtype()
+        held = None if dtype is None else partial(narrow_dtypes, dtype=dtype)
+        return load_model(model, self._profile, self._run.seed, self._make_trainable, held_dtypes=held)
+
+    def _narrow_dtype(self) -> torch.dtype | None:
+        """Of the weights under adapters, where they are held in fewer bytes than is computed with."""
+        if self._config.lora is None:
+            return None
+        dtype = base_dtype(self._config.lora, self._run.model)
+        return dtype if dtype.itemsize < self._profile.weight_dtype.itemsize else None
 
     def _make_trainable(self, causal: PreTrainedModel) -> None:
         model, lora = self._run.model, self._config.lora
@@ -246,14 +256,13 @@ class LocalBackend:
             return
         from spurline.model.lora import add_adapters
 
-        dtype = base_dtype(lora, model)
-        is_narrow = dtype.itemsize < self._profile.weight_dtype.itemsize
-        if is_narrow:
+        dtype = self._narrow_dtype()
+        if dtype is not None:
             # Before adapters: DoRA's lengths begin as those of the rounded weights.
             round_weights(causal, dtype)
         add_adapters(causal, lora, self._run.seed)
-        if is_narrow:
-            narrow_weights(causal, dtype)
+        if dtype is not None:
+            narrow_weights(causal, dtype, self._profile.weight_dtype)
 
     def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
         if self._config.activation_checkpointing:
