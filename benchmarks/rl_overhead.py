@@ -8,7 +8,10 @@ Inside are the decode steps of the engine, the look-back forward, forward/backwa
 rewards, the environment, the scheduling of attempts, preparation, collation, metrics, recording. The model is the
 quickstart's warm-up; where `runs/sort_warmup/model` is missing, it is trained first.
 
-Gates, each 5% of the step: what is outside generating as `time/generate` has it, forwards, forward/backward and
+Beside it, preparing a batch of 1,024 attempts of up to 4,096 tokens without its forwards (`rl_preparation.py`), with a
+gate in milliseconds.
+
+Gates of the step, each 5% of it: what is outside generating as `time/generate` has it, forwards, forward/backward and
 optimizer; and, stricter, the same with only the decode steps as generating, so that rewards, environment and
 scheduling count as outside.
 """
@@ -23,8 +26,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_preparation import time_preparation
 from step_parts import Seconds, StepParts, patched
-from timing import Gate, gates_as_json, print_gates
+from timing import Gate, gates_as_json, print_gates, print_timings, timings_as_json
 
 from spurline import Run, load_config
 from spurline.backends.local.backend import LocalBackend
@@ -209,14 +213,27 @@ def main() -> None:
         model = arguments.model if arguments.model.exists() else warm_up(Path(folder))
         measured = measure(model.resolve(), arguments.steps, Path(folder))
     found = figures(measured)
+    preparing, preparation_gates = time_preparation(arguments.steps)
     gates = [
+        *preparation_gates,
         outside_gate("share of the step outside generate and models", measured, INSIDE + GENERATING),
         outside_gate("share of the step outside decode and models (strict)", measured, INSIDE),
     ]
     if arguments.json:
-        print(json.dumps({"figures": found, "gates": gates_as_json(gates), "steps": arguments.steps}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "figures": found,
+                    "preparation": timings_as_json(preparing),
+                    "gates": gates_as_json(gates),
+                    "steps": arguments.steps,
+                },
+                indent=2,
+            )
+        )
         return
     print_figures(found)
+    print_timings("preparing a large batch", preparing)
     print_gates(gates)
 
 

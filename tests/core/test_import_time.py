@@ -34,9 +34,17 @@ LISTING = (
     "from spurline.plugins.host import installed_commands, installed_plugins; installed_plugins(); installed_commands()"
 )
 
+ROWS = f"""
+from pathlib import Path
+from spurline.data.configs import HfDatasetConfig
+from spurline.data.hf_dataset import HfDataset
+rows = HfDataset(HfDatasetConfig(path={str(EXAMPLES / "data" / "sort_eval.jsonl")!r}))
+assert rows[7]["messages"] and rows.fingerprint()
+"""
+
 
 @pytest.mark.parametrize(
-    "code", [IMPORT, LOAD, FAIL, SCHEMA, LISTING], ids=["import", "load", "fail", "schema", "list"]
+    "code", [IMPORT, LOAD, FAIL, SCHEMA, LISTING, ROWS], ids=["import", "load", "fail", "schema", "list", "rows"]
 )
 def test_no_heavy_library_is_imported(code: str) -> None:
     report = f"\nimport sys; print([name for name in {HEAVY!r} if name in sys.modules])"

@@ -83,7 +83,7 @@ def excite(backend: LocalBackend, seed: int = 0) -> LocalBackend:
     """Move norms away from 1 and matrices away from tiny, so that a wrong gradient cannot hide in a small one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in backend._model.causal.parameters():
+        for parameter in filter(torch.is_floating_point, backend._model.causal.parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise.to(parameter), alpha=0.1 if parameter.ndim < 2 else 0.08)
     return backend

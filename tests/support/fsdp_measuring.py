@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from counted_transfers import Counting
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spurline.data.dealing import RankShare
+from spurline.model import activation_offloading
 from spurline_fsdp_backend.rank import FsdpRank
 from spurline_fsdp_backend.sharded_model import sharded_modules
 
@@ -39,11 +42,32 @@ class MeasuringRank(FsdpRank):
                 noted += len(state._fsdp_param_group._post_forward_indices)
         return noted
 
+    def offloaded(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, Any]:
+        """The same gradients with activations on the host: whether they are `equal`, and how much was `moved`, and how
+        many of those were `weights`."""
+        before = self.gradients(wire, objective, "policy")
+        activation_offloading.SMALLEST_BYTES = 512
+        counting = Counting()
+        self._policy.model.offload_activations(counting.profile(self._profile))
+        after = self.gradients(wire, objective, "policy")
+        weights = {_content(cast(DTensor, value).full_tensor()) for value in self._policy.model.causal.parameters()}
+        assert before is not None
+        assert after is not None
+        return {
+            "equal": all(np.array_equal(value, other) for (_, value), (_, other) in zip(before, after, strict=True)),
+            "moved": len(counting.sent),
+            "weights": sum(_content(host) in weights for host in counting.sent),
+        }
+
     def peak(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> int:
         """Bytes of GPU memory that one update holds at most."""
         torch.cuda.reset_peak_memory_stats()
         self.update(wire, objective, "policy")
         return torch.cuda.max_memory_allocated()
+
+
+def _content(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

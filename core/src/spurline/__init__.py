@@ -10,6 +10,8 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from spurline.importing import importing
+
 if TYPE_CHECKING:
     from spurline.config.loading import load_config as load_config
     from spurline.run.run import Run as Run
@@ -24,7 +26,8 @@ __all__ = ["Run", "__version__", "load_config"]
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'spurline' has no attribute '{name}'")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    with importing():
+        return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -18,6 +18,7 @@ import typer
 import typer.core
 
 from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
+from spurline.importing import importing
 from spurline.terminal import printable
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def train(
     start = StartLines.of(loaded)
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
-    from spurline.run.run import Run
+    with importing():
+        from spurline.run.run import Run
 
     try:
         result = Run(loaded, resume, allow_change or (), start).train()
@@ -151,7 +153,8 @@ def plan(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    from spurline.run.plan import make_plan
+    with importing():
+        from spurline.run.plan import make_plan
 
     made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
     for heading, lines in made.sections.items():
@@ -177,7 +180,8 @@ def diagnose_run(
     from spurline.trackers.start_lines import StartLines
 
     StartLines.of(loaded)("loading PyTorch and transformers")
-    from spurline.run.doctor import find
+    with importing():
+        from spurline.run.doctor import find
 
     findings: list[Finding] = []
     for finding in find(loaded):
@@ -239,7 +243,8 @@ def export(
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
-    from spurline.run.export import export_run
+    with importing():
+        from spurline.run.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
 

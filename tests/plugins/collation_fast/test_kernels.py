@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -25,27 +26,22 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal
 from spurline.testing.inputs import make_trajectories, make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator
-from spurline_collation_fast.kernels import Kernels, best_kernels, fitting, loops
+from spurline_collation_fast.kernels import Kernels, best_kernels, fitting, loops, planning
+from spurline_collation_fast.kernels.planning import FittingLoops
 
 PAD = 999
+MODULES = (loops, fitting, planning)
 
-_BOUND = "at_most = min(order.shape[0], 2 * lengths.sum() // capacity + 1)"
-_LARGER = "a larger tree has more leaves than rows are opened"
+_BOUND = "at_most = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)"
+_LEAVES = "leaves = 1 << max(0, at_most - 1).bit_length()"
+_FREE = "loops.longest_first(aligned, np.zeros(int(aligned.max(initial=0)) + 2, np.int64), order)"
 _COUNTS = "a count of a length that no sample has stays 0"
+_LARGER = "a larger tree has more leaves than rows are opened"
 _ROOT = "the root is written but never read: the search begins at its children"
 
 # Mutants that compute the same, and why.
 SAME: dict[tuple[str, str], str] = {
-    ("first_fit", f"{_BOUND} -> {_BOUND.replace('1)', '2)')}"): _LARGER,
-    ("first_fit", f"{_BOUND} -> {_BOUND.replace('2 *', '3 *')}"): _LARGER,
-    ("longest_first", "longest = 0 -> longest = 1"): _COUNTS,
-    ("longest_first", "free = np.zeros(longest + 2, np.int64) -> free = np.zeros(longest + 3, np.int64)"): _COUNTS,
-    ("first_fit", "leaves < at_most -> leaves <= at_most"): _LARGER,
-    ("first_fit", "leaves = 1 -> leaves = 2"): _LARGER,
-    (
-        "first_fit",
-        "room = np.full(2 * leaves, capacity, np.int64) -> room = np.full(3 * leaves, capacity, np.int64)",
-    ): "entries behind the leaves are never read",
+    ("longest_first", "longest = free.shape[0] - 2 -> longest = free.shape[0] - 3"): "the first place wraps around",
     ("first_fit", "node > 1 -> node > 2"): _ROOT,
     ("first_fit", "node > 1 -> node >= 1"): _ROOT,
     ("first_fit", "num_rows = 0 -> num_rows = 1"): "matters without samples only, and then the row stays empty",
@@ -53,21 +49,27 @@ SAME: dict[tuple[str, str], str] = {
         "best_fit",
         "place > 0 and keys[place - 1] > key -> place > 0 and keys[place - 1] >= key",
     ): "no two keys are equal: each has the number of its row in it",
+    ("fill_missing_rows", "donor = -1 -> donor = -2"): "any negative number says that there is no donor yet",
+    ("fill_missing_rows", "donor = 0 -> donor = 1"): "the search passes over all rows, wherever it begins",
     (
-        "best_fit",
-        "place > 0 and keys[place - 1] > key -> place >= 0 and keys[place - 1] > key",
-    ): "keys[-1] is 0, which no key is below, until the last row opens, and that row's key is the largest",
-    ("arrange_rows", "donor = -1 -> donor = -2"): "any negative number says that there is no donor yet",
-    ("arrange_rows", "donor = 0 -> donor = 1"): "the search passes over all rows, wherever it begins",
-    ("arrange_rows", "donors[donor] = 0 -> donors[donor] = 1"): "a donor with one sample left gives nothing either",
+        "fill_missing_rows",
+        "donors[donor] = 0 -> donors[donor] = 1",
+    ): "a donor with one sample left gives nothing either",
+    ("pack_rows", f"{_FREE} -> {_FREE.replace('2,', '3,')}"): _COUNTS,
+    ("pack_rows", f"{_FREE} -> {_FREE.replace('=0', '=1')}"): _COUNTS,
+    ("_room", f"{_BOUND} -> {_BOUND.replace('1)', '2)')}"): _LARGER,
+    ("_room", f"{_BOUND} -> {_BOUND.replace('2 *', '3 *')}"): _LARGER,
+    ("_room", f"{_LEAVES} -> {_LEAVES.replace('- 1', '+ 1')}"): _LARGER,
+    ("_room", f"{_LEAVES} -> {_LEAVES.replace('(0', '(1')}"): _LARGER,
+    ("_room", f"{_LEAVES} -> {_LEAVES.replace('1 <<', '2 <<')}"): _LARGER,
 }
 
 
-def kernels_from(loop_names: dict[str, Any], fitting_names: dict[str, Any]) -> Kernels:
+def kernels_from(loop_names: dict[str, Any], fitting_names: dict[str, Any], planning_names: dict[str, Any]) -> Kernels:
     """Kernels of these functions, run as plain Python."""
-    return dirty_first(
-        Kernels("mutant", loop_names["write_rows"], loop_names["write_values"], fitting_names["pack_rows"])
-    )
+    steps = FittingLoops(*(fitting_names[loop.__name__] for loop in fitting.LOOPS))
+    pack_rows = functools.partial(planning_names["pack_rows"], steps)
+    return dirty_first(Kernels("mutant", loop_names["write_rows"], loop_names["write_values"], pack_rows))
 
 
 def padded(pad_side: str, lengths: list[int], ranks: int) -> Callable[[Kernels | None], TrainingBatch]:
@@ -119,6 +121,7 @@ CORPUS = [
     packed("bfd", [12, 8, 7, 7, 7, 6, 6, 3, 3, 2, 2, 1, 1, 1], 3),
     packed("ffd", [2, 2, 2, 9, 9, 1, 1, 1, 1], 5),
     packed("ffd", [10] * 10, 1),
+    packed("ffd", [11] * 5, 1),
     packed("ffd", [3, 4], 4),
     packed("bfd", [], 2),
     packed("bfd", [17, 15, 4, 1], 1),
@@ -142,24 +145,25 @@ def noticed(kernels: Kernels) -> bool:
 
 
 def test_the_source_of_the_kernels_gives_the_reference_when_run_as_plain_python() -> None:
-    assert not noticed(kernels_from(plain(loops), plain(fitting)))
+    assert not noticed(kernels_from(*map(plain, MODULES)))
 
 
 def survivors(found: list[Mutant], build: Callable[[dict[str, Any]], Kernels]) -> set[tuple[str, str]]:
     return {(mutant.function, mutant.change) for mutant in found if not noticed(build(mutant.namespace))}
 
 
-@pytest.mark.parametrize("module", [loops, fitting], ids=["loops", "fitting"])
-def test_every_error_put_into_a_kernel_is_noticed(module: Any) -> None:
-    found = list(mutants(module))
-    assert len(found) > 30
-    others = plain(fitting if module is loops else loops)
+@pytest.mark.parametrize("place", range(len(MODULES)), ids=["loops", "fitting", "planning"])
+def test_every_error_put_into_a_kernel_is_noticed(place: int) -> None:
+    found = list(mutants(MODULES[place]))
+    assert len(found) > 20
 
     def build(namespace: dict[str, Any]) -> Kernels:
-        return kernels_from(namespace, others) if module is loops else kernels_from(others, namespace)
+        names = [plain(module) for module in MODULES]
+        names[place] = namespace
+        return kernels_from(*names)
 
-    names = {mutant.function for mutant in found}
-    assert survivors(found, build) == {key for key in SAME if key[0] in names}
+    mutated = {mutant.function for mutant in found}
+    assert survivors(found, build) == {key for key in SAME if key[0] in mutated}
 
 
 def test_kernels_are_compiled_where_numba_is_installed() -> None:

@@ -68,3 +68,22 @@ def test_what_is_noted_for_a_backward_pass_does_not_grow_without_one(spurline_ti
             assert ranks.call("noted_forwards") == [0]
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_of_sharded_layers_are_moved_and_their_weights_are_not(
+    spurline_tiny_model: Path, checkpointing: bool
+) -> None:
+    run = backend_run(spurline_tiny_model, on(1, activation_checkpointing=checkpointing), ("fsdp_backend",))
+    config: Any = run.config.backend
+    objective = plain_objective(Objective(run.host.registry.create("loss", run.config.loss), 64.0))
+    (share,) = deal(lay_out(make_samples([9, 21, 4, 33])), config.layout().data).shares
+    ranks = open_ranks(config.rank_request(), "fsdp_measuring:MeasuringRank", (plain_run(run.config), 8), config.limits)
+    try:
+        ranks.call("build")
+        (found,) = ranks.call("offloaded", objective, per_rank=[share.to_wire()])
+    finally:
+        ranks.close()
+    assert found["equal"]
+    assert found["moved"] > 0
+    assert not found["weights"]

@@ -136,8 +136,12 @@ class TrainingBatch:
         )
 
     def without_padding_rows(self) -> TrainingBatch:
-        """The real rows only; the inverse of `pad_rows`."""
-        return self.take(torch.nonzero(~self.is_padding_row).flatten()) if bool(self.is_padding_row.any()) else self
+        """The real rows only; the inverse of `pad_rows`. Where they come first these are views, as of `between`."""
+        real = torch.nonzero(~self.is_padding_row).flatten()
+        if len(real) == self.num_rows:
+            return self
+        are_first = len(real) == 0 or int(real[-1]) == len(real) - 1
+        return self.between(0, len(real)) if are_first else self.take(real)
 
     def drop_padding_rows(self, values: Tensor) -> Tensor:
         """`values` [R, ...] computed for this batch, without those of padding rows."""

@@ -96,12 +96,19 @@ class PackedCollatorConfig(CollatorConfig):
     """Round each sample's length up to a multiple of this; the backend's own alignment is applied on top."""
     pad_to_max: bool = False
     """Make every row exactly `max_tokens` long; otherwise rows are as long as the fullest one."""
-    algorithm: Literal["ffd", "bfd", "multifit"] = "ffd"
-    """First-fit-decreasing; best-fit-decreasing; or first-fit-decreasing with rows evened out over all ranks."""
+    algorithm: Literal["auto", "ffd", "bfd", "multifit"] = "auto"
+    """First-fit-decreasing; best-fit-decreasing; or first-fit-decreasing with rows evened out over all ranks. `auto` is
+    `multifit` where several ranks share a batch, which would wait for each other, and else `ffd`."""
 
     @property
     def row_capacity(self) -> int:
         return self.max_tokens
+
+    def algorithm_for(self, num_ranks: int) -> Literal["ffd", "bfd", "multifit"]:
+        """num_ranks: that share a batch."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        return "multifit" if num_ranks > 1 else "ffd"
 
     @property
     def sample_alignment(self) -> int:

@@ -2,7 +2,8 @@
 
 Place on the way: config -> files and their rows (local_files, arrow_rows) -> the rows of the split. Split strings such
 as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and the rounding of Hugging Face
-`datasets`, for local files as for hub names.
+`datasets`, for local files as for hub names. That library takes a second to import, so whoever needs it imports it when
+it does; a run on a file of JSON lines does not.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import Any
 
 import pyarrow
 import xxhash
-from datasets import ReadInstruction
 
-from spurline.data.arrow_rows import ArrowRows, load_file, load_hub, load_saved
 from spurline.data.configs import HfDatasetConfig, TableLimits
 from spurline.data.local_files import (
+    HoldsTable,
     JsonLines,
     JsonRows,
     LocalFile,
@@ -123,7 +123,7 @@ class HfDataset:
         while start < stop:
             file, place = self._find(start)
             rows = file.rows if isinstance(file, LocalFile) else file
-            if not isinstance(rows, ArrowRows):
+            if not isinstance(rows, HoldsTable):
                 return None
             count = min(stop - start, len(rows) - place, self._end_of_part(start) - start)
             tables.append(rows.arrow(place, place + count))
@@ -153,11 +153,15 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], _SplitRows]:
     """What opens a split by its name: of a hub dataset, of a `save_to_disk` folder, or of files."""
     path = config.path
     if not looks_local(path):
+        from spurline.data.arrow_rows import load_hub
+
         return lambda name: _SplitRows([load_hub(path, config.subset, config.revision, name)])
     for setting in ("subset", "revision"):
         if getattr(config, setting) is not None:
             raise DataError(f"{path}: {setting} is for hub datasets, but this path is local. Remove {setting}.")
     if is_saved_dataset(Path(path).expanduser()):
+        from spurline.data.arrow_rows import load_saved
+
         splits = {name: [table] for name, table in load_saved(Path(path).expanduser()).items()}
     else:
         open_rows = functools.partial(_open_rows, limits=config.limits)
@@ -175,7 +179,11 @@ def _open_rows(path: Path, limits: TableLimits) -> LocalRows:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
         return JsonLines(path, limits)
-    return open_json(path, limits) if suffix == ".json" else load_file(path, limits)
+    if suffix == ".json":
+        return open_json(path, limits)
+    from spurline.data.arrow_rows import load_file
+
+    return load_file(path, limits)
 
 
 def _no_such_split(path: str, name: str, known: list[str]) -> DataError:
@@ -203,8 +211,14 @@ class Split:
 
     def __init__(self, spec: str, origin: str) -> None:
         """Raises DataError naming `origin` when the string cannot be read."""
+        self._spec = spec.strip()
+        if _NAME.fullmatch(self._spec):
+            self.names, self.takes_all = (self._spec,), True
+            return
+        from datasets import ReadInstruction
+
         try:
-            self._instruction = ReadInstruction.from_spec(spec.strip())
+            self._instruction = ReadInstruction.from_spec(self._spec)
         except (ValueError, AssertionError) as error:
             raise DataError(
                 f"{origin}: split {spec!r} cannot be read: {error} Write it like train, train[:1000] or train[10%:20%]."
@@ -216,6 +230,8 @@ class Split:
 
     def resolve(self, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
         """Split name and rows of each part, given the number of rows of each split."""
+        if _NAME.fullmatch(self._spec):
+            return [(self._spec, range(sizes[self._spec]))]
         return [(part.splitname, range(part.from_, part.to)) for part in self._instruction.to_absolute(dict(sizes))]
 
 

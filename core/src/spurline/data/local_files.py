@@ -21,14 +21,15 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
-
-from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, runtime_checkable
 
 from spurline.data.configs import TableLimits
 from spurline.data.file_digest import digest_of_file
 from spurline.data.rows import describe
 from spurline.errors import DataError, listing
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 """Files that can be read, by the end of their name."""
@@ -111,6 +112,9 @@ def _kind_of(path: Path) -> str:
 
 def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
     """Files of a folder by split, told apart by the words in their names as Hugging Face `datasets` does."""
+    # Not above: it takes a second to import, which runs on files of JSON need not wait for.
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
     root = folder.absolute()
     try:
         patterns = get_data_patterns(glob.escape(str(root)))
@@ -172,6 +176,15 @@ class RowFile(LocalRows, Protocol):
     @property
     def digest(self) -> str:
         """Hash of the content as it is now, so that a change while rows are read can be told."""
+        ...
+
+
+@runtime_checkable
+class HoldsTable(LocalRows, Protocol):
+    """Rows that are stored as an Arrow table."""
+
+    def arrow(self, start: int, stop: int) -> pyarrow.Table:
+        """Rows [start, stop) as the table holds them."""
         ...
 
 

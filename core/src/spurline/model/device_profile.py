@@ -7,6 +7,7 @@ seeded together here and saved without pickle.
 
 from __future__ import annotations
 
+import os
 import platform
 import random
 from collections.abc import Callable, Iterable
@@ -77,6 +78,10 @@ class DeviceProfile:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
+    def transfers(self) -> Transfers:
+        """Copies between device and host, beside what is computed."""
+        return Transfers(self.device)
+
     def synchronize(self) -> None:
         """Wait for the device, so that a clock read next means something."""
         if self.device.type == "cuda":
@@ -94,6 +99,44 @@ class DeviceProfile:
     def release_cached_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class Transfers:
+    """Copies between the memory of a device and pinned memory of the host, on a stream of their own; on CPU at once.
+
+    They come after what was computed before they were asked for. What is computed waits for them where it is told to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the device, begun. The tensor is to stay until it is waited for."""
+        if self._stream is None:
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return self._copied(host, tensor)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """A copy of a tensor of the host, begun. It is to be waited for before it is used or given back."""
+        if self._stream is None:
+            return host.clone()
+        return self._copied(torch.empty(host.shape, dtype=host.dtype, device=self._device), host)
+
+    def mark(self) -> Callable[[], None]:
+        """A function that lets what is computed after its call wait for the copies that are begun so far."""
+        if self._stream is None:
+            return lambda: None
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _copied(self, target: Tensor, source: Tensor) -> Tensor:
+        assert self._stream is not None
+        # The memory of the target too may be in use by what was computed before.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return target.copy_(source, non_blocking=True)
 
 
 def device_profile(
@@ -121,6 +164,11 @@ def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
     if device == "cpu" or not torch.cuda.is_available():
         return memory_bytes()
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+
+
+def runs_triton(device: str) -> bool:
+    """Whether programs in Triton run on a device of this type; on CPU only its interpreter does, which checks them."""
+    return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class KeepDouble(TorchFunctionMode):

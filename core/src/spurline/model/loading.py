@@ -50,10 +50,12 @@ def load_model(
     change: Callable[[PreTrainedModel], None] | None = None,
     *,
     held_dtypes: HeldDtypes | None = None,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone.
 
-    change: what is done to it before random weights leave the host; weights have their dtypes.
+    change: what is done to it when weights have their dtypes. They are on the device, but for random ones, which are
+        still on the host; all are with `on_host`.
     held_dtypes: weights are rounded to these, through fp32, while they are read.
     """
     config = load_model_config(model)
@@ -65,7 +67,8 @@ def load_model(
                     config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
                 )
             else:
-                causal = _with_weights(model, config, profile.device, held_dtypes)
+                device = torch.device("cpu") if on_host else profile.device
+                causal = _with_weights(model, config, device, held_dtypes)
     except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
         # An architecture that cannot be built at all is another mistake than weights that cannot be read.
         build_without_memory(config, model)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing
+from spurline.model.adapter_targets import is_target, unadaptable
 from spurline.model.configs import LoraConfig
 
 try:
@@ -40,11 +41,15 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     Their initial values are `initial_adapters`; on a model without memory (device `meta`) they are still to be written.
     """
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    left_out = unadaptable(causal)
+    if targets != "all-linear":
+        _refuse_named(left_out, lora)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only multiplies by it; whole numbers are its habit
         lora_dropout=lora.dropout,
         target_modules=targets,
+        exclude_modules=list(left_out) or None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
@@ -186,6 +191,16 @@ def adapters_off(causal: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def _refuse_named(left_out: Mapping[str, str], lora: LoraConfig) -> None:
+    """Raise ModelError where a module is named that cannot carry an adapter. left_out: as of `unadaptable`."""
+    for name, reason in left_out.items():
+        if is_target(name, lora):
+            raise ModelError(
+                f"backend.lora.target_modules names {name}, which cannot carry an adapter: {reason}. Leave it out, or "
+                "use target_modules: all-linear, which does."
+            )
 
 
 def _refuse_lengths_of_others(causal: nn.Module) -> None:

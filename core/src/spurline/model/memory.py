@@ -15,10 +15,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
+from spurline.model.adapter_targets import is_target, unadaptable
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.freezing import frozen_names
-from spurline.model.narrow_weights import base_dtype, narrowable_modules
+from spurline.model.narrow_weights import base_dtype, narrowable_modules, quantizable_modules
+from spurline.model.quantized_weights import quantized_bytes
 from spurline.model.stream_model import vocabulary_size
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import OptimizerConfig, num_values
@@ -37,7 +39,8 @@ class Shapes:
 
     parameters: all of them, adapters included. trained, frozen: shapes of those that ask for gradients and of the
     others, by name. narrowable: names of those weights that may be held in fewer bytes than is computed with, while
-    they are frozen. blocks: names of the modules that are the decoder's layers.
+    they are frozen. quantizable: those that may be held quantized. blocks: names of the modules that are the decoder's
+    layers.
     linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits; of stored
     experts, those that a token sees.
     cached: elements of keys and values that generation keeps for each token.
@@ -47,6 +50,7 @@ class Shapes:
     trained: Mapping[str, tuple[int, ...]]
     frozen: Mapping[str, tuple[int, ...]]
     narrowable: frozenset[str]
+    quantizable: frozenset[str]
     blocks: tuple[str, ...]
     layers: int
     hidden: int
@@ -54,11 +58,18 @@ class Shapes:
     linear: int
     cached: int
 
-    def activations_per_token(self, checkpointing: bool) -> int:
-        """Elements kept for the backward pass. checkpointing: whether layers are recomputed there."""
+    def activations_per_token(self, checkpointing: bool, offloading: bool = False) -> int:
+        """Elements kept on the device for the backward pass. checkpointing: whether layers are recomputed there.
+        offloading: whether those of all but two layers are on the host meanwhile.
+        """
         everything = self.linear + self.layers * self.hidden * _ELEMENTWISE_TENSORS_PER_LAYER
+        layers = min(self.layers, 2) if offloading else self.layers
         # Each layer keeps its input only; one layer at a time is recomputed in full.
-        return self.layers * self.hidden + everything // self.layers if checkpointing else everything
+        return layers * self.hidden + everything // self.layers if checkpointing else everything * layers // self.layers
+
+    def offloaded_per_token(self, checkpointing: bool) -> int:
+        """Elements that are on the host meanwhile."""
+        return self.activations_per_token(checkpointing) - self.activations_per_token(checkpointing, offloading=True)
 
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
@@ -70,7 +81,9 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
         name: module for name, module in causal.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
     base = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
-    adapters = {} if lora is None else _adapter_shapes(linear, lora)
+    left_out = unadaptable(causal)
+    adaptable = {name: module for name, module in linear.items() if name not in left_out}
+    adapters = {} if lora is None else _adapter_shapes(adaptable, lora)
     frozen = set(base) if adapters else frozen_names(base, model.freeze)
     text = config.get_text_config()
     return Shapes(
@@ -78,6 +91,7 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
         trained=adapters or {name: shape for name, shape in base.items() if name not in frozen},
         frozen={name: shape for name, shape in base.items() if name in frozen},
         narrowable=frozenset(f"{name}.weight" for name, _ in narrowable_modules(causal)) & base.keys(),
+        quantizable=frozenset(f"{name}.weight" for name, _ in quantizable_modules(causal)) & base.keys(),
         blocks=_decoder_layers(causal),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -102,7 +116,7 @@ def _adapter_shapes(linear: Mapping[str, nn.Linear], lora: LoraConfig) -> dict[s
     """Shapes of the adapters' parameters, by the names that peft gives them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in linear.items():
-        if _is_target(name, lora):
+        if is_target(name, lora):
             shapes[f"{name}.lora_A.default.weight"] = (lora.rank, module.in_features)
             shapes[f"{name}.lora_B.default.weight"] = (module.out_features, lora.rank)
             if lora.dora:
@@ -123,11 +137,6 @@ def _cached_per_token(config: PretrainedConfig) -> int:
     return 2 * int(config.num_hidden_layers) * key_heads * head_size
 
 
-def _is_target(name: str, lora: LoraConfig) -> bool:
-    targets = lora.target_modules
-    return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)
-
-
 def estimate_memory(
     model: ModelConfig,
     tokens: int,
@@ -135,6 +144,7 @@ def estimate_memory(
     precision: Literal["fp32", "bf16", "fp64"],
     lora: LoraConfig | None,
     activation_checkpointing: bool,
+    offload_activations: bool = False,
     logits_chunk_tokens: int,
     optimizer: OptimizerConfig,
     critic_optimizer: OptimizerConfig | None,
@@ -152,34 +162,53 @@ def estimate_memory(
     check_groups(optimizer, shapes.trained)
     weight_bytes, computed_bytes = _WEIGHT_BYTES[precision], _COMPUTED_BYTES[precision]
     narrow_bytes = weight_bytes if lora is None else min(weight_bytes, base_dtype(lora, model).itemsize)
-    narrow = {name: shape for name, shape in shapes.frozen.items() if name in shapes.narrowable}
+    is_quantized = lora is not None and lora.is_quantized
+    quantized = {name: shapes.frozen[name] for name in shapes.quantizable & shapes.frozen.keys() if is_quantized}
+    narrow = {name: shapes.frozen[name] for name in shapes.narrowable & shapes.frozen.keys() - quantized.keys()}
     if narrow_bytes == weight_bytes:
         narrow = {}
-    wide = shapes.parameters - num_values(narrow)
+    wide = shapes.parameters - num_values(narrow) - num_values(quantized)
     # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
     bytes_per_logit = 2 * weight_bytes + computed_bytes
     parts = {
-        "weights": wide * weight_bytes + num_values(narrow) * narrow_bytes,
+        "weights": wide * weight_bytes
+        + num_values(narrow) * narrow_bytes
+        + sum(quantized_bytes(math.prod(shape)) for shape in quantized.values()),
         "gradients": num_values(shapes.trained) * weight_bytes,
         "optimizer": optimizer.state_bytes(shapes.trained, weight_bytes),
-        "activations": tokens * shapes.activations_per_token(activation_checkpointing) * computed_bytes,
+        "activations": tokens
+        * shapes.activations_per_token(activation_checkpointing, offload_activations)
+        * computed_bytes,
         "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
     }
     if computed_bytes < weight_bytes:
         # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
         kept_by_layer = activation_checkpointing and lora is not None
         # Narrow weights are computed with as they are, where they have the very dtype.
-        rounded = wide if narrow_bytes == computed_bytes else shapes.parameters
+        rounded = wide if narrow_bytes == computed_bytes else wide + num_values(narrow)
         parts["rounded weights"] = rounded * computed_bytes // (shapes.layers if kept_by_layer else 1)
-    elif narrow:
+        narrow = {}
+    if narrow or quantized:
         # The matrix that is computed with, and its gradient's copy of it, are widened one at a time.
-        parts["widened weights"] = max(map(math.prod, narrow.values())) * computed_bytes
+        parts["widened weights"] = max(map(math.prod, [*narrow.values(), *quantized.values()])) * computed_bytes
     if reference and lora is None:
         parts["reference"] = parts["weights"]
     if critic_optimizer is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
         parts["critic"] = parts["weights"] + critic_optimizer.state_bytes(shapes.trained, weight_bytes)
     return parts
+
+
+def estimate_offloaded(
+    model: ModelConfig,
+    tokens: int,
+    *,
+    precision: Literal["fp32", "bf16", "fp64"],
+    lora: LoraConfig | None,
+    activation_checkpointing: bool,
+) -> int:
+    """Bytes of activations of a micro-batch that `offload_activations` keeps on the host. Raises ModelError."""
+    return tokens * model_shapes(model, lora).offloaded_per_token(activation_checkpointing) * _COMPUTED_BYTES[precision]
 
 
 def estimate_cache(model: ModelConfig, tokens: int, *, precision: Literal["fp32", "bf16", "fp64"]) -> int:

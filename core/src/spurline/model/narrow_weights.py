@@ -3,6 +3,7 @@
 The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model; norms, biases
 and whatever else a layer reads in its own way have rounded values too, in the wide dtype. So a model computes, bit for
 bit, what it computes with the same rounded values held wide. Under autocast a narrow matrix is used as it is.
+Which weights are quantized (`quantized_weights.py`) is decided here too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.model.architecture import load_model_config
 from spurline.model.configs import LoraConfig
+from spurline.model.quantized_weights import QuantizedLinear
 from spurline.model.weight_files import stored_dtype
 
 
 def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
-    """In which dtype weights under these adapters are held. Where no file is here, the model's config tells."""
-    if lora.base_dtype != "auto":
+    """In which dtype weights under these adapters are held, but for those that are quantized.
+
+    Where no file is here, the model's config tells.
+    """
+    if lora.base_dtype in _DTYPES:
         return _DTYPES[lora.base_dtype]
     if model.init == "random" or any(Path(model.path).glob("*.safetensors")):
         return stored_dtype(model)
@@ -82,6 +87,23 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
             continue
         if id(module.weight) not in read_otherwise:
             yield name, module
+
+
+def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """(name, module) of the linear layers whose weights may be held quantized: all but the output layer."""
+    head = causal.get_output_embeddings()
+    for name, module in narrowable_modules(causal):
+        if isinstance(module, nn.Linear) and module is not head:
+            yield name, module
+
+
+def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
+    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for."""
+    for _, module in list(quantizable_modules(causal)):
+        # Not a new module: names and hooks stay.
+        module.__class__ = QuantizedLinear
+        assert isinstance(module, QuantizedLinear)
+        module.quantize(wide)
 
 
 class _NarrowLinear(nn.Linear):

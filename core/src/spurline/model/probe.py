@@ -1,10 +1,10 @@
 """Find out at start-up how this model can be trained exactly, and refuse one that cannot.
 
-Three shortcuts are compared with the model's own forward pass on a few random tokens: several sequences in one
-stream, attention replaced by `segment_attention`, and logits made outside the model, in chunks. A model that mixes
-tokens of a stream elsewhere (linear attention, state spaces, convolutions) reads rows instead; one that differs even
-then (a window known only to its mask) is refused. Draws from its own generator; leaves weights, gradients and mode
-alone.
+Shortcuts are compared with the model's own forward pass on a few random tokens: several sequences in one stream,
+attention replaced by `segment_attention`, logits made outside the model, in chunks, and layers by fused kernels. A
+model that mixes tokens of a stream elsewhere (linear attention, state spaces, convolutions) reads rows instead; one
+that differs even then (a window known only to its mask) is refused. Draws from its own generator; leaves weights,
+gradients and mode alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from spurline.errors import ModelError, SpurlineError
+from spurline.model.computing import in_full_precision, own_code
 from spurline.model.device_profile import DeviceProfile
+from spurline.model.kernels import kernels_of
 from spurline.model.segment_attention import observed_windows
 from spurline.model.stream_model import (
     OutputLogits,
@@ -119,8 +121,14 @@ class _Probe:
         self._profile = profile
         self._tolerance = HALF_PRECISION_TOLERANCE if in_half_precision else TOLERANCE
         self._sequences = probe_sequences(vocabulary_size(model.causal))
-        with profile.computing_exactly():
+        with self._computing_exactly(), own_code(model.causal):
             self._logits, self._states = self._own_forward()
+
+    @contextmanager
+    def _computing_exactly(self) -> Iterator[None]:
+        # Rounding to fp8 makes large differences of the smallest ones.
+        with self._profile.computing_exactly(), in_full_precision(self._model.causal):
+            yield
 
     def choose_reading(self) -> None:
         """Let the model read in the first way that gives what it gives for each sequence alone; else in the last."""
@@ -131,7 +139,7 @@ class _Probe:
         for reading in readings:
             try:
                 self._model.read_as(reading)
-                with self._profile.computing_exactly():
+                with self._computing_exactly():
                     packed, windows = self._packed_hidden()
                     if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
                         return
@@ -140,7 +148,7 @@ class _Probe:
                 continue
 
     def first_difference(self) -> str | None:
-        with self._profile.computing_exactly():
+        with self._computing_exactly():
             packed, windows = self._packed_hidden()
             found = self._compare_output_layer(self._states[-1]) or self._compare_packing(packed, self._logits)
         found = found or self._check_windows(windows)
@@ -187,6 +195,11 @@ class _Probe:
                 worst, index = distance, number
         if worst <= self._tolerance:
             return None
+        if kernels_of(self._model.causal):
+            return (
+                f"gives other log-probabilities with fused kernels than by its own code: {worst:.2g} standard "
+                f"deviations of the logits (allowed {self._tolerance:g}). Set backend.kernels: none."
+            )
         where = "already in the first sequence" if index == 0 else f"most in sequence {index + 1} of {len(_LENGTHS)}"
         return (
             f"gives other log-probabilities in a batch than for each sequence alone: {worst:.2g} standard deviations "
@@ -201,7 +214,7 @@ class _Probe:
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
-        with other_attention(causal, _OWN_ATTENTION), _decoder_output(self._model, loudness):
+        with own_code(causal), other_attention(causal, _OWN_ATTENTION), _decoder_output(self._model, loudness):
             own = causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
         targets = sequence.roll(-1)
         difference = self._logprobs(states * loudness, targets) - _full_logprobs(own, targets)

@@ -33,9 +33,11 @@ from spurline.model.device_profile import device_profile
 from spurline.model.freezing import freeze_parameters
 from spurline.model.joined_weights import joined_weights
 from spurline.model.loading import load_model
+from spurline.model.narrow_weights import quantizable_modules
+from spurline.model.quantized_weights import QuantizedWeight
 from spurline.model.saved_state import check_frozen, check_weights
 from spurline.model.weight_files import WeightStream, safetensors_files
-from spurline.model.weights import NamedWeights, digest_of_samples, layer_of, sample
+from spurline.model.weights import NamedWeights, digest_of_samples, entry, layer_of
 from spurline.optimizers.state import describe
 
 
@@ -45,7 +47,8 @@ class SavedTensors:
 
     where: the folder, for errors. layout: the tensors by their names in the model, on device `meta`. read: gives one
     of them, on CPU. frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend counts
-    those. rounded_to: dtype whose values they have; None for that of their files.
+    those. rounded_to: dtype whose values they have; None for that of their files. is_quantized: whether those of linear
+    layers were quantized then.
     """
 
     where: Path
@@ -54,6 +57,7 @@ class SavedTensors:
     frozen_weights: str
     frozen_dtype: torch.dtype
     rounded_to: torch.dtype | None = None
+    is_quantized: bool = False
 
 
 def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
@@ -64,6 +68,9 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
     """
     causal = _without_values(model, saved.frozen_dtype)
     freeze_parameters(causal, model.freeze)
+    quantized: set[str] = set()
+    if saved.is_quantized:
+        quantized = {f"{name}.weight" for name, _ in quantizable_modules(causal)}
     if lora is not None:
         from spurline.model.lora import add_adapters
 
@@ -73,7 +80,7 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
     wanted = [source for group in named.groups for source in group.sources if source not in frozen]
     descriptions = {name: describe(named.tensors[name]) for name in wanted}
     check_weights(saved.where, {name: describe(value) for name, value in saved.layout.items()}, descriptions)
-    return WeightStream(named.layout, _weights(saved, named, frozen, model, seed))
+    return WeightStream(named.layout, _weights(saved, named, frozen, quantized, model, seed))
 
 
 def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, seed: int) -> AdapterStream:
@@ -105,7 +112,12 @@ def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weights(
-    saved: SavedTensors, named: NamedWeights, frozen: Collection[str], model: ModelConfig, seed: int
+    saved: SavedTensors,
+    named: NamedWeights,
+    frozen: Collection[str],
+    quantized: Collection[str],
+    model: ModelConfig,
+    seed: int,
 ) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as stack:
         original = stack.enter_context(_OriginalWeights(model, seed, saved)) if frozen else None
@@ -116,8 +128,13 @@ def _weights(
                 for source in part.sources:
                     if source in frozen:
                         assert original is not None
-                        tensors[source] = original.read(part.name, named.tensors[source].shape)
-                        samples.append((source, named.tensors[source], sample(tensors[source])))
+                        value = original.read(part.name, named.tensors[source].shape)
+                        held = [(source, value)]
+                        if part.name in quantized:
+                            weight = QuantizedWeight.of(value)
+                            value, held = weight.values(value.dtype), list(weight.named(source))
+                        tensors[source] = value
+                        samples += [entry(*item, saved.frozen_dtype) for item in held]
                     else:
                         tensors[source] = saved.read(source)
             yield from named.weights_of(group, tensors).items()

@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,8 +24,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
-from spurline.model.device_profile import slots_per_pass
+from spurline.model.activation_offloading import ActivationOffloading
+from spurline.model.device_profile import DeviceProfile, slots_per_pass
 from spurline.model.expert_loads import ExpertLoads
+from spurline.model.kernels import kernels_of
 from spurline.model.router_replay import ExpertRouting, has_routers
 from spurline.model.row_passes import RowPass, row_passes
 from spurline.model.segment_attention import ATTENTION_NAME
@@ -61,6 +63,7 @@ class StreamModel:
         self.head: nn.Module = head
         self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens)
         self._run_decoder: Any = self.decoder
+        self._offloading: ActivationOffloading | None = None
         taken = inspect.signature(self.decoder.forward).parameters
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
@@ -72,6 +75,10 @@ class StreamModel:
         # transformers renamed the method in the course of version 5.
         enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)(options)
+
+    def offload_activations(self, profile: DeviceProfile) -> None:
+        """Keep what the backward pass needs of layers on the host; of `checkpoint_activations`, their inputs."""
+        self._offloading = ActivationOffloading(self.causal, profile)
 
     def compile(self) -> None:
         """Run the decoder through torch.compile from now on; attention stays outside its graphs."""
@@ -90,8 +97,12 @@ class StreamModel:
         self._reading = reading
 
     def facts(self) -> dict[str, str]:
-        """For people: how it `reads` where that costs something, and what it `draws` at random while it trains."""
+        """For people: how it `reads` where that costs something, what fused `kernels` compute, and what it `draws` at
+        random while it trains."""
         facts = {"reads": _READ_AS[self._reading]} if self._reading in _READ_AS else {}
+        fused = kernels_of(self.causal)
+        if fused:
+            facts["kernels"] = fused
         config = self.causal.config.get_text_config()
         rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
         drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
@@ -193,7 +204,8 @@ class StreamModel:
             options["position_ids"] = position_ids
         if self.reading != "plain_rows":
             options["segment_plan"] = plan
-        return self._run_decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
+        with nullcontext() if self._offloading is None else self._offloading.of_pass():
+            return self._run_decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """What a loss with these `needs` sees of the stream."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from spurline.errors import CheckpointError
+from spurline.model.quantized_weights import QuantizedLinear, quantized_layers
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -83,11 +84,14 @@ class NamedWeights:
     own, where these may be elsewhere.
     """
 
-    def __init__(self, causal: PreTrainedModel, *, adapted: bool, read: Callable[[Tensor], Tensor] | None = None):
+    def __init__(
+        self, causal: PreTrainedModel, *, adapted: bool, read: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ):
         self._causal = causal
         self._read = read
         self.tensors: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
         """The model's own, by their names in it."""
+        self._quantized: Mapping[str, QuantizedLinear] = quantized_layers(causal)
         self._layers: Mapping[str, BaseTunerLayer] = {}
         if adapted:
             from spurline.model.lora import adapted_layers
@@ -103,14 +107,16 @@ class NamedWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor), made of the model's own tensors, which must all be here."""
         for group in self.groups:
-            tensors = (
-                self.tensors if self._read is None else {key: self._read(self.tensors[key]) for key in group.sources}
-            )
-            yield from self.weights_of(group, tensors).items()
+            yield from self.weights_of(group, {source: self._value(source) for source in group.sources}).items()
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a group. tensors: its sources, whole, on one device; the weights may share their memory."""
         return revert_weight_conversion(self._causal, {part.name: self._whole(part, tensors) for part in group.parts})
+
+    def _value(self, source: str) -> Tensor:
+        """The model's own tensor; of a quantized one the values that it stands for."""
+        layer = self._quantized.get(source)
+        return self._read(self.tensors[source]) if layer is None else layer.held(self._read).values(layer.wide_dtype)
 
     def _whole(self, part: WeightPart, tensors: Mapping[str, Tensor]) -> Tensor:
         if part.layer is None:
@@ -163,11 +169,13 @@ class NamedWeights:
 
     def _shape(self, part: WeightPart) -> Tensor:
         """The part on device `meta`; a merged weight has the higher precision of what it is made of."""
-        sources = [self.tensors[source] for source in part.sources]
-        dtype = sources[0].dtype
-        for source in sources[1:]:
-            dtype = torch.promote_types(dtype, source.dtype)
-        return torch.empty(sources[0].shape, dtype=dtype, device="meta")
+        first, *others = part.sources
+        layer = self._quantized.get(first)
+        plain = self.tensors[first]
+        shape, dtype = (plain.shape, plain.dtype) if layer is None else (layer.held().shape, layer.wide_dtype)
+        for source in others:
+            dtype = torch.promote_types(dtype, self.tensors[source].dtype)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def layer_of(name: str) -> str:
@@ -183,12 +191,22 @@ _BLOCK_VALUES = 128
 
 def frozen_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
     """Digest of the parameters that need no gradient. wide: dtype that all count as, however they are held."""
-    return _digest((item for item in module.named_parameters() if not item[1].requires_grad), wide)
+    return _digest((item for item in _held(module) if not item[1].requires_grad), wide)
 
 
 def weights_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
     """Digest of all parameters, whether they need gradients or not."""
-    return _digest(module.named_parameters(), wide)
+    return _digest(_held(module), wide)
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters; of quantized ones the codes and all that gives them a value."""
+    quantized = quantized_layers(module)
+    for name, parameter in module.named_parameters():
+        if name in quantized:
+            yield from quantized[name].held().named(name)
+        else:
+            yield name, parameter
 
 
 def without_adapters(name: str) -> str:
@@ -216,10 +234,12 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
 
 def _digest(parameters: Iterable[tuple[str, Tensor]], wide: torch.dtype | None) -> str:
     """The same on every device."""
-    return digest_of_samples(
-        (name, torch.empty(parameter.shape, dtype=wide or parameter.dtype, device="meta"), sample(parameter).to(wide))
-        for name, parameter in parameters
-    )
+    return digest_of_samples(entry(name, parameter, wide) for name, parameter in parameters)
+
+
+def entry(name: str, tensor: Tensor, wide: torch.dtype | None) -> tuple[str, Tensor, Tensor]:
+    """What `digest_of_samples` sees of a tensor. wide: as of `frozen_digest`."""
+    return name, torch.empty(tensor.shape, dtype=wide or tensor.dtype, device="meta"), sample(tensor).to(wide)
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -361,6 +361,15 @@ class BackendConfig(ComponentConfig):
         """Sentences on its ranks, for `spurline plan`: how many, where, and in which groups; none for one process."""
         return ()
 
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        """Sentences on what computes the model where it is not plain PyTorch, and on what these settings do otherwise
+        here, or for this model, than one may think.
+
+        For `spurline plan` and the first lines of a run. As the model's own config tells: reads no weights. Raises
+        ModelError where that cannot be read.
+        """
+        return ()
+
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         """Bytes on the fullest device by part, for a step of so many tokens in rows of this length; {} if unknown."""
         return {}
@@ -381,6 +390,12 @@ class BackendConfig(ComponentConfig):
 
     def estimate_host_memory(self, run: RunConfig) -> int:
         """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
+        return 0
+
+    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        """Bytes of activations in the memory of the fullest machine, kept off its devices; to come to
+        `estimate_host_memory`. Arguments as in `estimate_memory`.
+        """
         return 0
 
     def device_bytes(self) -> int | None:

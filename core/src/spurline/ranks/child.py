@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import RunFailedError
+from spurline.importing import importing
 
 Message = Mapping[str, Any]
 
@@ -237,7 +238,9 @@ def _main(module: str, parent: str, folder: str, *arguments: str) -> None:
     else:
         end_with(int(parent))
     me = Parent(list(arguments))
-    importlib.import_module(module).main(me)
+    with importing():
+        main = importlib.import_module(module).main
+    main(me)
 
 
 if __name__ == "__main__":

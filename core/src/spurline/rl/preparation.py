@@ -143,7 +143,7 @@ class Preparation:
         batch = laid_out.without_padding_rows()
         columns = self._turn_columns(batch, groups)
         begin = time.perf_counter()
-        scored = self._score_tokens(batch, columns, backend)
+        scored = self._score_tokens(laid_out, columns, backend)
         seconds = time.perf_counter() - begin
         computed: dict[str, Tensor] = {}
         if "values" in scored:
@@ -187,9 +187,10 @@ class Preparation:
             first_rows + np.where(np.repeat(rows < turns, turns), 0, numbers),
         )
 
-    def _score_tokens(self, batch: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
-        """What the models say about these tokens before the update, each `[rows, length]`."""
-        padded = batch.pad_rows(self._layout.data)
+    def _score_tokens(self, laid_out: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
+        """What the models say about these tokens before the update, each `[rows, length]` without padding rows."""
+        # Collators have filled the ranks; what comes back has the real rows, in their order.
+        padded = laid_out.pad_rows(self._layout.data)
         roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
         if self._needs_reference:
             roles.append(("reference_logprobs", "reference"))
@@ -197,8 +198,9 @@ class Preparation:
         found = {column: backend.logprobs(padded, role, temperature=temperature) for column, role in roles}
         if self._needs_values:
             # Estimates run from token to token, through those that are not trained on too.
-            responses = batch.with_tokens(loss_weights=columns.responses()).pad_rows(self._layout.data)
-            found["values"] = backend.logprobs(responses, "critic")
+            weights = torch.zeros_like(padded.tokens["loss_weights"])
+            weights[~padded.is_padding_row] = columns.responses()
+            found["values"] = backend.logprobs(padded.with_tokens(loss_weights=weights), "critic")
         return found
 
     def _charge_kl(

@@ -97,6 +97,7 @@ def build_components(
         *check_lengths(loaded, data.source, data.evaluations),
         *template_notes(loaded.config.model, data.context.tokenizer),
         *loaded.config.schedule.notes(data.total_updates(done)),
+        *loaded.config.backend.notes(loaded.config),
     ]
     # Before anything loads: what ranks would take of the cluster, engines would miss minutes later.
     stack.enter_context(room_on_cluster(loaded.config))
@@ -105,6 +106,8 @@ def build_components(
     facts = backend.facts()
     if "parameters" in facts:
         progress(f"{describe_count(int(facts['parameters']))} parameters, on {facts.get('device', 'its devices')}")
+    if "kernels" in facts:
+        progress(f"Liger's fused kernels compute {facts['kernels']}")
     if "reads" in facts:
         progress(f"this model reads {facts['reads']}, padded: packed rows would mix them (see docs/models.md)")
     if "draws" in facts:

@@ -64,7 +64,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     if not load.tokens:
         total += ", to which come activations and logits, whose size depends on the batches"
     lines.append(total)
-    host = run.backend.estimate_host_memory(run)
+    host = _host_memory(run, run.backend, load)
     if host:
         lines.append(f"in the memory of the fullest machine, beside it: {host / 2**20:,.0f} MiB")
     limit = run.backend.device_bytes() if device_bytes is None else device_bytes
@@ -100,10 +100,14 @@ def _beside_device(run: RunConfig, load: Load, peak: int, limit: int, here: int 
     if not found:
         return [*lines, f"suggestion: none of its settings needs less. {run.backend.beyond}".rstrip()]
     words = " ".join(f"--set backend.{key}={as_value(value)}" for key, value in found.items())
-    needs = as_gib(needed) + _host_words(with_changes(run.backend, found).estimate_host_memory(run), here)
+    needs = as_gib(needed) + _host_words(_host_memory(run, with_changes(run.backend, found), load), here)
     if needed <= SHARE_USED * limit:
         return [*lines, f"suggestion: {words}, which needs {needs}"]
     return [*lines, f"suggestion: even {words} needs {needs}. {run.backend.beyond}".rstrip()]
+
+
+def _host_memory(run: RunConfig, backend: BackendConfig, load: Load) -> int:
+    return backend.estimate_host_memory(run) + backend.estimate_offloaded(run, load.row_length, load.tokens)
 
 
 def _host_words(host: int, here: int | None) -> str:

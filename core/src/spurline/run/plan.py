@@ -77,10 +77,13 @@ def make_plan(
             _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
         if loaded.config.backend.rank_request() is not None:
             _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
+        notes = None if model is None else _attempt(plan, lambda: list(loaded.config.backend.notes(loaded.config)))
         plan.sections["this run"] = [summarize_plan(loaded, data, model)]
         layout = _attempt(plan, lambda: list(loaded.config.backend.describe_layout(loaded.config)))
         if layout:
             plan.sections["parallel layout"] = layout
+        if notes:
+            plan.sections["backend"] = notes
         if data is not None:
             plan.sections["data"] = _data(data, row_limit)
             plan.sections["objective"] = _objective(loaded, data)
@@ -251,8 +254,7 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
         if max(dealt.values()) > UNEVEN:
             plan.sections["dealt to ranks"].append(
                 "ranks wait for each other, as there are few rows and they are unlike. For packed rows set "
-                "collator.algorithm: multifit, or collator.max_tokens nearer to the longest sample; or take more "
-                "samples in a step"
+                "collator.max_tokens nearer to the longest sample; or take more samples in a step"
             )
     return largest
 

@@ -84,7 +84,7 @@ class FastPackedCollator:
         self._config = config
         self._ranks = layout.data
         self._align_to = math.lcm(config.align_to, layout.align_to)
-        self._algorithm = ALGORITHMS.index(config.algorithm)
+        self._algorithm = ALGORITHMS.index(config.algorithm_for(layout.data))
         self._fixed_length = config.pad_to_max or layout.pipeline > 1
         self._kernels = kernels or best_kernels()
         self._writer = RowWriter(pad_token_id, self._kernels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -10,7 +10,19 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_freeze, check_peft
+from spurline.model.configs import (
+    OFFLOADS_NOTHING,
+    Fp8,
+    Kernels,
+    LoraConfig,
+    adapter_notes,
+    check_freeze,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
 from spurline.protocols.collator import ParallelLayout
 from spurline.ranks.configs import RankBackendConfig
 
@@ -37,8 +49,17 @@ class FsdpBackendConfig(RankBackendConfig):
     """Ranks that divide the experts of a mixture-of-experts model."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: Annotated[bool, OnResume.FREE] = False
+    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
+    activation_checkpointing only the inputs of layers, which are then all there is. For GPUs."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on GPUs; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
@@ -46,6 +67,10 @@ class FsdpBackendConfig(RankBackendConfig):
     more memory, less to send."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        yield from super().problems(run)
+        yield from fp8_problems(self.fp8, self.on, self.computes_in, self.lora)
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
         for key in ("replicas", "context", "expert"):
@@ -60,6 +85,14 @@ class FsdpBackendConfig(RankBackendConfig):
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
         if self.lora is not None and self.expert > 1:
             yield Problem("lora", "together with expert is not supported: adapters of experts would not be divided.")
+        if self.lora is not None and self.lora.is_quantized:
+            yield Problem(
+                "lora.base_dtype",
+                f"is {self.lora.base_dtype}, whose blocks of values cannot be divided over ranks as weights are. "
+                "Choose bf16, or train on one GPU with the backend local.",
+            )
+        if self.compile and self.offload_activations:
+            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
         if self.compile and self.expert > 1:
             yield Problem(
                 "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."
@@ -84,9 +117,20 @@ class FsdpBackendConfig(RankBackendConfig):
 
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
-            check_peft()
+            check_peft(self.lora)
         check_freeze(run.model)
+        check_torchao(self.fp8)
+        check_kernels(self.kernels, run.model, self.on, self.computes_in)
         super().check_model(run)
+
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        notes = list(describe_computing(self.kernels, self.fp8, run.model, self.on, self.computes_in))
+        if self.offload_activations and self.on == "cpu":
+            notes.append(OFFLOADS_NOTHING)
+        return notes if self.lora is None else [*notes, *adapter_notes(run.model, self.lora)]
+
+    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        return self._part("memory:estimate_offloaded")(self, run, row_length, tokens)
 
     def estimate_generation(self, run: RunConfig) -> dict[str, int]:
         return self._part("memory:estimate_generation")(self, run)

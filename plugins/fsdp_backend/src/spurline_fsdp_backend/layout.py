@@ -94,6 +94,8 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
     """Settings that need less memory, the cheapest in time first: see `BackendConfig.savings`."""
     if not config.activation_checkpointing:
         yield {"activation_checkpointing": True}
+    if not (config.offload_activations or config.compile) and config.on == "cuda":
+        yield {"offload_activations": True}
     if config.lora is not None and config.lora.base_dtype != "bf16":
         yield {"lora.base_dtype": "bf16"}
     share = -(-tokens // config.layout().data)

@@ -43,7 +43,7 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     # The gradients of the group that is done are summed over the ranks in fp32 while they are there as computed.
     groups = _groups(shapes, _gathered(config, shapes.trained))
     parts["gradients on their way"] = (computed + 4) * max(map(num_values, groups))
-    per_token = shapes.activations_per_token(config.activation_checkpointing)
+    per_token = shapes.activations_per_token(config.activation_checkpointing, _offloads(config))
     parts["activations"] = tokens * per_token * computed
     # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
     parts["logits"] = min(tokens, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed)
@@ -56,6 +56,19 @@ def estimate_host_memory(config: FsdpBackendConfig, run: RunConfig) -> int:
     if not config.cpu_offload or local is None:
         return 0
     return local * sum(_kept(config, run, model_shapes(run.model, config.lora)).values())
+
+
+def estimate_offloaded(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> int:
+    """Bytes of activations that the ranks of one machine keep in its memory; 0 where machines are not known."""
+    local = ranks_of_machine(config)
+    if not _offloads(config) or local is None:
+        return 0
+    per_token = model_shapes(run.model, config.lora).offloaded_per_token(config.activation_checkpointing)
+    return local * tokens_of_microbatch(config, row_length, tokens) * per_token * _COMPUTED_BYTES[config.computes_in]
+
+
+def _offloads(config: FsdpBackendConfig) -> bool:
+    return config.offload_activations and config.on == "cuda"
 
 
 def estimate_generation(config: FsdpBackendConfig, run: RunConfig) -> dict[str, int]:

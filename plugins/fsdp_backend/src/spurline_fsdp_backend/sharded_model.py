@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
+from spurline.model.computing import change_computing
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.freezing import freeze_parameters
 from spurline.model.narrow_weights import base_dtype
@@ -98,6 +99,8 @@ def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
     built = ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
     built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
+    if config.offload_activations:
+        built.offload_activations(device_profile(config.on))
     return built
 
 
@@ -106,6 +109,8 @@ def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
     built = ShardedValueModel(_build_trained(model, config, meshes, seed, _put_exact_head))
     built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
+    if config.offload_activations:
+        built.offload_activations(device_profile(config.on))
     return built
 
 
@@ -160,7 +165,7 @@ def _build_trained(
 
     dtype = base_dtype(config.lora, model)
     plain = _build(model, config, meshes, seed, change, dtype)
-    adapted = _without_values(model, dtype)
+    adapted = _without_values(model, config, dtype)
     add_adapters(adapted, config.lora, seed)
     change(adapted)
     shard(adapted, config, meshes)
@@ -174,7 +179,7 @@ def _build_trained(
 def _build(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, change: Change, dtype: torch.dtype
 ) -> PreTrainedModel:
-    causal = _without_values(model, dtype)
+    causal = _without_values(model, config, dtype)
     change(causal)
     shard(causal, config, meshes)
     # Offloaded shards live on the host from the beginning: there may be no room for them elsewhere.
@@ -185,8 +190,9 @@ def _build(
     return causal
 
 
-def _without_values(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.dtype) -> PreTrainedModel:
     causal = build_without_memory(load_model_config(model), model)
+    change_computing(causal, model, config.kernels, config.fp8, device_profile(config.on))
     cast_parameters(causal, dtype)
     return causal.train()
 

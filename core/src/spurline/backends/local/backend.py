@@ -29,14 +29,22 @@ from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline.model.adapter_weights import AdapterWeights
+from spurline.model.computing import change_computing
 from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.loading import check_config, load_model
-from spurline.model.narrow_weights import base_dtype, narrow_dtypes, narrow_weights, round_weights
+from spurline.model.narrow_weights import (
+    base_dtype,
+    narrow_dtypes,
+    narrow_weights,
+    quantize_weights,
+    round_weights,
+)
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
+from spurline.model.quantized_weights import num_parameters
 from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
@@ -196,7 +204,7 @@ class LocalBackend:
 
     def facts(self) -> Mapping[str, int | str]:
         return {
-            "parameters": sum(value.numel() for value in self._model.causal.parameters()),
+            "parameters": num_parameters(self._model.causal),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),
             "device": str(self._profile.device),
             **self._model.facts(),
@@ -237,10 +245,16 @@ class LocalBackend:
 
     def _load_trainable(self) -> PreTrainedModel:
         """The model of the config, with adapters if it asks for them, or with frozen parts."""
-        model = self._run.model
-        dtype = self._narrow_dtype()
-        held = None if dtype is None else partial(narrow_dtypes, dtype=dtype)
-        return load_model(model, self._profile, self._run.seed, self._make_trainable, held_dtypes=held)
+        dtype, lora = self._narrow_dtype(), self._config.lora
+        return load_model(
+            self._run.model,
+            self._profile,
+            self._run.seed,
+            self._make_trainable,
+            held_dtypes=None if dtype is None else partial(narrow_dtypes, dtype=dtype),
+            # Weights are quantized there.
+            on_host=lora is not None and lora.is_quantized,
+        )
 
     def _narrow_dtype(self) -> torch.dtype | None:
         """Of the weights under adapters, where they are held in fewer bytes than is computed with."""
@@ -251,6 +265,7 @@ class LocalBackend:
 
     def _make_trainable(self, causal: PreTrainedModel) -> None:
         model, lora = self._run.model, self._config.lora
+        self._change_computing(causal)
         freeze_parameters(causal, model.freeze)
         if lora is None:
             return
@@ -260,13 +275,22 @@ class LocalBackend:
         if dtype is not None:
             # Before adapters: DoRA's lengths begin as those of the rounded weights.
             round_weights(causal, dtype)
+        if lora.is_quantized:
+            # Before adapters too: quantizing twice does not give the same values.
+            quantize_weights(causal, self._profile.weight_dtype)
         add_adapters(causal, lora, self._run.seed)
         if dtype is not None:
             narrow_weights(causal, dtype, self._profile.weight_dtype)
 
+    def _change_computing(self, causal: PreTrainedModel) -> None:
+        """What computes single layers; of a reference as of the policy, so that they are equal at first."""
+        change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)
+
     def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
         if self._config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
+        if self._config.offload_activations:
+            model.offload_activations(self._profile)
         if self._config.compile:
             model.compile()
         return TrainedModel(model, make_optimization, self._profile.weight_dtype)
@@ -325,7 +349,9 @@ class LocalBackend:
         else:
             if self._reference is None:
                 digest = self._policy.initial_weights
-                self._reference = load_reference(self._run, self._profile, digest, self._config.logits_chunk_tokens)
+                self._reference = load_reference(
+                    self._run, self._profile, digest, self._config.logits_chunk_tokens, self._change_computing
+                )
                 self._reference.read_as(self._model.reading)
             yield self._reference
 

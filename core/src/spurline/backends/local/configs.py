@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,7 +10,19 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
 from spurline.errors import Problem
-from spurline.model.configs import LoraConfig, check_freeze, check_peft
+from spurline.model.configs import (
+    OFFLOADS_NOTHING,
+    Fp8,
+    Kernels,
+    LoraConfig,
+    adapter_notes,
+    check_freeze,
+    check_kernels,
+    check_peft,
+    check_torchao,
+    describe_computing,
+    fp8_problems,
+)
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendConfig
 
@@ -44,8 +56,17 @@ class LocalBackendConfig(BackendConfig):
     """Or fill each micro-batch with whole rows up to this many tokens, padding not counted."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: Annotated[bool, OnResume.FREE] = False
+    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
+    activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run the decoder through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    model, on a GPU; `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
+    slow."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions whose logits exist at the same time."""
     lora: LoraConfig | None = None
@@ -58,6 +79,9 @@ class LocalBackendConfig(BackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
+        yield from fp8_problems(self.fp8, "cpu" if self.device == "cpu" else "cuda", self.precision, self.lora)
+        if self.compile and self.offload_activations:
+            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
 
     @property
     def stays_on_cpu(self) -> bool:
@@ -65,8 +89,17 @@ class LocalBackendConfig(BackendConfig):
 
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
-            check_peft()
+            check_peft(self.lora)
         check_freeze(run.model)
+        check_torchao(self.fp8)
+        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+
+    @property
+    def _planned_device(self) -> Literal["cpu", "cuda"]:
+        """Where it trains with these settings: `cuda` is taken at its word, here or elsewhere."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
 
     def describe_device(self) -> str:
         device = "a GPU if there is one" if self.device == "auto" else self.device
@@ -101,30 +134,63 @@ class LocalBackendConfig(BackendConfig):
             return None
         return resolve("spurline.model.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
+    @property
+    def _offloads(self) -> bool:
+        """Whether activations leave the device: on the CPU both memories are one."""
+        return self.offload_activations and self._planned_device == "cuda"
+
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        notes = list(describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision))
+        if self.offload_activations and self._planned_device == "cpu":
+            notes.append(OFFLOADS_NOTHING)
+        if self.lora is not None:
+            notes += adapter_notes(run.model, self.lora)
+        return notes
+
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
-        if self.lora is not None and self.lora.base_dtype != "bf16":
+        if not (self.offload_activations or self.compile) and self._planned_device == "cuda":
+            yield {"offload_activations": True}
+        if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
         if self.rows_per_microbatch is not None:
             yield {"rows_per_microbatch": 1}
-            return
-        bound = self.max_tokens_per_microbatch or tokens
-        while bound > row_length:
-            bound = max(row_length, bound // 2)
-            yield {"max_tokens_per_microbatch": bound}
+        else:
+            bound = self.max_tokens_per_microbatch or tokens
+            while bound > row_length:
+                bound = max(row_length, bound // 2)
+                yield {"max_tokens_per_microbatch": bound}
+        if self.lora is not None and not self.lora.is_quantized:
+            yield {"lora.base_dtype": "nf4"}
 
-    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
+    def _microbatch_tokens(self, row_length: int, tokens: int) -> int:
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
+        return min(tokens, self.max_tokens_per_microbatch or tokens)
+
+    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        if not self._offloads:
+            return 0
+        estimate = resolve("spurline.model.memory:estimate_offloaded", "memory estimate of backend 'local'")
+        return estimate(
+            run.model,
+            self._microbatch_tokens(row_length, tokens),
+            precision=self.precision,
+            lora=self.lora,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+
+    def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
         return estimate(
             run.model,
-            min(tokens, self.max_tokens_per_microbatch or tokens),
+            self._microbatch_tokens(row_length, tokens),
             precision=self.precision,
             lora=self.lora,
             activation_checkpointing=self.activation_checkpointing,
+            offload_activations=self._offloads,
             logits_chunk_tokens=self.logits_chunk_tokens,
             optimizer=run.optimizer,
             critic_optimizer=None if run.critic is None else run.critic.optimizer,

@@ -6,12 +6,13 @@ work. The frozen reference model is loaded here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, suggestion
@@ -106,13 +107,17 @@ class TrainedModel:
 
 
 def load_reference(
-    run: RunConfig, profile: DeviceProfile, initial_weights: str, logits_chunk_tokens: int
+    run: RunConfig,
+    profile: DeviceProfile,
+    initial_weights: str,
+    logits_chunk_tokens: int,
+    change: Callable[[PreTrainedModel], None],
 ) -> StreamModel:
     """The weights that the run started from, loaded again and frozen; runs with adapters turn those off instead.
 
-    Raises CheckpointError unless they have `initial_weights`.
+    change: as of `load_model`; it leaves values alone. Raises CheckpointError unless they have `initial_weights`.
     """
     with profile.keeping_generators():
-        causal = load_model(run.model, profile, run.seed)
+        causal = load_model(run.model, profile, run.seed, change)
     check_initial_weights(weights_digest(causal), initial_weights, run.model.path)
     return StreamModel(causal.requires_grad_(False).eval(), logits_chunk_tokens)

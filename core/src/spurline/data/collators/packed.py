@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.layout import Segment, lay_out, sample_segments, turn_name, turn_segments
-from spurline.data.collators.packing import pack, refuse_what_cannot_fit, round_up, straggler_factor
+from spurline.data.collators.packing import (
+    PackingAlgorithm,
+    pack,
+    refuse_what_cannot_fit,
+    round_up,
+    straggler_factor,
+)
 from spurline.data.configs import PackedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
@@ -27,6 +33,7 @@ class PackedCollator:
         self._pad_token_id = pad_token_id
         self._layout = layout
         self._align_to = math.lcm(config.align_to, layout.align_to)
+        self._algorithm: PackingAlgorithm = config.algorithm_for(layout.data)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         segments = sample_segments(samples)
@@ -42,7 +49,7 @@ class PackedCollator:
         lengths = [len(segment.tokens) for segment in segments]
         aligned = [round_up(length, self._align_to) for length in lengths]
         refuse_what_cannot_fit(lengths, aligned, self._config.max_tokens, lambda position: names[position], shorter)
-        rows = pack(aligned, self._config.max_tokens, self._layout.data, self._config.algorithm)
+        rows = pack(aligned, self._config.max_tokens, self._layout.data, self._algorithm)
         used = [sum(aligned[position] for position in row) for row in rows]
         length = max([self._align_to, *used])
         if self._config.pad_to_max or self._layout.pipeline > 1:

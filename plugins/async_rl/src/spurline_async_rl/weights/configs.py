@@ -49,8 +49,8 @@ class BucketSyncConfig(WeightSyncConfig):
         elif run.backend.adapters is not None and not run.backend.adapters.is_added:
             yield Problem(
                 "adapters",
-                "is true, but engines cannot compute with what DoRA trains (backend.lora.dora). Leave adapters out: "
-                "weights are then sent with it merged.",
+                f"is true, but {run.backend.adapters.merged_because}. Leave adapters out: weights are then sent with "
+                "it merged.",
             )
 
     @property

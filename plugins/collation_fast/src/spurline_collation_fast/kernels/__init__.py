@@ -1,7 +1,8 @@
 """The innermost loops of collation, and the one place that chooses how they run.
 
-With numba they are `loops.py` and `fitting.py`, compiled (`compiled.py`); without it, `slices.py` gives the same
-results by numpy slices and core's plain packing. What each one must do is said in `loops.py` and `fitting.py`.
+With numba they are `loops.py` and those that `planning.py` calls from `fitting.py`, compiled (`compiled.py`); without
+it, `slices.py` gives the same results by numpy slices and core's plain packing. What each one must do is said in
+`loops.py` and `planning.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ALGORITHMS: tuple[PackingAlgorithm, ...] = ("ffd", "bfd", "multifit")
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of the loops. write_*: see `loops.py`. pack_rows: see `fitting.py`."""
+    """One implementation of the loops. write_*: see `loops.py`. pack_rows: see `planning.py`."""
 
     name: str
     write_rows: Callable[..., int]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from spurline_collation_fast.kernels import (
     loops,
     memory,
 )
+from spurline_collation_fast.kernels.planning import FittingLoops, pack_rows
 
 
 class _Cache(FunctionCache):
@@ -62,12 +64,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return dispatcher
 
 
-for helper in (*loops.HELPERS, *fitting.HELPERS, memory.fetch_ahead):
+for helper in (*loops.HELPERS, memory.fetch_ahead):
     register_jitable(helper)
 
 KERNELS = Kernels(
     name="numba",
     write_rows=_compiled(loops.write_rows),
     write_values=_compiled(loops.write_values),
-    pack_rows=_compiled(fitting.pack_rows),
+    pack_rows=partial(pack_rows, FittingLoops(*map(_compiled, fitting.LOOPS))),
 )

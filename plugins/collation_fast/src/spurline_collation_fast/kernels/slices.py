@@ -1,6 +1,7 @@
 """The same results as the compiled loops, where numba is not installed: numpy slices, and core's plain packing.
 
-Tables are int64, columns [R, L]; what each argument is, and what comes back, is said in `loops.py` and `fitting.py`.
+Tables are int64, columns [R, L]; what each argument is, and what comes back, is said in `loops.py` and
+`planning.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def write_values(
 def pack_rows(
     lengths: Table, align_to: int, capacity: int, num_ranks: int, algorithm: int
 ) -> tuple[Table, Table, Table, int, float]:
-    """See `fitting.pack_rows`."""
+    """See `planning.pack_rows`."""
     aligned = (-(-lengths // align_to) * align_to).tolist()
     rows = pack(aligned, capacity, num_ranks, ALGORITHMS[algorithm])
     row_offsets = np.zeros(len(rows) + 1, np.int64)

@@ -97,8 +97,8 @@ def _obstacle(config: VllmEngineConfig, run: RunConfig, lora: LoraConfig, module
     """Why engines cannot take the adapter alone, to follow a `but`; None when they can."""
     if run.model.init == "random":
         return "the weights below the adapter are random ones (model.init), which engines cannot read from model.path"
-    if not lora.is_added:
-        return "vLLM does not compute what DoRA trains (backend.lora.dora)"
+    if lora.merged_because is not None:
+        return lora.merged_because
     if config.dtype == "float32" and base_dtype(lora, run.model).itemsize < stored_dtype(run.model).itemsize:
         return "engines in float32 would not round the weights below the adapter, as backend.lora.base_dtype does"
     if lora.rank > _RANKS[-1]:

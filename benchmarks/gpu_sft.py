@@ -1,0 +1,454 @@
+"""What supervised steps cost on a GPU: tokens per second, share of its peak, and peak memory, by Spurline and by hand.
+
+    python benchmarks/gpu_sft.py [--model 0.6b|4b|8b|tiny] [--device cuda|cpu] [--json] [--steps 10] [--tokens 16384]
+                                 [--microbatch 8192] [--only NAME ...] [--peak-tflops 989]
+
+Random weights in the shapes of Qwen3-0.6B, 4B and 8B: neither a hub nor a tokenizer is needed. All candidates train on
+the same sequences of random tokens (log-normal lengths around 512, at most 4,096), with loss on every token but the
+first of each, in bf16 with the same optimizer: 0.6B whole, with fp32 weights; 4B and 8B by adapters of rank 16 over a
+bf16 base. Each candidate runs in a process of its own, so that peaks of memory are its own. Candidates:
+
+- spurline: the backend `local` without fused kernels; spurline + liger, + compile, + fp8: with them, as far as the
+  libraries and the GPU have them (`adapters` leave fp8 out).
+- loop: what one writes by hand with transformers: sequences sorted by length, padded within micro-batches of as many
+  tokens, scaled-dot-product attention, the whole logits, fused AdamW. Gradients are those of the mean over all tokens.
+- trl: `SFTTrainer` with packing and no padding, where trl is installed.
+
+Tokens are those of the sequences, without padding. FLOPs of a step, for forward and backward without recomputation:
+6 x parameters of matrices x tokens, the output layer's for tokens with loss, plus attention: 6 x layers x heads x head
+size x n^2 for a sequence of n tokens (scores and values, half of them masked). With adapters the gradients of the
+frozen matrices are not computed: 4 in the place of 6. Share of the peak (MFU): these by seconds, by the dense bf16
+peak of the GPU (--peak-tflops where its name is not known here).
+
+Gates, as ratios within this run, for the fastest Spurline candidate: tokens per second >= 1.0 x loop, peak memory <=
+1.0 x loop; tokens per second >= 1.0 x trl where it is installed. With `--model tiny` nothing is gated: it shows that
+the script works, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timing import Gate, gates_as_json, print_gates
+
+WARMUP = 3
+RANK = 16
+LEARNING_RATE = 1e-5
+
+_COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate}
+    return {**_COMMON, **sizes, "num_attention_heads": heads, "tie_word_embeddings": True, **others}
+
+
+SHAPES = {
+    "0.6b": _qwen3(28, 1024, 3072, 16),
+    "4b": _qwen3(36, 2560, 9728, 32),
+    "8b": _qwen3(36, 4096, 12_288, 32, tie_word_embeddings=False),
+    "tiny": _qwen3(2, 64, 128, 4, vocab_size=256, num_key_value_heads=2, head_dim=16),
+}
+WITH_ADAPTERS = ("4b", "8b")
+
+PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Dense bf16 operations per second, by a part of the GPU's name."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a candidate is given. tokens: of a step. microbatch: tokens that are computed at once."""
+
+    model: str
+    device: str
+    steps: int
+    tokens: int
+    microbatch: int
+    longest: int
+
+    @property
+    def adapters(self) -> bool:
+        return self.model in WITH_ADAPTERS
+
+    def sequences(self) -> list[list[int]]:
+        """Those of every step, the same for all candidates."""
+        random = np.random.default_rng(0)
+        lengths: list[int] = []
+        middle = min(512, self.longest // 4)
+        while sum(lengths) < self.tokens:
+            lengths.append(int(np.clip(random.lognormal(np.log(middle), 0.8), 16, self.longest)))
+        return [random.integers(3, SHAPES[self.model]["vocab_size"], length).tolist() for length in lengths]
+
+    def model_folder(self, folder: Path) -> Path:
+        (folder / "config.json").write_text(json.dumps(SHAPES[self.model]), encoding="utf-8")
+        return folder
+
+
+def flops(job: Job) -> float:
+    """Of one step; see the module's docstring."""
+    shape = SHAPES[job.model]
+    hidden, layers, size = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
+    heads, key_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    layer = hidden * size * (2 * heads + 2 * key_heads) + 3 * hidden * shape["intermediate_size"]
+    lengths = [len(sequence) for sequence in job.sequences()]
+    passes = 4 if job.adapters else 6
+    matrices = passes * (
+        layers * layer * sum(lengths) + hidden * shape["vocab_size"] * sum(length - 1 for length in lengths)
+    )
+    return matrices + 6 * layers * heads * size * sum(length**2 for length in lengths)
+
+
+Step = Callable[[], float]
+"""One step; returns the loss."""
+
+
+def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
+    """The backend `local`, without the loop around it: see `loop_overhead.py` for that."""
+    from spurline import load_config
+    from spurline.data.collators.packed import PackedCollator
+    from spurline.data.configs import PackedCollatorConfig
+    from spurline.data.token_store import TokenStoreBuilder
+    from spurline.losses.configs import CrossEntropyConfig
+    from spurline.losses.cross_entropy import CrossEntropy
+    from spurline.protocols.collator import ParallelLayout
+    from spurline.protocols.loss import Objective
+    from spurline.update.reduction import token_mean
+
+    backend_settings: dict[str, Any] = {
+        "name": "local",
+        "device": job.device,
+        "precision": "bf16",
+        "kernels": "none",
+        "max_tokens_per_microbatch": job.microbatch,
+        **settings,
+    }
+    if job.adapters:
+        backend_settings["lora"] = {"rank": RANK, "base_dtype": "bf16"}
+    loaded = load_config(
+        {
+            "run_dir": str(folder / "run"),
+            "model": {"path": str(job.model_folder(folder)), "init": "random"},
+            "data": {"train": "unused.jsonl", "max_length": job.longest},
+            "steps": job.steps + WARMUP,
+            "optimizer": {"learning_rate": LEARNING_RATE},
+            "schedule": {"name": "constant"},
+            "backend": backend_settings,
+        }
+    )
+    config, registry = loaded.config, loaded.host.registry
+    backend: Any = registry.create(
+        "backend", config.backend, run=config, registry=registry, total_updates=job.steps + WARMUP
+    )
+    builder = TokenStoreBuilder(["random"])
+    for row, sequence in enumerate(job.sequences()):
+        builder.add(sequence, [0] + [1] * (len(sequence) - 1), source=0, row=row)
+    store = builder.build()
+    samples = store.view(np.arange(len(store), dtype=np.int64))
+    collator = PackedCollator(PackedCollatorConfig(max_tokens=job.longest), 0, ParallelLayout())
+    batch, normalizer = token_mean(collator.collate(samples, training=True))
+    objective = Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
+    return lambda: float(backend.update(batch, objective)["loss"])
+
+
+def built_model(job: Job, folder: Path) -> Any:
+    """The model as one builds it by hand: fp32 weights, or adapters over a bf16 base."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(job.model_folder(folder))
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if job.adapters else torch.float32
+    with torch.device(job.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if job.adapters:
+        import peft
+
+        settings = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, settings)
+    return model.train()
+
+
+def loop_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
+    """A loop as it is usually written."""
+    assert not settings
+    model = built_model(job, folder)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    on_gpu = job.device == "cuda"
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=on_gpu, foreach=not on_gpu)
+    sequences = sorted(job.sequences(), key=len)
+    total = sum(len(sequence) - 1 for sequence in sequences)
+    groups: list[list[list[int]]] = [[]]
+    for sequence in sequences:
+        if groups[-1] and (len(groups[-1]) + 1) * len(sequence) > job.microbatch:
+            groups.append([])
+        groups[-1].append(sequence)
+    batches = [padded(group, job.device) for group in groups]
+
+    def step() -> float:
+        summed = torch.zeros((), device=job.device)
+        for tokens, mask in batches:
+            with torch.autocast(job.device, torch.bfloat16):
+                logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+            targets = tokens[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / total
+            loss.backward()
+            summed += loss.detach()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return summed.item()
+
+    return step
+
+
+def padded(sequences: Sequence[Sequence[int]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and mask [rows, longest], padded on the right."""
+    longest = max(map(len, sequences))
+    tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    return tokens.to(device), mask.to(device)
+
+
+def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
+    """`SFTTrainer` on the same sequences in every step, by its own clock between steps."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, "<pad>")),
+        pad_token="<pad>",
+        eos_token="</s>",
+    )
+    model = built_model(job, folder)
+    # A wrong length of a row would only cost time: rows are packed up to the micro-batch.
+    steps = job.steps + WARMUP
+    accumulated = max(1, round(job.tokens / job.microbatch))
+    sequences = job.sequences() * (steps + 1)
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "trl"),
+        "max_steps": steps,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": accumulated,
+        "packing": True,
+        "padding_free": True,
+        "max_length": job.microbatch,
+        "bf16": True,
+        "use_cpu": job.device == "cpu",
+        "gradient_checkpointing": False,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "save_strategy": "no",
+        "dataloader_num_workers": 0,
+    }
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            synchronize(job.device)
+            marks.append(time.perf_counter())
+            if len(marks) == WARMUP:
+                forget_peak(job.device)
+
+    dataset = Dataset.from_dict({"input_ids": sequences})
+    trainer: Any = SFTTrainer(
+        model=model,
+        args=SFTConfig(**settings),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    result = trainer.train()
+    seconds = np.diff(marks)[WARMUP - 1 :]
+    # Packed rows are full but for the last of them.
+    return {
+        "seconds": float(np.median(seconds)),
+        "tokens": job.microbatch * accumulated,
+        "peak_bytes": peak_bytes(job.device),
+        "loss": result.training_loss,
+    }
+
+
+def measure(job: Job, make: Callable[[Job, Path, dict[str, Any]], Step], settings: dict[str, Any]) -> dict[str, Any]:
+    """Median seconds of the steps after the warm-up, and the peak of memory in them."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        step = make(job, Path(folder), settings)
+        losses = [step() for _ in range(WARMUP)]
+        synchronize(job.device)
+        warm = time.perf_counter() - began
+        forget_peak(job.device)
+        seconds: list[float] = []
+        for _ in range(job.steps):
+            begin = time.perf_counter()
+            losses.append(step())
+            synchronize(job.device)
+            seconds.append(time.perf_counter() - begin)
+    tokens = sum(map(len, job.sequences()))
+    return {
+        "seconds": float(np.median(seconds)),
+        "tokens": tokens,
+        "peak_bytes": peak_bytes(job.device),
+        "loss": losses[0],
+        "start_s": warm,
+    }
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def forget_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes(device: str) -> int | None:
+    """Bytes that tensors took at most; None on CPU."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+def candidates(job: Job) -> dict[str, dict[str, Any]]:
+    """Settings of the backend by candidate; those of `loop` and `trl` are none."""
+    found: dict[str, dict[str, Any]] = {"loop": {}, "spurline": {}}
+    fused: dict[str, Any] = {}
+    if job.device == "cuda" and find_spec("liger_kernel") is not None:
+        fused = {"kernels": "liger"}
+        found["spurline + liger"] = fused
+    if job.device == "cuda":
+        found["spurline + compile"] = {**fused, "compile": True}
+        if find_spec("torchao") is not None and not job.adapters and torch.cuda.get_device_capability() >= (9, 0):
+            found["spurline + compile + fp8"] = {**fused, "compile": True, "fp8": True}
+    if find_spec("trl") is not None:
+        found["trl"] = {}
+    return found
+
+
+def run_child(job: Job, name: str) -> dict[str, Any]:
+    """A candidate in a process of its own; what went wrong, where it fails, such as for want of memory."""
+    command = [sys.executable, __file__, "--child", name, "--model", job.model, "--device", job.device]
+    command += ["--steps", str(job.steps), "--tokens", str(job.tokens), "--microbatch", str(job.microbatch)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def child(job: Job, name: str) -> dict[str, Any]:
+    """Measure this candidate here."""
+    if name == "trl":
+        with tempfile.TemporaryDirectory() as folder:
+            return measure_trl(job, Path(folder))
+    return measure(job, loop_step if name == "loop" else spurline_step, candidates(job)[name])
+
+
+def gates_of(figures: dict[str, dict[str, Any]]) -> list[Gate]:
+    """Of the fastest Spurline candidate against the others of this run."""
+    ours = [figure for name, figure in figures.items() if name.startswith("spurline") and "error" not in figure]
+    if not ours:
+        return []
+    best, gates = max(ours, key=lambda figure: figure["tokens_per_s"]), list[Gate]()
+    for other in ("loop", "trl"):
+        theirs = figures.get(other, {"error": "not measured"})
+        if "error" not in theirs:
+            speed = best["tokens_per_s"] / theirs["tokens_per_s"]
+            gates.append(Gate(f"tokens/s of spurline to {other}", speed, 1.0, at_least=True))
+        if other == "loop" and "error" not in theirs and best["peak_bytes"]:
+            memory = best["peak_bytes"] / theirs["peak_bytes"]
+            gates.append(Gate("peak memory of spurline to loop", memory, 1.0, at_least=False))
+    return gates
+
+
+def main() -> int:
+    """Print the figures and whether the gates are met; 1 where one is not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--model", choices=SHAPES, default="0.6b")
+    parser.add_argument("--tiny", action="store_const", const="tiny", dest="model", help="the same as --model tiny")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--microbatch", type=int)
+    parser.add_argument("--only", nargs="+", help="names of candidates")
+    parser.add_argument("--peak-tflops", type=float)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    tiny = given.model == "tiny"
+    tokens, microbatch = given.tokens or (1024 if tiny else 16_384), given.microbatch or (512 if tiny else 8192)
+    job = Job(given.model, given.device, given.steps, tokens, microbatch, min(microbatch, 4096))
+    if given.child:
+        print(json.dumps(child(job, given.child)))
+        return 0
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU. To try the script out: --tiny --device cpu")
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+    known = next((peak for part, peak in PEAKS.items() if part in name), None)
+    peak = given.peak_tflops * 1e12 if given.peak_tflops else known
+    figures: dict[str, dict[str, Any]] = {}
+    needed, real = flops(job), sum(map(len, job.sequences()))
+    for candidate in given.only or candidates(job):
+        figure = run_child(job, candidate)
+        if "error" not in figure:
+            figure["tokens_per_s"] = figure["tokens"] / figure["seconds"]
+            # trl packs its own rows, of as many tokens and nearly the same lengths.
+            done = needed * figure["tokens"] / real
+            figure["mfu"] = done / figure["seconds"] / peak if peak else None
+        figures[candidate] = figure
+        if not given.json:
+            print(line(candidate, figure), flush=True)
+    gates = [] if tiny else gates_of(figures)
+    if given.json:
+        about = {
+            "model": job.model,
+            "device": name,
+            "torch": torch.__version__,
+            "flops_per_step": needed,
+            "steps": job.steps,
+        }
+        print(json.dumps({**about, "figures": figures, "gates": gates_as_json(gates)}, indent=2))
+    else:
+        print_gates(gates)
+    return int(not all(gate.met for gate in gates))
+
+
+def line(name: str, figure: dict[str, Any]) -> str:
+    """A candidate's figures for people."""
+    if "error" in figure:
+        return f"{name:26} failed: {figure['error']}"
+    mfu = "" if figure["mfu"] is None else f", {figure['mfu']:.1%} of the peak"
+    memory = "" if figure["peak_bytes"] is None else f", {figure['peak_bytes'] / 2**30:.1f} GiB"
+    return f"{name:26} {figure['tokens_per_s']:10,.0f} tokens/s{mfu}{memory}, loss {figure['loss']:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Hold frozen weights of linear layers in 4 bits, and compute with them as if they were wide.
+
+Each block of 64 values has a scale, and each value is one of 16 multiples of it (NF4); the scales are quantized too, in
+blocks of 256, to 8 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). So a model computes, bit for bit, what it
+computes with the same quantized values held wide: each matrix is made anew where it is used, forward and backward.
+
+bitsandbytes does both ways, on CPU and GPU. Weights are quantized on the host, so that the same codes come out wherever
+a run trains, goes on or is exported. It is imported when the first weight is quantized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 64
+"""Values that share a scale."""
+OUTER_BLOCK = 256
+"""Scales that share a scale of their own."""
+_KIND = "nf4"
+_PARTS = ("weight", "weight_scales", "weight_outer_scales", "weight_table", "weight_offset")
+
+
+def quantized_bytes(num_values: int) -> int:
+    """Bytes that a weight of so many values is held in."""
+    blocks = math.ceil(num_values / BLOCK)
+    table_and_offset = 4 * (256 + 1)
+    return math.ceil(num_values / 2) + blocks + 4 * math.ceil(blocks / OUTER_BLOCK) + table_and_offset
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """codes: uint8 [ceil(n / 2), 1], two values in each. scales: uint8 [blocks], places in the table, fp32 [256].
+
+    A scale is its place's value times that of outer_scales, fp32 [ceil(blocks / 256)], plus offset, fp32 [].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    outer_scales: Tensor
+    table: Tensor
+    offset: Tensor
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, values: Tensor) -> QuantizedWeight:
+        """The nearest that there is to these values, on their device. The same wherever that is: the host quantizes."""
+        import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
+
+        codes, state = quantization.quantize_4bit(
+            values.detach().to("cpu", torch.float32).contiguous(), blocksize=BLOCK, quant_type=_KIND
+        )
+        scales: Tensor = state.absmax
+        # Exactly rounded: a mean of torch depends on the number of threads, and resumed runs need the same codes.
+        offset = torch.tensor(math.fsum(scales.tolist()) / scales.numel(), dtype=torch.float32)
+        outer: Any
+        inner, outer = quantization.quantize_blockwise(scales - offset, blocksize=OUTER_BLOCK)
+        parts: list[Tensor] = [codes, inner, outer.absmax, outer.code, offset]
+        return cls.of_parts([part.to(values.device) for part in parts], values.shape)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor], shape: torch.Size) -> QuantizedWeight:
+        """parts: the tensors in the order of the fields."""
+        codes, scales, outer_scales, table, offset = parts
+        return cls(codes, scales, outer_scales, table, offset, shape)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.codes, self.scales, self.outer_scales, self.table, self.offset
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for, in this dtype; all of it is made anew."""
+        import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
+
+        outer = quantization.QuantState(
+            absmax=self.outer_scales, code=self.table, blocksize=OUTER_BLOCK, dtype=torch.float32
+        )
+        # For rows of an odd length the library compiles a program, with a compiler that may not be there.
+        is_even = self.shape[-1] % 2 == 0
+        state = quantization.QuantState(
+            absmax=self.scales,
+            shape=self.shape if is_even else torch.Size((1, 2 * self.codes.numel())),
+            # The library rounds to half precision as torch does, and knows no wider dtype.
+            dtype=dtype if dtype.itemsize <= 4 else torch.float32,
+            blocksize=BLOCK,
+            quant_type=_KIND,
+            offset=self.offset,
+            state2=outer,
+        )
+        values = quantization.dequantize_4bit(self.codes, state)
+        return (values if is_even else values.view(-1)[: self.shape.numel()].view(self.shape)).to(dtype)
+
+    def named(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what it is made of; the codes have the name of the weight."""
+        prefix = name.removesuffix("weight")
+        yield from zip((prefix + part for part in _PARTS), self.parts, strict=True)
+
+
+def quantized_layers(causal: nn.Module) -> dict[str, QuantizedLinear]:
+    """Layers that hold quantized weights, by the names of these weights."""
+    modules = causal.named_modules()
+    return {f"{name}.weight": module for name, module in modules if isinstance(module, QuantizedLinear)}
+
+
+def num_parameters(causal: nn.Module) -> int:
+    """Values of all parameters, those of quantized weights as they were."""
+    held = sum(value.numel() for value in causal.parameters())
+    layers = quantized_layers(causal).values()
+    return held + sum(layer.held().shape.numel() - layer.held().codes.numel() for layer in layers)
+
+
+class QuantizedLinear(nn.Linear):
+    """Its parameter `weight` holds the codes, and the attribute gives the values that they stand for."""
+
+    wide_dtype: torch.dtype
+
+    def quantize(self, wide: torch.dtype) -> None:
+        """Replace the values by codes. wide: the dtype of the values that they stand for."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        self.wide_dtype = wide
+        quantized = QuantizedWeight.of(weight)
+        self._parameters["weight"] = nn.Parameter(quantized.codes, requires_grad=False)
+        for name, part in list(quantized.named("weight"))[1:]:
+            # A checkpoint does not hold frozen weights, so neither their scales.
+            self.register_buffer(name, part, persistent=False)
+
+    def held(self, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> QuantizedWeight:
+        """read: gives the tensor that has the values of one of the model's own."""
+        codes = self._parameters["weight"]
+        assert codes is not None
+        shape = torch.Size((self.out_features, self.in_features))
+        scales = [self.get_buffer(name) for name in _PARTS[1:]]
+        return QuantizedWeight.of_parts([read(part) for part in (codes.detach(), *scales)], shape)
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.held().values(self.wide_dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        held = self.held()
+        result: Any = _DequantizedLinear.apply(input.to(dtype), self.bias, held.shape, *held.parts)
+        return result
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    """A linear layer whose matrix is made anew in the backward pass, instead of being kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, shape: torch.Size, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(*parts)
+        ctx.shape = shape
+        weight = QuantizedWeight.of_parts(parts, shape).values(input.dtype)
+        return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        # Asked for once: activation checkpointing gives them once.
+        parts = ctx.saved_tensors
+        return gradient @ QuantizedWeight.of_parts(parts, ctx.shape).values(gradient.dtype), *(None,) * (2 + len(parts))

@@ -1,0 +1,84 @@
+"""Which samples share a row, and where in it: the plan of packed rows, by loops that may be compiled.
+
+Loops that choose among others, and the tables they work on, are here, where compiling them would only cost time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spurline_collation_fast.kernels import Table
+
+
+@dataclass(frozen=True)
+class FittingLoops:
+    """The functions of `fitting.py`, each compiled or not."""
+
+    longest_first: Callable[[Table, Table, Table], None]
+    first_fit: Callable[[Table, Table, Table, Table], int]
+    best_fit: Callable[[Table, Table, int, Table, Table], int]
+    fill_missing_rows: Callable[[Table, Table, int, Table, Table, Table, Table], None]
+    list_rows: Callable[[Table, Table, Table, int, Table, Table, Table], None]
+    place_in_rows: Callable[[Table, Table, Table, int, Table], tuple[int, float]]
+
+
+def pack_rows(
+    loops: FittingLoops, lengths: Table, align_to: int, capacity: int, num_ranks: int, algorithm: int
+) -> tuple[Table, Table, Table, int, float]:
+    """Equal to core's `packing.pack` of the aligned lengths.
+
+    lengths: int64 [n], none above `capacity` when rounded up to `align_to`. algorithm: place in `ALGORITHMS`.
+    Returns sample positions int64 [S] row by row; row offsets into them, int64 [R + 1], R a multiple of `num_ranks`,
+    rows rank by rank; the column at which each segment begins, int64 [S]; the tokens of the fullest row; and the
+    straggler factor.
+    """
+    aligned = lengths if align_to == 1 else -(-lengths // align_to) * align_to
+    order, row_of, scratch = (np.empty(len(lengths), np.int64) for _ in range(3))
+    loops.longest_first(aligned, np.zeros(int(aligned.max(initial=0)) + 2, np.int64), order)
+    if algorithm == 1:
+        num_rows = loops.best_fit(aligned, order, capacity, row_of, scratch)
+    else:
+        num_rows = loops.first_fit(aligned, order, row_of, _room(aligned, capacity))
+    if algorithm == 2:
+        row_of, num_rows = _even_out(loops, aligned, order, capacity, _rounded(num_rows, num_ranks), row_of, num_rows)
+    num_all = _rounded(num_rows, num_ranks)
+    counts, donors, last, free = np.zeros((4, num_all), np.int64)
+    loops.fill_missing_rows(order, row_of, num_rows, counts, donors, last, scratch)
+    positions, columns = (np.empty(len(lengths), np.int64) for _ in range(2))
+    row_offsets = np.empty(num_all + 1, np.int64)
+    loops.list_rows(order, row_of, counts, num_ranks, row_offsets, free, positions)
+    longest, straggler = loops.place_in_rows(aligned, positions, row_offsets, num_ranks, columns)
+    return positions, row_offsets, columns, longest, straggler
+
+
+def _rounded(num_rows: int, num_ranks: int) -> int:
+    return max(num_ranks, -(-num_rows // num_ranks) * num_ranks)
+
+
+def _room(lengths: Table, capacity: int) -> Table:
+    """The tree of `first_fit`, with a leaf for each row that can be opened, and all rows empty."""
+    # Any two rows hold more than `capacity` together, else the later one's first sample had gone into the earlier.
+    at_most = min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
+    leaves = 1 << max(0, at_most - 1).bit_length()
+    return np.full(2 * leaves, capacity, np.int64)
+
+
+def _even_out(
+    loops: FittingLoops, lengths: Table, order: Table, capacity: int, target: int, row_of: Table, num_rows: int
+) -> tuple[Table, int]:
+    """First fit with the smallest capacity, by bisection, that needs at most `target` rows: the row of each sample, and
+    the number of rows. row_of, num_rows: of first fit with `capacity`."""
+    low, high = max(-(-int(lengths.sum()) // target), int(lengths.max(initial=1))), capacity
+    trial = np.empty_like(row_of)
+    while low < high:
+        middle = (low + high) // 2
+        needed = loops.first_fit(lengths, order, trial, _room(lengths, middle))
+        if needed <= target:
+            row_of, trial = trial, row_of
+            num_rows, high = needed, middle
+        else:
+            low = middle + 1
+    return row_of, num_rows

@@ -1,0 +1,30 @@
+"""Nothing looks for garbage while libraries are imported, and everything does as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+import pytest
+
+from spurline.importing import importing
+
+
+def test_the_collector_is_off_while_importing_and_on_again_also_after_an_error() -> None:
+    assert gc.isenabled()
+    with importing():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ModuleNotFoundError), importing():
+        importlib.import_module("no_such_module")
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
