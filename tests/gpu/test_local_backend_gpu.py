@@ -13,6 +13,8 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import segment_attention
+from spurline.model.configs import LoraConfig
+from spurline.model.quantized_weights import quantized_layers
 from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline.protocols.loss import Objective
 from spurline.protocols.optimizer import OptimizerConfig
@@ -148,3 +150,44 @@ def test_memory_that_others_have_is_pinned_on_the_host_and_comes_back(model: Pat
         seen.append(losses)
         backend.close()
     assert seen[1] == seen[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"precision": "bf16"}], ids=str)
+def test_activations_on_the_host_give_the_same_gradients_and_leave_the_device(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 12}
+    folder = write_model_folder(tmp_path / "model", **shape, max_position_embeddings=4096)
+    batch = lay_out(make_samples([2000, 1500, 500]), [[0, 1, 2]])
+    peaks, found = [], []
+    for offloads in (False, True):
+        backend = on_gpu(folder, offload_activations=offloads, **settings)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        # Twice: memory that is given back is written to again.
+        for _ in range(2):
+            gradients = dict(backend.gradients(batch, OBJECTIVE))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        found.append(gradients)
+        backend.close()
+    for name, gradient in found[1].items():
+        assert float((gradient - found[0][name]).norm() / found[0][name].norm()) <= 1e-5, name
+    assert peaks[1] < (0.9 if settings.get("activation_checkpointing") else 0.6) * peaks[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_quantized_weights_have_the_codes_and_values_of_the_host(model: Path, precision: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+    lora = LoraConfig(rank=4, base_dtype="nf4")
+    there, here = (local_backend(model, device=device, lora=lora, precision=precision) for device in ("cuda", "cpu"))
+    layers, others = (quantized_layers(backend._model.causal) for backend in (there, here))
+    for name, layer in layers.items():
+        held, expected = layer.held(), others[name].held()
+        assert all(torch.equal(part.cpu(), other) for part, other in zip(held.parts, expected.parts, strict=True))
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.testing.assert_close(held.values(dtype).cpu(), expected.values(dtype), rtol=1e-6, atol=1e-7)
+        assert torch.equal(held.values(torch.bfloat16), held.values(torch.float32).bfloat16())
+    assert there._policy.frozen_weights == here._policy.frozen_weights
+    batch = lay_out(SAMPLES, ROWS)
+    losses = [there.update(batch, OBJECTIVE)["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]

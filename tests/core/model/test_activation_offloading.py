@@ -21,6 +21,7 @@ from spurline.model import activation_offloading
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.protocols.loss import Objective
+from spurline.run.fit import Load, memory_lines
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 SMALLEST = 2048
@@ -137,3 +138,30 @@ def test_evaluation_moves_nothing(model: Path, counting: Counting) -> None:
 def test_compiled_models_are_refused() -> None:
     config = LocalBackendConfig(offload_activations=True, compile=True)
     assert [problem.key for problem in config.problems(run_config("m"))] == ["offload_activations"]
+
+
+def test_a_plan_counts_two_layers_on_a_gpu_and_the_rest_on_the_host(tmp_path: Path) -> None:
+    run = run_config(write_model_folder(tmp_path, num_hidden_layers=8))
+    for checkpointing in (False, True):
+        kept, moved = (
+            LocalBackendConfig(device="cuda", offload_activations=value, activation_checkpointing=checkpointing)
+            for value in (False, True)
+        )
+        before, after = (config.estimate_memory(run, 100, 100)["activations"] for config in (kept, moved))
+        assert kept.estimate_offloaded_activations(run, 100, 100) == 0
+        assert moved.estimate_offloaded_activations(run, 100, 100) == before - after
+        assert after < (0.85 if checkpointing else 0.26) * before
+    assert {"offload_activations": True} in list(kept.savings(run, 100, 100))
+    assert {"offload_activations": True} not in list(moved.savings(run, 100, 100))
+    lines = memory_lines(run.model_copy(update={"backend": moved}), Load(100, 100), 80 << 30)
+    assert any(line.startswith("in the memory of the fullest machine") for line in lines)
+
+
+def test_on_the_cpu_it_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    run = run_config(write_model_folder(tmp_path))
+    config = LocalBackendConfig(device="cpu", offload_activations=True)
+    assert config.estimate_memory(run, 100, 100) == LocalBackendConfig(device="cpu").estimate_memory(run, 100, 100)
+    assert config.estimate_offloaded_activations(run, 100, 100) == 0
+    assert any("saves nothing on the CPU" in note for note in config.notes(run))
+    assert not LocalBackendConfig(device="cuda", offload_activations=True).notes(run)
+    assert {"offload_activations": True} not in list(LocalBackendConfig(device="cpu").savings(run, 100, 100))

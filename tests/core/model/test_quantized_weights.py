@@ -18,7 +18,7 @@ from spurline.errors import CheckpointError, ConfigError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import configs
-from spurline.model.configs import LoraConfig
+from spurline.model.configs import LoraConfig, adapter_page
 from spurline.model.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
 from spurline.protocols.loss import Objective
 
@@ -66,8 +66,7 @@ def test_a_weight_is_held_in_the_bytes_that_are_said_and_each_value_is_a_code_ti
     assert ((expected - values).abs() <= 0.17 * values.abs().max()).all()
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(("precision", "dora"), [("fp32", False), ("fp32", True), ("bf16", False), ("fp64", False)])
 def test_training_over_quantized_weights_is_training_over_their_values_held_wide_bit_for_bit(
     files: Path, tmp_path: Path, adapted: Callable[..., LocalBackend], precision: str, dora: bool
 ) -> None:
@@ -148,6 +147,19 @@ def test_memory_of_quantized_weights_is_estimated_exactly(
     parts = LocalBackendConfig(lora=backend._config.lora, **settings).estimate_memory(run, 100, 100)
     assert parts["weights"] == sum(value.nbytes for value in causal.parameters()) + scales
     assert parts["gradients"] == sum(value.nbytes for value in backend._policy.parameters.values())
+
+
+def test_a_plan_suggests_quantized_weights_last() -> None:
+    config = LocalBackendConfig(lora=LoraConfig(rank=4), activation_checkpointing=True)
+    assert list(config.savings(run_config("m"), 10, 10))[-1] == {"lora.base_dtype": "nf4"}
+
+
+def test_the_page_of_an_adapter_says_which_base_it_belongs_to() -> None:
+    page = adapter_page(ModelConfig(path="a/model", revision="v1"), LoraConfig(base_dtype="nf4"))
+    assert '\nbase_model: "a/model"\n' in page
+    assert "`a/model`, revision `v1`" in page
+    assert "quantized to 4 bits" in page
+    assert "quantized" not in adapter_page(ModelConfig(path="a/model"), LoraConfig())
 
 
 def test_engines_are_sent_the_merged_weights() -> None:

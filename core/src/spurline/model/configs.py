@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -66,6 +67,23 @@ class LoraConfig(Section):
     def is_added(self) -> bool:
         """Whether what the adapter computes is added to what the weights under it compute, as in engines."""
         return self.merged_because is None
+
+
+def adapter_page(model: ModelConfig, lora: LoraConfig) -> str:
+    """The model card of an adapter: the weights that it belongs to, in Markdown with the hub's metadata."""
+    revision = "" if model.revision is None else f", revision `{model.revision}`"
+    held = {
+        "auto": "as its files hold them",
+        "fp32": "as its files hold them",
+        "bf16": "rounded to bf16: load it with `dtype=torch.bfloat16`",
+        "nf4": "with its linear layers but the output layer quantized to 4 bits (`bnb_4bit_quant_type` nf4, "
+        "`bnb_4bit_use_double_quant`). On weights that are not quantized it computes something else; the merged export "
+        "of the run has the values that it was trained on",
+    }[lora.base_dtype]
+    return (
+        f"---\nlibrary_name: peft\nbase_model: {json.dumps(model.path)}\n---\n\nAn adapter for the weights of "
+        f"`{model.path}`{revision}, {held}.\n"
+    )
 
 
 def check_freeze(model: ModelConfig) -> None:

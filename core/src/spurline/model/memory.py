@@ -199,7 +199,7 @@ def estimate_memory(
     return parts
 
 
-def estimate_offloaded(
+def estimate_offloaded_activations(
     model: ModelConfig,
     tokens: int,
     *,

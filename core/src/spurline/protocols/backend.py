@@ -392,7 +392,7 @@ class BackendConfig(ComponentConfig):
         """Bytes in the memory of the fullest machine that stand for parts kept off its devices."""
         return 0
 
-    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
         """Bytes of activations in the memory of the fullest machine, kept off its devices; to come to
         `estimate_host_memory`. Arguments as in `estimate_memory`.
         """

@@ -21,6 +21,7 @@ from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions, remove
 from spurline.model.adapter_weights import AdapterStream, write_adapter_files
+from spurline.model.configs import adapter_page
 from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, TrainsAdapters
@@ -66,7 +67,7 @@ def export_adapter(
             f"Backend '{loaded.config.backend.name}' cannot tell its adapters from the weights under them. Export the "
             "whole model, in which they are merged."
         )
-    return _write_adapter(AdapterStream(settings, backend.named_adapter_weights()), tokenizer, out)
+    return _write_adapter(AdapterStream(settings, backend.named_adapter_weights()), loaded.config, tokenizer, out)
 
 
 def check_adapter(config: RunConfig) -> None:
@@ -81,8 +82,12 @@ def check_adapter(config: RunConfig) -> None:
         )
 
 
-def _write_adapter(adapter: AdapterStream, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+def _write_adapter(adapter: AdapterStream, config: RunConfig, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+    lora = config.backend.adapters
+    assert lora is not None
+
     def fill(folder: Path) -> None:
+        (folder / "README.md").write_text(adapter_page(config.model, lora), encoding="utf-8")
         write_adapter_files(folder, adapter)
         tokenizer.save_pretrained(folder)
 
@@ -183,7 +188,7 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     read = resolve(reader, f"checkpoint reader of backend '{config.backend.name}'")
     if adapter:
         stream = read(config, found.path / BACKEND, found.unverified(BACKEND))
-        return _write_adapter(stream, load_tokenizer(config.model), out)
+        return _write_adapter(stream, config, load_tokenizer(config.model), out)
 
     def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
         write_weight_files(folder, read(config, found.path / BACKEND, found.unverified(BACKEND)), dtype, max_file_bytes)

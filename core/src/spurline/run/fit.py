@@ -107,7 +107,7 @@ def _beside_device(run: RunConfig, load: Load, peak: int, limit: int, here: int 
 
 
 def _host_memory(run: RunConfig, backend: BackendConfig, load: Load) -> int:
-    return backend.estimate_host_memory(run) + backend.estimate_offloaded(run, load.row_length, load.tokens)
+    return backend.estimate_host_memory(run) + backend.estimate_offloaded_activations(run, load.row_length, load.tokens)
 
 
 def _host_words(host: int, here: int | None) -> str:

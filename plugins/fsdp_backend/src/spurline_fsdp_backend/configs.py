@@ -129,8 +129,8 @@ class FsdpBackendConfig(RankBackendConfig):
             notes.append(OFFLOADS_NOTHING)
         return notes if self.lora is None else [*notes, *adapter_notes(run.model, self.lora)]
 
-    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
-        return self._part("memory:estimate_offloaded")(self, run, row_length, tokens)
+    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
+        return self._part("memory:estimate_offloaded_activations")(self, run, row_length, tokens)
 
     def estimate_generation(self, run: RunConfig) -> dict[str, int]:
         return self._part("memory:estimate_generation")(self, run)

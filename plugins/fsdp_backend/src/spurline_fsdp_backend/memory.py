@@ -58,7 +58,7 @@ def estimate_host_memory(config: FsdpBackendConfig, run: RunConfig) -> int:
     return local * sum(_kept(config, run, model_shapes(run.model, config.lora)).values())
 
 
-def estimate_offloaded(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> int:
+def estimate_offloaded_activations(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> int:
     """Bytes of activations that the ranks of one machine keep in its memory; 0 where machines are not known."""
     local = ranks_of_machine(config)
     if not _offloads(config) or local is None:

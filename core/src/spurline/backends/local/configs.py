@@ -169,10 +169,10 @@ class LocalBackendConfig(BackendConfig):
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         return min(tokens, self.max_tokens_per_microbatch or tokens)
 
-    def estimate_offloaded(self, run: RunConfig, row_length: int, tokens: int) -> int:
+    def estimate_offloaded_activations(self, run: RunConfig, row_length: int, tokens: int) -> int:
         if not self._offloads:
             return 0
-        estimate = resolve("spurline.model.memory:estimate_offloaded", "memory estimate of backend 'local'")
+        estimate = resolve("spurline.model.memory:estimate_offloaded_activations", "memory estimate of backend 'local'")
         return estimate(
             run.model,
             self._microbatch_tokens(row_length, tokens),
