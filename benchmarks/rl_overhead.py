@@ -9,10 +9,11 @@ rewards, the environment, the scheduling of attempts, preparation, collation, me
 quickstart's warm-up; where `runs/sort_warmup/model` is missing, it is trained first.
 
 Beside it, preparing a batch of 1,024 attempts of up to 4,096 tokens without its forwards (`rl_preparation.py`), with a
-gate in milliseconds.
+gate in milliseconds. Keeping the rollouts (`source.keep_rollouts`) works on a thread of its own: what it takes of the
+processor there, and what handing over takes, must be less than 1% of the step.
 
-Gates of the step, each 5% of it: what is outside generating as `time/generate` has it, forwards, forward/backward and
-optimizer; and, stricter, the same with only the decode steps as generating, so that rewards, environment and
+Other gates of the step, each 5% of it: what is outside generating as `time/generate` has it, forwards, forward/backward
+and optimizer; and, stricter, the same with only the decode steps as generating, so that rewards, environment and
 scheduling count as outside.
 """
 
@@ -37,7 +38,9 @@ from spurline.rl import source
 from spurline.rl.draws import PromptDraws
 from spurline.rl.engines.in_process.decoder import Decoder
 from spurline.rl.environments.single_turn import SingleTurn
+from spurline.rl.kept_rollouts.keeper import RolloutKeeper
 from spurline.rl.preparation import Preparation
+from spurline.rl.prompt_source import PromptSource
 from spurline.rl.rewards.matching import ExactMatch
 from spurline.update.update import Update
 from spurline_collation_fast.collators import FastRolloutsCollator
@@ -48,6 +51,7 @@ WARM = ROOT / "runs" / "sort_warmup" / "model"
 DISCARDED = 4
 """First steps, with cold caches."""
 LIMIT = 0.05
+LIMIT_OF_KEEPING = 0.01
 INSIDE = ("decode", "look-back forward", "forward/backward and optimizer")
 GENERATING = ("reward", "environment and policy handles", "drawing prompts", "scheduling of attempts")
 """What `time/generate` holds beside the decode steps."""
@@ -62,6 +66,7 @@ class Steps:
         self.parts: list[dict[str, Seconds]] = []
         self.product: list[dict[str, float]] = []
         self.tokens: list[float] = []
+        self.kept: list[Seconds] = []
 
     @hookimpl(tryfirst=True)
     def on_step_start(self) -> None:
@@ -74,6 +79,8 @@ class Steps:
         self.parts.append(exclusive(whole, self._parts.taken))
         self.product.append({name: metrics[f"time/{name}"] for name in PRODUCT})
         self.tokens.append(metrics["rollout/tokens"])
+        # The thread is nearly always done with a step before it ends.
+        self.kept.append(self._parts.taken["keep"] + self._parts.taken["keep, thread"])
 
 
 def exclusive(step: Seconds, taken: Mapping[str, Seconds]) -> dict[str, Seconds]:
@@ -90,7 +97,8 @@ def exclusive(step: Seconds, taken: Mapping[str, Seconds]) -> dict[str, Seconds]
         "scheduling of attempts": of["collect"] - of["advance"] - of["environment"] - of["draw"],
         "collation": of["collate"],
         "advantages, columns, health metrics": of["prepare"] - of["collate"] - of["logprobs"],
-        "reward and length metrics": of["build"] - of["collect"] - of["prepare"],
+        "reward and length metrics": of["build"] - of["collect"] - of["prepare"] - of["keep"],
+        "keeping rollouts, handed over": of["keep"],
         "mini-batches, reduction": of["train_step"] - of["update"],
         "loop, recording": of["step"] - of["build"] - of["train_step"],
     }
@@ -124,6 +132,8 @@ def measure(model: Path, steps: int, folder: Path) -> Steps:
         patch(source, "collect_groups", parts.until_done("collect"))
         patch(source.RolloutSource, "build", parts.call("build"))
         patch(Preparation, "prepare", parts.call("prepare"))
+        patch(PromptSource, "_keep", parts.call("keep"))
+        patch(RolloutKeeper, "_write", parts.call("keep, thread", of_thread=True))
         patch(FastRolloutsCollator, "collate_rollouts", parts.call("collate"))
         patch(LocalBackend, "logprobs", parts.call("logprobs"))
         patch(LocalBackend, "update", parts.call("update"))
@@ -152,6 +162,14 @@ def warm_up(folder: Path) -> Path:
 def outside_gate(name: str, measured: Steps, inside: tuple[str, ...]) -> Gate:
     """What is not `inside` takes at most its share of the step."""
     return Gate(name, share(measured, inside, "wall"), LIMIT, False, share(measured, inside, "cpu"))
+
+
+def share_of_keeping(measured: Steps, kind: str) -> float:
+    """Median over the steps of what keeping the rollouts takes on both threads, as a part of the step."""
+    steps = list(zip(measured.parts, measured.kept, strict=True))[DISCARDED:-1]
+    return statistics.median(
+        getattr(kept, kind) / sum(getattr(spent, kind) for spent in parts.values()) for parts, kept in steps
+    )
 
 
 def share(measured: Steps, inside: tuple[str, ...], kind: str) -> float:
@@ -218,6 +236,13 @@ def main() -> None:
         *preparation_gates,
         outside_gate("share of the step outside generate and models", measured, INSIDE + GENERATING),
         outside_gate("share of the step outside decode and models (strict)", measured, INSIDE),
+        Gate(
+            "share of the step that keeping the rollouts takes",
+            share_of_keeping(measured, "cpu"),
+            LIMIT_OF_KEEPING,
+            False,
+            share_of_keeping(measured, "cpu"),
+        ),
     ]
     if arguments.json:
         print(

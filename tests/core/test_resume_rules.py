@@ -78,6 +78,8 @@ def test_equal_configs_have_no_differences() -> None:
         ("backend.activation_checkpointing", True, "backend.activation_checkpointing", TO_ROUNDING),
         ("backend.logits_chunk_tokens", 64, "backend.logits_chunk_tokens", TO_ROUNDING),
         ("backend.compile", True, "backend.compile", TO_ROUNDING),
+        ("backend.kernels", "none", "backend.kernels", TO_ROUNDING),
+        ("backend.fp8", "emulated", "backend.fp8", BY_NAME),
         ("backend.num_threads", 1, "backend.num_threads", TO_ROUNDING),
         ("backend.device", "cpu", "backend.device", TO_ROUNDING),
         ("collator", "padded", "collator", TO_ROUNDING),

@@ -23,6 +23,7 @@ from spurline.errors import CheckpointError, ConfigError, DataError, RunFailedEr
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.source import MODEL_DROPOUT
+from spurline.rl.kept_rollouts import KeptRollouts
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -357,6 +358,30 @@ def test_an_engine_with_a_copy_of_the_weights_trains_what_one_that_shares_them_d
     assert_same_weights(tmp_path / "copied", tmp_path / "shared")
 
 
+def test_an_engine_with_a_copy_of_narrow_weights_samples_from_what_masters_are_rounded_to(
+    rl_config: dict[str, Any], tmp_path: Path
+) -> None:
+    def register(registry: ComponentRegistrar) -> None:
+        registry.add(ElsewhereConfig, "spurline.backends.local.backend:LocalBackend")
+
+    rl_config |= {"steps": 2, "report": {"enabled": False}}
+    rl_config["source"]["engine"]["precision"] = "bf16"
+    backend = {**rl_config["backend"], "precision": "bf16", "weights": "bf16_masters", "offload_optimizer": True}
+    with FakePlugins() as plugins:
+        available = plugins.add("ranks", register=register)
+        shared = {**rl_config, "run_dir": str(tmp_path / "shared"), "backend": backend}
+        copied = {**shared, "run_dir": str(tmp_path / "copied"), "plugins": ["ranks"]}
+        copied["backend"] = {**backend, "name": "elsewhere"}
+        Run(load_config(shared)).train()
+        Run(load_config(copied, available=available)).train()
+    lines, expected = (deterministic(read_metrics(tmp_path / name)) for name in ("copied", "shared"))
+    for line in lines:
+        assert line.pop("sync/bytes") > 0
+        assert line["mismatch/logprob_diff/max"] < 0.1
+    assert lines == expected
+    assert_same_weights(tmp_path / "copied", tmp_path / "shared")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
@@ -376,3 +401,8 @@ def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     assert Run(load_config(path)).train().status == "finished"
     assert deterministic(read_metrics(config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    killed, through = (KeptRollouts(tmp_path / name).attempts() for name in ("run", "whole"))
+    for attempt, expected in zip(killed, through, strict=True):
+        assert (attempt.step, attempt.uid, attempt.sample) == (expected.step, expected.uid, expected.sample)
+        assert (attempt.reward, attempt.advantage) == (expected.reward, expected.advantage)
+        assert attempt.turns[0].response_ids.tolist() == expected.turns[0].response_ids.tolist()

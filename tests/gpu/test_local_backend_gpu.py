@@ -10,6 +10,7 @@ import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.backends.local.backend import LocalBackend
+from spurline.errors import ConfigError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import segment_attention
@@ -191,3 +192,94 @@ def test_quantized_weights_have_the_codes_and_values_of_the_host(model: Path, pr
     batch = lay_out(SAMPLES, ROWS)
     losses = [there.update(batch, OBJECTIVE)["loss"] for _ in range(8)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_kernels_compute_what_pytorch_computes(model: Path, precision: str) -> None:
+    pytest.importorskip("liger_kernel", reason="the extra liger is not installed")
+    plain = on_gpu(model, precision=precision, kernels="none")
+    fused = on_gpu(model, precision=precision, kernels="liger", probe=True)
+    assert "norms" in fused.facts()["kernels"]
+    assert worst_difference(plain, fused, ROWS) <= (1e-5 if precision == "fp32" else 0.1)
+
+
+@pytest.mark.parametrize("kernels", ["none", "liger"])
+def test_compiled_layers_compute_the_same(model: Path, kernels: str) -> None:
+    if kernels == "liger":
+        pytest.importorskip("liger_kernel", reason="the extra liger is not installed")
+    compiled = on_gpu(model, compile=True, kernels=kernels)
+    assert worst_difference(on_gpu(model, kernels="none"), compiled, ROWS) <= 1e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_gradients_in_fp8_are_near_those_in_bf16_however_the_batch_is_cut(tmp_path: Path, compiled: bool) -> None:
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of Hopper's generation or newer")
+    folder = write_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=16)
+    half = on_gpu(folder, precision="bf16")
+    fp8 = on_gpu(folder, precision="bf16", fp8=True, compile=compiled, probe=True)
+    cut = on_gpu(folder, precision="bf16", fp8=True, rows_per_microbatch=1)
+    assert worst_difference(half, fp8) <= 0.4
+    # Rounding to bf16 differs between kernels for other numbers of tokens, and fp8 makes more of that.
+    assert worst_difference(fp8, cut, ROWS) <= 0.1
+
+
+def test_fp8_is_refused_on_older_gpus(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    if torch.cuda.get_device_capability() >= (9, 0):
+        pytest.skip("this GPU computes in fp8")
+    with pytest.raises(ConfigError, match="needs a GPU of Hopper's generation or newer"):
+        on_gpu(write_model_folder(tmp_path / "model"), precision="bf16", fp8=True)
+
+
+@pytest.mark.parametrize("weights", ["bf16_masters", "bf16_stochastic"])
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
+def test_narrow_weights_learn_and_continue_wherever_the_optimizer_steps(
+    model: Path, tmp_path: Path, weights: str, on_host: bool
+) -> None:
+    settings: dict[str, Any] = {"precision": "bf16", "weights": weights, "offload_optimizer": on_host}
+    run = {"optimizer": AdamWConfig(learning_rate=3e-3)}
+    backend, resumed = (local_backend(model, device="cuda", run=run, **settings) for _ in range(2))
+    batch = lay_out(SAMPLES, ROWS)
+    losses = [backend.update(batch, OBJECTIVE)["loss"] for _ in range(10)]
+    assert losses[-1] < losses[0]
+    kept = backend._policy._stand_ins.kept()
+    assert {value.device.type for value in kept} <= {"cpu" if on_host else "cuda"}
+    assert all(value.is_pinned() for value in kept) or not on_host
+    moments = [value for value in backend._policy.tensors().state if value.ndim]
+    assert {value.device.type for value in moments} == {"cpu" if on_host else "cuda"}
+    backend.save(tmp_path / "saved")
+    resumed.load(tmp_path / "saved")
+    expected = [backend.update(batch, OBJECTIVE)["loss"] for _ in range(2)]
+    assert [resumed.update(batch, OBJECTIVE)["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-2)
+
+
+def test_an_optimizer_on_the_host_takes_no_memory_of_the_device(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
+    held: dict[bool, int] = {}
+    for on_host in (False, True):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        settings: dict[str, Any] = {"precision": "bf16", "weights": "bf16_masters", "offload_optimizer": on_host}
+        backend = local_backend(folder, device="cuda", **settings)
+        backend.update(lay_out(SAMPLES), OBJECTIVE)
+        held[on_host] = torch.cuda.memory_allocated() - before
+        parameters = sum(value.numel() for value in backend._model.causal.parameters())
+        backend.close()
+        del backend
+    assert held[False] - held[True] == pytest.approx(12 * parameters, rel=0.1)
+
+
+def test_paged_moments_learn_and_continue(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
+    folder = write_model_folder(tmp_path / "model", hidden_size=512, intermediate_size=2048)
+    run = {"optimizer": AdamW8BitConfig(learning_rate=1e-3, paged=True)}
+    backend, resumed = (local_backend(folder, device="cuda", run=run) for _ in range(2))
+    batch = lay_out(SAMPLES, ROWS)
+    losses = [backend.update(batch, OBJECTIVE)["loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    backend.save(tmp_path / "saved")
+    resumed.load(tmp_path / "saved")
+    expected = [backend.update(batch, OBJECTIVE)["loss"] for _ in range(2)]
+    assert [resumed.update(batch, OBJECTIVE)["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-3)

@@ -13,6 +13,7 @@ import psutil
 from run_helpers import deterministic, read_metrics
 
 from spurline import Run, load_config
+from spurline.rl.kept_rollouts import KeptRollouts
 from spurline.run.state_files import read_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 from spurline_async_rl.source.recordings import groups_of, recorded_step
@@ -57,6 +58,8 @@ def assert_every_prompt_ended_once(config: dict[str, Any]) -> Scheduler:
             assert group.draw not in recorded, f"draw {group.draw} was trained at {recorded[group.draw]} and {step}"
             recorded[group.draw] = step
     assert recorded == scheduler.trained()
+    kept = {attempt.draw: attempt.step for attempt in KeptRollouts(run_dir).attempts() if attempt.status == "trained"}
+    assert kept == recorded
     untrained = [*scheduler.in_state(State.FILTERED), *scheduler.in_state(State.GIVEN_UP)]
     assert Counter([*recorded, *untrained]) == dict.fromkeys(range(scheduler.num_drawn), 1)
     return scheduler

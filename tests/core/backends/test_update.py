@@ -22,6 +22,7 @@ from spurline.errors import DataError, ModelError, NonFiniteLossError
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.model.device_profile import KeepDouble
+from spurline.model.stream_model import other_attention
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective, TokenLossInputs
@@ -251,6 +252,31 @@ def test_a_compiled_decoder_gives_the_same_gradients_for_any_lengths(
         expected = dict(plain.gradients(batch, Objective(CROSS_ENTROPY, 9.0)))
         for name, gradient in compiled.gradients(batch, Objective(CROSS_ENTROPY, 9.0)):
             assert float((gradient - expected[name]).norm() / expected[name].norm()) <= 1e-5, name
+
+
+def test_layers_are_compiled_one_by_one_and_generation_leaves_that_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def compiled(call: Any, **_: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            calls.append(call)
+            return call(*arguments, **options)
+
+        return counted
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    backend = local_backend(model, compile=True)
+    backend.logprobs(lay_out(make_samples([9])))
+    assert len(calls) == len(set(calls)) == 2
+    backend.generate([[5, 6, 7]], max_new_tokens=3)
+    lent = backend.generation_model()
+    with lent.computing(), other_attention(lent.causal, "eager"):
+        lent.causal(input_ids=torch.tensor([[5, 6, 7]]))
+    assert len(calls) == 2
+    backend.logprobs(lay_out(make_samples([9])))
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_reference_in_fp8_equals_the_policy_at_first(model: Path) -> None:
 )
 def test_fp8_that_cannot_be_computed_is_refused(model: Path, settings: dict[str, Any], reason: str) -> None:
     for config in (LocalBackendConfig, FsdpBackendConfig):
-        extra = {"ranks": 2} if config is FsdpBackendConfig else {}
+        extra: dict[str, Any] = {"ranks": 2} if config is FsdpBackendConfig else {}
         run = run_config(model)
         assert [problem.key for problem in config(**settings, **extra).problems(run) if reason in problem.message] == [
             "fp8"

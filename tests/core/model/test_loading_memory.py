@@ -90,7 +90,7 @@ def test_loading_takes_at_most_a_few_tensors_more_than_what_it_loads(
     folder = write_weights(write_model_folder(tmp_path / "model", **WIDE), stored)
     loading = Loading(folder, LocalBackendConfig.model_validate({"lora": {"rank": 2, "base_dtype": base_dtype}}))
     with growth() as grown:
-        causal = loading._load_trainable()
+        causal, _ = loading._load_trainable()
         held = sum(parameter.nbytes for parameter in causal.parameters())
         assert held > 80 * MIB
         # Wide weights would take as much again, and twice as much as long as they are there.

@@ -130,7 +130,7 @@ def test_a_plan_suggests_to_hold_weights_under_adapters_in_half_precision() -> N
     change = next(iter(config.savings(run_config("m"), 10, 10)))
     assert change == {"lora.base_dtype": "bf16"}
     assert with_changes(config, change).lora == LoraConfig(rank=4, base_dtype="bf16")
-    assert not list(LocalBackendConfig(activation_checkpointing=True).savings(run_config("m"), 10, 10))
+    assert not list(LocalBackendConfig(device="cpu", activation_checkpointing=True).savings(run_config("m"), 10, 10))
 
 
 class _ScaledEmbedding(nn.Embedding):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
 from spurline.model.memory import model_shapes
-from spurline.optimizers.adamw import make_adamw
+from spurline.optimizers.adamw import make_adamw, make_adamw_8bit
 from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline.optimizers.muon import Muon
 from spurline.optimizers.sgd import make_sgd
@@ -186,3 +186,37 @@ def test_8_bit_moments_name_the_extra_they_need(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("spurline.optimizers.configs.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"optimizer\.name is adamw_8bit, .*pip install spurline\[optim-8bit\]"):
         load_config({**BASE, "optimizer": "adamw_8bit"})
+
+
+def test_paged_moments_are_refused_without_a_gpu_with_the_reason() -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
+    with pytest.raises(ConfigError, match=r"optimizer\.paged is true, but moments are paged between"):
+        make_adamw_8bit(AdamW8BitConfig(paged=True), {"weight": Parameter(torch.zeros(64, 64))})
+    config = AdamW8BitConfig(paged=True)
+    for backend, said in (({"device": "cpu"}, "trains on the CPU"), ({"offload_optimizer": True}, "on the host")):
+        run = run_config("m", backend=LocalBackendConfig.model_validate(backend))
+        assert [problem.key for problem in config.problems(run) if said in problem.message] == ["paged"]
+
+
+def test_moments_out_of_a_checkpoint_are_paged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the extra optim-8bit is not installed")
+
+    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        paged: Any = torch.empty(shape, dtype=dtype)
+        paged.is_paged = True
+        return paged
+
+    monkeypatch.setattr(functional, "get_paged", get_paged)
+    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor: None)
+    parameter = Parameter(torch.empty(2, 3, device="meta"))
+    optimizer = make_adamw_8bit(AdamW8BitConfig(paged=True), {"weight": parameter})
+    moments = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    state: Any = optimizer.state[parameter]
+    state |= {"step": 1, "state1": moments, "state2": moments + 1}
+    cast(Any, optimizer).prefetch_state(parameter)
+    assert torch.equal(state["state1"], moments)
+    assert torch.equal(state["state2"], moments + 1)
+    assert state["state1"].is_paged
+    before = state["state1"]
+    cast(Any, optimizer).prefetch_state(parameter)
+    assert state["state1"] is before

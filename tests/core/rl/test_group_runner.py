@@ -94,6 +94,7 @@ def test_a_failed_attempt_is_made_again_with_other_seeds(capsys):
     assert len({request.seed for request in engine.requests}) == 3
     assert [request.name for request in engine.requests][-1] == "train:0@0 sample 0 turn 0 attempt 2"
     assert len(group.trajectories[0].turns) == 1, "turns of failed attempts are gone"
+    assert group.trajectories[0].retries == 2
     [told] = capsys.readouterr().err.splitlines()
     assert "rows.jsonl:1 (sample 0 of prompt train:0@0): ConnectionError: sandbox gone" in told, (
         "the first, while others go on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,21 @@ def test_bf16_steps_stay_near_those_of_the_local_backend_in_bf16(kept: KeptBacke
         for step in range(2):
             got, wanted = (one.update(*values_batch(layout, step), role="critic") for one in (backend, local))
             assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchao") is None, reason="the extra fp8 is not installed")
+def test_gradients_in_fp8_are_those_of_the_local_backend_in_fp8_on_any_number_of_ranks(
+    kept: KeptBackend, spurline_tiny_model: Path
+) -> None:
+    local_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu", "fp8": "emulated"})
+    exact_run = backend_run(spurline_tiny_model, {"name": "core/local", "device": "cpu"})
+    run = backend_run(spurline_tiny_model, on(2, fp8="emulated", probe=True), ("fsdp_backend",))
+    with kept.lend(run) as (backend, layout), opened(local_run) as (local, _), opened(exact_run) as (exact, _):
+        wanted = dict(local.gradients(*minibatch("packed", layout)))
+        assert_gradients_close(backend.gradients(*minibatch("packed", layout)), wanted.items(), 1e-4)
+        plain = dict(exact.gradients(*minibatch("packed", layout)))
+        assert max(float((plain[name] - value).norm() / plain[name].norm()) for name, value in wanted.items()) > 1e-3
 
 
 def test_dropout_follows_from_the_number_of_the_update_and_gradients_show_the_next_one(

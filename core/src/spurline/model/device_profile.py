@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,6 +77,21 @@ class DeviceProfile:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether what goes between host and device is faster out of pinned memory."""
+        return self.device.type == "cuda"
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host for what goes to the device and back, pinned for a GPU, with any values."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
+
+    def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
+        """A tensor of the device in this place: itself where it is there already. Waits for what goes to the host."""
+        if tensor.device == place:
+            return tensor
+        return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
 
     def transfers(self) -> Transfers:
         """Copies between device and host, beside what is computed."""

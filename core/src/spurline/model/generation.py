@@ -43,7 +43,7 @@ def generate_greedily(
         use_cache=True,
     )
     generate: Any = causal.generate
-    with evaluation_mode(causal), _generation_setup(causal):
+    with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
         # Only attention is sure to leave padding out.
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
             width = max(len(prompts[member]) for member in members)
@@ -109,9 +109,13 @@ def generation_model(
     positions = position_limit(model.causal.config)
     context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
-    return GenerationModel(
-        model.causal, profile.computing, min(limits, default=None), reads_streams=model.reading == "stream"
-    )
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        with profile.computing(), model.uncompiled():
+            yield
+
+    return GenerationModel(model.causal, computing, min(limits, default=None), reads_streams=model.reading == "stream")
 
 
 def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:

@@ -7,7 +7,7 @@ rule of thumb over the shapes of the linear layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from spurline.model.configs import LoraConfig
 from spurline.model.freezing import frozen_names
 from spurline.model.narrow_weights import base_dtype, narrowable_modules, quantizable_modules
 from spurline.model.quantized_weights import quantized_bytes
+from spurline.model.stepping_memory import step_buckets
 from spurline.model.stream_model import vocabulary_size
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import OptimizerConfig, num_values
@@ -31,6 +32,38 @@ _ELEMENTWISE_TENSORS_PER_LAYER = 8
 _WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 _COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 """Of weights as they are held, and of what is computed with them: bf16 computes under autocast."""
+
+
+_HALF_BYTES = 2
+
+
+@dataclass(frozen=True)
+class WeightHolding:
+    """How trained weights are held.
+
+    narrow: matrices in half precision. keeps_masters: with fp32 copies that last. sums_gradients: whether a step has
+    several micro-batches. on_host: the optimizer, and what stands for weights, are in the memory of the host.
+    trains_on_host: so is everything else.
+    """
+
+    narrow: bool = False
+    keeps_masters: bool = False
+    sums_gradients: bool = False
+    on_host: bool = False
+    trains_on_host: bool = False
+
+    @property
+    def leaves_device(self) -> bool:
+        """Whether the optimizer takes no memory of the device."""
+        return self.on_host and not self.trains_on_host
+
+    @property
+    def wide_tensors(self) -> int:
+        """Wide tensors that a weight needs for its step alone: its gradient, and a stand-in if it has no master."""
+        return 1 if self.keeps_masters else 2
+
+
+WIDE = WeightHolding()
 
 
 @dataclass(frozen=True)
@@ -142,6 +175,7 @@ def estimate_memory(
     tokens: int,
     *,
     precision: Literal["fp32", "bf16", "fp64"],
+    holding: WeightHolding = WIDE,
     lora: LoraConfig | None,
     activation_checkpointing: bool,
     offload_activations: bool = False,
@@ -153,6 +187,7 @@ def estimate_memory(
     """Bytes by part in one process, at the peak of an update.
 
     tokens: non-padding tokens of one micro-batch, all of which are taken to carry loss.
+    holding: how trained weights are held; what is on the host is not counted.
     critic_optimizer: of a run with a critic; adds `critic`, its weights and optimizer. All else of it is never there
         together with the policy's.
     reference: adds `reference`, the weights before training; runs with adapters have none of their own.
@@ -162,25 +197,40 @@ def estimate_memory(
     check_groups(optimizer, shapes.trained)
     weight_bytes, computed_bytes = _WEIGHT_BYTES[precision], _COMPUTED_BYTES[precision]
     narrow_bytes = weight_bytes if lora is None else min(weight_bytes, base_dtype(lora, model).itemsize)
+    if holding.narrow:
+        narrow_bytes = _HALF_BYTES
     is_quantized = lora is not None and lora.is_quantized
     quantized = {name: shapes.frozen[name] for name in shapes.quantizable & shapes.frozen.keys() if is_quantized}
     narrow = {name: shapes.frozen[name] for name in shapes.narrowable & shapes.frozen.keys() - quantized.keys()}
     if narrow_bytes == weight_bytes:
         narrow = {}
-    wide = shapes.parameters - num_values(narrow) - num_values(quantized)
+    trained = _narrow_trained(shapes, holding)
+    wide = shapes.parameters - num_values(narrow) - num_values(quantized) - num_values(trained)
+    wide_trained = num_values(shapes.trained) - num_values(trained)
     # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
     bytes_per_logit = 2 * weight_bytes + computed_bytes
     parts = {
         "weights": wide * weight_bytes
-        + num_values(narrow) * narrow_bytes
+        + (num_values(narrow) + num_values(trained)) * narrow_bytes
         + sum(quantized_bytes(math.prod(shape)) for shape in quantized.values()),
-        "gradients": num_values(shapes.trained) * weight_bytes,
-        "optimizer": optimizer.state_bytes(shapes.trained, weight_bytes),
+        # Sums over micro-batches are wide.
+        "gradients": wide_trained * weight_bytes
+        + num_values(trained) * (weight_bytes if holding.sums_gradients else _HALF_BYTES),
+        "optimizer": 0 if holding.leaves_device else optimizer.state_bytes(shapes.trained, weight_bytes),
         "activations": tokens
         * shapes.activations_per_token(activation_checkpointing, offload_activations)
         * computed_bytes,
         "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
     }
+    masters = 0 if holding.leaves_device else _master_bytes(shapes, holding, weight_bytes)
+    if masters:
+        parts["masters"] = masters
+    if trained and not holding.leaves_device:
+        # For the step, when activations and logits are gone.
+        stepped = _largest_bucket(shapes.trained, apart=optimizer.steps_apart) * holding.wide_tensors * weight_bytes
+        beyond = stepped - parts["activations"] - parts["logits"]
+        if beyond > 0:
+            parts["stepping"] = beyond
     if computed_bytes < weight_bytes:
         # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
         kept_by_layer = activation_checkpointing and lora is not None
@@ -195,7 +245,8 @@ def estimate_memory(
         parts["reference"] = parts["weights"]
     if critic_optimizer is not None:
         # As large as the policy but for its output layer, and its gradients are dropped before the policy has any.
-        parts["critic"] = parts["weights"] + critic_optimizer.state_bytes(shapes.trained, weight_bytes)
+        state = 0 if holding.leaves_device else critic_optimizer.state_bytes(shapes.trained, weight_bytes)
+        parts["critic"] = parts["weights"] + masters + state
     return parts
 
 
@@ -209,6 +260,39 @@ def estimate_offloaded_activations(
 ) -> int:
     """Bytes of activations of a micro-batch that `offload_activations` keeps on the host. Raises ModelError."""
     return tokens * model_shapes(model, lora).offloaded_per_token(activation_checkpointing) * _COMPUTED_BYTES[precision]
+
+
+def estimate_stepped_on_host(
+    model: ModelConfig,
+    *,
+    precision: Literal["fp32", "bf16", "fp64"],
+    holding: WeightHolding,
+    lora: LoraConfig | None,
+    optimizers: Sequence[OptimizerConfig],
+) -> int:
+    """Bytes that models with these optimizers keep on the host where `holding.leaves_device`. Raises ModelError."""
+    shapes = model_shapes(model, lora)
+    weight_bytes = _WEIGHT_BYTES[precision]
+    kept = _master_bytes(shapes, holding, weight_bytes)
+    return sum(kept + optimizer.state_bytes(shapes.trained, weight_bytes) for optimizer in optimizers)
+
+
+def _narrow_trained(shapes: Shapes, holding: WeightHolding) -> dict[str, tuple[int, ...]]:
+    """Trained weights that are held in half precision."""
+    return {name: shape for name, shape in shapes.trained.items() if holding.narrow and name in shapes.narrowable}
+
+
+def _master_bytes(shapes: Shapes, holding: WeightHolding, weight_bytes: int) -> int:
+    """Of the fp32 tensors that stand for weights beside them."""
+    narrow = num_values(_narrow_trained(shapes, holding))
+    kept = narrow if holding.keeps_masters else 0
+    # An optimizer on the host steps on copies of wide weights.
+    return (kept + (num_values(shapes.trained) - narrow if holding.on_host else 0)) * weight_bytes
+
+
+def _largest_bucket(trained: Mapping[str, tuple[int, ...]], *, apart: bool) -> int:
+    sizes = {name: math.prod(shape) for name, shape in trained.items()}
+    return max(sum(sizes[name] for name in bucket) for bucket in step_buckets(sizes, apart=apart))
 
 
 def estimate_cache(model: ModelConfig, tokens: int, *, precision: Literal["fp32", "bf16", "fp64"]) -> int:

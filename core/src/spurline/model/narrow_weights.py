@@ -1,14 +1,16 @@
-"""Hold frozen weights in half precision, and compute with them as if they were wide.
+"""Hold weights in half precision, and compute with them as if they were wide.
 
 The matrices of linear layers and plain embeddings are held narrow, which is nearly all of a dense model; norms, biases
 and whatever else a layer reads in its own way have rounded values too, in the wide dtype. So a model computes, bit for
 bit, what it computes with the same rounded values held wide. Under autocast a narrow matrix is used as it is.
 Which weights are quantized (`quantized_weights.py`) is decided here too.
+
+Weights may be frozen or trained. The gradient of a trained one has its dtype, as autocast would have rounded it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +60,38 @@ def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtyp
 
     wide: dtype of what flows through the layers, as with weights of that dtype.
     """
-    for _, module in list(narrowable_modules(causal)):
-        if any(parameter.requires_grad for parameter in module.parameters()):
-            continue
+    modules = [module for _, module in narrowable_modules(causal)]
+    _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
+
+
+def narrow_trained_weights(
+    causal: PreTrainedModel,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    masters: MutableMapping[str, Tensor] | None = None,
+) -> None:
+    """Hold what can be of all weights in this dtype, one at a time, frozen or trained.
+
+    wide: as of `narrow_weights`. masters: is given the values that trained weights had, by name, without a copy; None
+    drops them.
+    """
+    modules = [module for _, module in narrowable_modules(causal)]
+    if masters is not None:
+        trained = {id(module.weight) for module in modules if module.weight.requires_grad}
+        masters.update((name, value.data) for name, value in causal.named_parameters() if id(value) in trained)
+    _narrow(modules, dtype, wide)
+
+
+def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
+    for module in modules:
         # Not new modules: adapters, hooks and names stay.
         if isinstance(module, nn.Linear):
             module.__class__ = _NarrowLinear
         else:
             module.wide_dtype = wide  # type: ignore[assignment]
             module.__class__ = _NarrowEmbedding
-    for module in causal.modules():
-        if isinstance(module, _NarrowLinear | _NarrowEmbedding):
-            # The data, not the parameter: a tied weight has two owners.
-            module.weight.data = module.weight.data.to(dtype)
+        # The data, not the parameter: a tied weight has two owners.
+        module.weight.data = module.weight.data.to(dtype)
 
 
 def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
@@ -116,6 +137,8 @@ class _NarrowLinear(nn.Linear):
                 "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
                 f"{str(self.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
             )
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            return F.linear(input, self.weight.to(input.dtype), self.bias)
         return _WidenedLinear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
 
 
@@ -124,7 +147,12 @@ class _NarrowEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         # What flows through the layers has the precision that it has with wide weights.
-        return super().forward(input).to(self.wide_dtype)
+        if not (self.weight.requires_grad and torch.is_grad_enabled()):
+            return super().forward(input).to(self.wide_dtype)
+        # Each row once, so that the gradients of a token's many places are summed wide: half precision would lose the
+        # small ones beside the sum of the others.
+        tokens, places = input.unique(return_inverse=True)
+        return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
 
 
 class _WidenedLinear(torch.autograd.Function):

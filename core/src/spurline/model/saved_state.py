@@ -69,7 +69,7 @@ def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, st
         if saved[name] != description:
             raise CheckpointError(
                 f"{where}: {name} is {saved[name]} in the checkpoint, but {description} in this run. Resume with the "
-                "model, backend.lora and backend.precision the checkpoint was made with."
+                "model, backend.lora, backend.precision and backend.weights the checkpoint was made with."
             )
 
 
@@ -78,7 +78,8 @@ def check_frozen(where: Path, saved: str, frozen: str) -> None:
     if saved != frozen:
         raise CheckpointError(
             f"{where}: the checkpoint was trained on other frozen weights than this run's model has. Resume with the "
-            "model.path, model.revision, model.init, backend.lora.base_dtype and seed the checkpoint was made with."
+            "model.path, model.revision, model.init, backend.lora.base_dtype, backend.weights and seed the checkpoint "
+            "was made with."
         )
 
 

@@ -48,7 +48,7 @@ class SavedTensors:
     where: the folder, for errors. layout: the tensors by their names in the model, on device `meta`. read: gives one
     of them, on CPU. frozen_weights: digest of the weights that are not there. frozen_dtype: in which the backend counts
     those. rounded_to: dtype whose values they have; None for that of their files. is_quantized: whether those of linear
-    layers were quantized then.
+    layers were quantized then. narrow: names of those that have the values of bf16 whatever `rounded_to` is.
     """
 
     where: Path
@@ -58,6 +58,7 @@ class SavedTensors:
     frozen_dtype: torch.dtype
     rounded_to: torch.dtype | None = None
     is_quantized: bool = False
+    narrow: Collection[str] = ()
 
 
 def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
@@ -153,6 +154,7 @@ class _OriginalWeights:
         self._causal = _without_values(model, saved.frozen_dtype)
         self._dtype = saved.frozen_dtype
         self._rounded_to = saved.rounded_to
+        self._narrow = saved.narrow
         self._files = ExitStack()
         self._single: dict[str, Any] = {}
         self._joined: dict[str, dict[str, Any]] = {}
@@ -180,7 +182,7 @@ class _OriginalWeights:
                 f"model.path: the checkpoint was made with a frozen weight {name} of shape {list(shape)}, and "
                 f"its files have {there}. Restore the model that the run was made with."
             )
-        return found.to(self._rounded_to).to(self._dtype)
+        return found.to(torch.bfloat16 if name in self._narrow else self._rounded_to).to(self._dtype)
 
     def _read_joined(self, name: str) -> Tensor | None:
         layer = layer_of(name)

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.model.activation_offloading import ActivationOffloading
+from spurline.model.architecture import decoder_layers
 from spurline.model.device_profile import DeviceProfile, slots_per_pass
 from spurline.model.expert_loads import ExpertLoads
 from spurline.model.kernels import kernels_of
@@ -62,7 +63,7 @@ class StreamModel:
         self.decoder = find_decoder(causal)
         self.head: nn.Module = head
         self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens)
-        self._run_decoder: Any = self.decoder
+        self._compiled: list[nn.Module] = []
         self._offloading: ActivationOffloading | None = None
         taken = inspect.signature(self.decoder.forward).parameters
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
@@ -81,9 +82,26 @@ class StreamModel:
         self._offloading = ActivationOffloading(self.causal, profile)
 
     def compile(self) -> None:
-        """Run the decoder through torch.compile from now on; attention stays outside its graphs."""
-        self._run_decoder = torch.compile(self.decoder, dynamic=True)
+        """Run each layer of the decoder through torch.compile from now on; attention stays outside its graphs.
+
+        Layers of one kind share what is compiled, for any number of tokens.
+        """
+        self._compiled = decoder_layers(self.causal) or [self.decoder]
+        for layer in self._compiled:
+            layer.compile(dynamic=True)
         self.counts_experts = False
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """A context for generation, whose caches and single tokens would be compiled anew."""
+        calls = [layer._compiled_call_impl for layer in self._compiled]
+        for layer in self._compiled:
+            layer._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            for layer, call in zip(self._compiled, calls, strict=True):
+                layer._compiled_call_impl = call
 
     @property
     def reading(self) -> Reading:
@@ -205,7 +223,7 @@ class StreamModel:
         if self.reading != "plain_rows":
             options["segment_plan"] = plan
         with nullcontext() if self._offloading is None else self._offloading.of_pass():
-            return self._run_decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
+            return self.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """What a loss with these `needs` sees of the stream."""

@@ -227,8 +227,8 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
     if found != expected:
         raise CheckpointError(
             f"model.path: the weights of {path} are not those this run started from, and its reference model is "
-            "loaded from there. Restore them (and model.revision, where it names a branch), or start anew with "
-            "another run_dir."
+            "loaded from there. Restore them (and model.revision, where it names a branch, or backend.weights, where "
+            "that was changed), or start anew with another run_dir."
         )
 
 

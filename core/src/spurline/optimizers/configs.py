@@ -25,6 +25,7 @@ class AdamWConfig(OptimizerConfig):
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
+    steps_apart: ClassVar[bool] = True
 
     name: str = "adamw"
     betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
@@ -41,6 +42,7 @@ class SgdConfig(OptimizerConfig):
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
+    steps_apart: ClassVar[bool] = True
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
@@ -109,10 +111,20 @@ class AdamW8BitConfig(AdamWConfig):
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)
     """Values that a parameter must have for moments of 8 bits."""
+    paged: Annotated[bool, OnResume.FREE] = False
+    """Let moments of large parameters move to the host's memory when the GPU's is full, page by page; needs CUDA."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if find_spec("bitsandbytes") is None:
             yield Problem("name", f"is {self.name}, which needs bitsandbytes. Run `pip install spurline[optim-8bit]`.")
+        if self.paged and run.backend.stays_on_cpu:
+            yield Problem(
+                "paged", "is true, and the backend trains on the CPU, whose memory no other can relieve. Remove it."
+            )
+        if self.paged and run.backend.optimizes_on_host:
+            yield Problem(
+                "paged", "is true, and the backend keeps the moments on the host at all times. Remove one of the two."
+            )
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         # Two moments, each with a scale of 4 bytes for 256 values and a table of 256 values, which all share.

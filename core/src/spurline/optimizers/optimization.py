@@ -55,9 +55,13 @@ class Optimization:
 
         Returns the learning rates: `lr`, and `lr/groups.N` of each group that the config has.
         """
-        rates = set_rates(self._config, self.optimizer, self._factor(number))
+        rates = self.set_rates(number)
         self.optimizer.step()
         return rates
+
+    def set_rates(self, number: int) -> dict[str, float]:
+        """The part of `step` before the optimizer's own, for whoever calls that on some parameters after others."""
+        return set_rates(self._config, self.optimizer, self._factor(number))
 
     def state(self) -> OptimizerState:
         """What a checkpoint keeps. Raises CheckpointWriteError for state that it cannot hold."""

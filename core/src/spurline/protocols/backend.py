@@ -242,7 +242,8 @@ class LendsParameters(Protocol):
         ...
 
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
-        """The parameters that the optimizer of this role changes: name -> the tensor itself, in its dtype and place.
+        """The parameters that the optimizer of this role changes: name -> the tensor itself, in its dtype and place; of
+        a weight with an fp32 master that.
 
         Detached and for reading: the next optimizer step changes what the tensors hold. Clone what you keep.
         """
@@ -306,6 +307,11 @@ class BackendConfig(ComponentConfig):
     @property
     def stays_on_cpu(self) -> bool:
         """Whether it leaves the GPUs of this process, if there are any, to others."""
+        return False
+
+    @property
+    def optimizes_on_host(self) -> bool:
+        """Whether its optimizer steps in the memory of the host, whatever device computes."""
         return False
 
     def rank_request(self) -> RankRequest | None:

@@ -32,6 +32,11 @@ class EnvironmentConfig(ComponentConfig):
         """Responses that one attempt may ask for."""
         return 1
 
+    @property
+    def tool_names(self) -> Collection[str]:
+        """Names of the tools that the model may call, for people; none where only the environment knows them."""
+        return ()
+
 
 class AttemptFailedError(SpurlineError):
     """One attempt went wrong in a way that another try may cure; the text says what and where."""

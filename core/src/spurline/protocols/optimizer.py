@@ -72,6 +72,12 @@ class OptimizerConfig(ComponentConfig):
     may be given any flat piece of a parameter. A class that derives from one that sets it, such as `AdamWConfig`, and
     steps otherwise has to set it anew: it would be trained wrongly, and `OptimizerContract` finds that."""
 
+    steps_apart: ClassVar[bool] = False
+    """Whether one step may be taken by several calls of `step`, each with the gradients of some parameters: a parameter
+    changes by its own gradient and state alone, and nothing is counted by call. Where it may not, backends that hold
+    weights in half precision need memory for all of them in full precision while a step is taken. Inherited as
+    `is_elementwise` is, and checked by `OptimizerContract`."""
+
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate; `schedule` says how much of it each step gets."""
     weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)

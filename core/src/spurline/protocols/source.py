@@ -288,6 +288,16 @@ class SourceContext:
     progress: Progress = silent
 
 
+@dataclass(frozen=True)
+class FirstPrompt:
+    """What the model is given before it generates. token_ids: of the rendered prompt; none where only the environment
+    knows it. notes: lines about its row and what it is answered with."""
+
+    uid: str
+    token_ids: Sequence[int]
+    notes: Sequence[str] = ()
+
+
 class BatchSource(ABC):
     """Supply one TrainingBatch per loop step; SFT, synchronous and async RL differ only here.
 
@@ -326,6 +336,10 @@ class BatchSource(ABC):
         """Lines about what the model gets to see, for `spurline plan`; none where the batches show it."""
         return ()
 
+    def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
+        """The first prompts of training, for people to look at; none where the batches show what is trained."""
+        return ()
+
     @abstractmethod
     def build(self, step: int) -> TrainingBatch:
         """The batch of this 1-based step."""
@@ -337,6 +351,9 @@ class BatchSource(ABC):
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
         """Called after the update of a step; RL publishes weights here. Returns metrics."""
         return {}
+
+    def flush(self) -> None:  # noqa: B027 - many write nothing
+        """Make what was written into the run directory durable; called before each checkpoint, which covers it."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
         """How `data.eval` is measured, where that is not the loss on its tokens, else None.
@@ -382,6 +399,9 @@ class DecoratedSource(BatchSource):
     def preview(self) -> Sequence[str]:
         return self.inner.preview()
 
+    def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
+        return self.inner.first_prompts(count)
+
     def start(self, step: int, backend: Backend) -> None:
         self.inner.start(step, backend)
 
@@ -393,6 +413,9 @@ class DecoratedSource(BatchSource):
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
         return self.inner.after_update(step, backend)
+
+    def flush(self) -> None:
+        self.inner.flush()
 
     def evaluation(self) -> HeldOutEvaluation | None:
         return self.inner.evaluation()

@@ -11,7 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, asdict, dataclass
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, replace
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -26,6 +26,8 @@ from spurline.rl.trajectory import Group, Trajectory
 from spurline.terminal import printable
 
 _SHOWN_REASONS = 5
+_LONGEST_TAG = 200
+_MOST_TAGS = 32
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class GroupRunner:
             if prompt.dataset.on_bad_row == "error":
                 raise
             return SkippedRow(prompt.uid, prompt.number, str(error))
-        return Group(prompt.uid, prompt.number, tuple(trajectories), columns)
+        return Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
 
     def take_retries(self, uid: str) -> int:
         """Attempts at this prompt that were made again; told once."""
@@ -169,7 +171,8 @@ class GroupRunner:
             # word.
             raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
         self._check(trajectory, task)
-        return self.score(trajectory)
+        scored = self.score(trajectory)
+        return replace(scored, retries=attempt) if attempt else scored
 
     def _check(self, trajectory: Any, task: Task) -> None:
         """Raise PluginError for an environment that does not keep its contract."""
@@ -306,6 +309,18 @@ def _may_succeed(error: BaseException) -> TypeGuard[Exception]:
 
 def _task_of(prompt: Draw, sample: int) -> Task:
     return Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
+
+
+def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:
+    """The values of a row that are numbers or short texts, such as an answer or a level."""
+    found: dict[str, str | float] = {}
+    for name, value in row.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        if isinstance(plain, (int, float)) or (isinstance(plain, str) and len(plain) <= _LONGEST_TAG):
+            found[name] = plain
+            if len(found) == _MOST_TAGS:
+                break
+    return found
 
 
 def _carried(prompt: Draw, name: str) -> float:

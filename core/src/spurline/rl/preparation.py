@@ -141,7 +141,7 @@ class Preparation:
             groups = _without_experts(groups)
         laid_out = self._lay_out(groups)
         batch = laid_out.without_padding_rows()
-        columns = self._turn_columns(batch, groups)
+        columns = self.turn_columns(batch, groups)
         begin = time.perf_counter()
         scored = self._score_tokens(laid_out, columns, backend)
         seconds = time.perf_counter() - begin
@@ -174,7 +174,7 @@ class Preparation:
             _check_experts(batch, rows)
         return batch
 
-    def _turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
+    def turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
         """Where the responses of all turns lie; those of a merged attempt share its row."""
         turns = _joined(group.flat.attempt_turns for group in groups)
         rows = _joined(self._rows_of(group).flat.attempt_turns for group in groups)

@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from spurline.data.batch import TrainingBatch
-from spurline.errors import RunFailedError
+from spurline.data.prompts import read_question
+from spurline.errors import DataError, RunFailedError, listing
 from spurline.protocols.backend import Backend
 from spurline.protocols.evaluation import HeldOutEvaluation
-from spurline.protocols.source import BatchSource, Longest, SourceContext
+from spurline.protocols.source import BatchSource, FirstPrompt, Longest, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.rl.attempts import Attempts
 from spurline.rl.configs import HeldOutConfig, PromptSourceConfig
 from spurline.rl.draws import Draw, PromptDraws, SkippedRow
-from spurline.rl.group_runner import GivenUpPrompt, Outcome, reasons_of
+from spurline.rl.group_runner import GivenUpPrompt, Outcome, explain_bad_row, reasons_of, tags_of
 from spurline.rl.health import length_metrics, reward_metrics
 from spurline.rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
+from spurline.rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
+from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline.rl.preparation import Preparation
 from spurline.rl.prompt_survey import ROWS_BEFORE_TRAINING, PromptSurvey, survey
 from spurline.rl.trajectory import Group, has_equal_returns
@@ -37,6 +40,7 @@ class Collected:
 
     every: all groups that were scored, those filtered included. given_up: prompts given up. skipped: draws of rows that
     cannot be used. refill_missing: groups with equal rewards that are trained on, as the limit of draws was reached.
+    lost: the prompts given up, as far as this process has seen them.
     """
 
     groups: tuple[Group, ...]
@@ -45,6 +49,7 @@ class Collected:
     given_up: int
     skipped: int
     refill_missing: int
+    lost: tuple[GivenUpPrompt, ...] = ()
 
 
 async def collect_groups(
@@ -91,13 +96,14 @@ async def collect_groups(
             f"source.max_draws_per_step, which is {draw_limit}.{reasons_of(given_up)}"
         )
     groups = sorted([*kept, *filtered[:short]], key=lambda group: group.draw)
-    return Collected(tuple(groups), tuple(every), next_draw, len(given_up), skipped, short)
+    return Collected(tuple(groups), tuple(every), next_draw, len(given_up), skipped, short, tuple(given_up))
 
 
 class PromptSource(BatchSource):
     """Base of sources whose batches are groups of scored attempts."""
 
     generates_with_copies: bool = False
+    records = (ROLLOUTS_FILE,)
 
     def __init__(self, config: PromptSourceConfig, context: SourceContext) -> None:
         run = context.config
@@ -111,7 +117,12 @@ class PromptSource(BatchSource):
         self._attempts = Attempts(config, context)
         self._settings = config
         self._context = context
+        self._kept = RolloutKeeper(run.run_dir, context.tokenizer, config.keep_rollouts * 1_000_000)
         self.total_steps = run.total_steps(self._prompts.prompts_per_epoch, config.prompts_per_step)
+
+    def start(self, step: int, backend: Backend) -> None:
+        self._backend = backend
+        self._kept.start(step - 1)
 
     def summary(self) -> Mapping[str, object]:
         config = self._settings
@@ -133,6 +144,33 @@ class PromptSource(BatchSource):
 
     def preview(self) -> Sequence[str]:
         return () if self._survey is None else self._survey.lines(self._context.tokenizer)
+
+    def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
+        return [self._shown(draw) for draw in self._prompts.take(0, count)]
+
+    def _shown(self, draw: Draw | SkippedRow) -> FirstPrompt:
+        """A prompt with what it is answered and scored with."""
+        if isinstance(draw, SkippedRow):
+            return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
+        environment, tokenizer = self._settings.environment, self._context.tokenizer
+        notes = [f"from {draw.location}, for the environment '{environment.name}'"]
+        if environment.tool_names:
+            notes.append(f"tools: {listing(environment.tool_names)}")
+        if environment.reward_terms:
+            notes.append(f"rewards: {listing(environment.reward_terms)}")
+        try:
+            ids = self._attempts.first_prompt(draw)
+            question = read_question(draw.row, draw.dataset, has_chat_template=tokenizer.chat_template is not None)
+        except DataError as error:
+            if draw.dataset.on_bad_row == "error":
+                raise explain_bad_row(draw.location, error) from error
+            return FirstPrompt(draw.uid, (), (f"left out: {error}",))
+        if question.reference is not None:
+            notes.append(f"reference answer: {question.reference}")
+        notes += [f"{name}: {value}" for name, value in tags_of(draw.row).items()]
+        if ids is None:
+            notes.append("the prompt is not known before the environment runs")
+        return FirstPrompt(draw.uid, ids or (), tuple(notes))
 
     @cached_property
     def _survey(self) -> PromptSurvey | None:
@@ -171,7 +209,30 @@ class PromptSource(BatchSource):
             **reward_metrics(collected.every),
             **length_metrics(collected.every),
         }
+        if self._kept.is_on:
+            self._keep(step, collected, batch)
         return replace(batch, info={**batch.info, **metrics})
+
+    def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
+        """Hand the attempts over to be written. The columns it takes are no buffers that are used again."""
+        columns = self._preparation.turn_columns(batch, collected.groups)
+        trained = {group.draw for group in collected.groups}
+        filtered = [group for group in collected.every if group.draw not in trained]
+        taken = KeptStep(
+            step,
+            collected.groups,
+            filtered,
+            collected.lost,
+            self._prompts.prompts_per_epoch,
+            lambda name: columns.split(batch.tokens[name]),
+        )
+        self._kept.keep(taken)
+
+    def flush(self) -> None:
+        self._kept.flush()
+
+    def close(self) -> None:
+        self._kept.close()
 
     def _prompts_state(self) -> dict[str, object]:
         """What a checkpoint holds of the prompts and of those given up."""

@@ -34,7 +34,7 @@ class RolloutSource(PromptSource):
 
     def start(self, step: int, backend: Backend) -> None:
         """Lend or bring the backend's weights to the engine. Raises ConfigError when the engine can do neither."""
-        self._backend = backend
+        super().start(step, backend)
         engine = self._attempts.engine
         lends = self._context.config.backend.lends_model or not self._config.engine.borrows_model
         if isinstance(engine, SharesWeights) and lends:
@@ -102,6 +102,7 @@ class RolloutSource(PromptSource):
             self._loop.run(self._attempts.close())
         finally:
             self._loop.close()
+            super().close()
 
 
 _TENSORS = "in_process"

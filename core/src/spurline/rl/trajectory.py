@@ -69,7 +69,8 @@ class Trajectory:
     """One attempt at a prompt: its turns in order and its reward terms.
 
     uid: the prompt's uid. sample: which of the group's attempts this is, from 0.
-    rewards: named terms, before weights. info: anything the environment wants to log.
+    rewards: named terms, before weights. info: anything the environment wants to log. retries: attempts that failed
+    before this one.
     """
 
     uid: str
@@ -77,6 +78,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Group:
     """All attempts at one prompt.
 
     draw: position of the prompt in the endless data order. columns: numbers of the prompt's row, by `source.carry`.
+    tags: short values of that row, for people to look at.
     What is computed from the attempts is computed once: a group and its arrays are never changed, only made anew.
     """
 
@@ -91,6 +94,7 @@ class Group:
     draw: int
     trajectories: tuple[Trajectory, ...]
     columns: Mapping[str, float] = field(default_factory=dict[str, float])
+    tags: Mapping[str, str | float] = field(default_factory=dict[str, "str | float"])
 
     @cached_property
     def flat(self) -> FlatTurns:

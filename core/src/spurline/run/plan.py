@@ -31,12 +31,14 @@ from spurline.run.build import DataComponents, build_data, build_trackers
 from spurline.run.fit import Load, layout_lines, memory_lines
 from spurline.run.lengths import check_lengths
 from spurline.run.phases import phase_lines
+from spurline.run.shown_data.sequences import ROW_LIMIT, first_rows
+from spurline.run.shown_data.terminal import marked
 from spurline.update.reduction import describe_reduction
 
-ROW_LIMIT = 10_000
-"""Rows of each dataset that a plan looks at."""
-
 BATCHES_SHOWN = 3
+
+EXAMPLE_TOKENS = 120
+"""Of a longer example the middle is left out."""
 
 UNEVEN = 1.2
 """Time over that of an even share from which on a plan says what to do about it."""
@@ -211,6 +213,9 @@ def _batches(plan: Plan, loaded: LoadedConfig, data: DataComponents, model: _Mod
     """Lay out the first batches, or show what rollouts begin with; returns the largest step that is known."""
     config, source = loaded.config, loaded.config.source
     if data.source.pure or data.source.reads_only_data:
+        # First of all, as the batches of some sources can be asked for only once.
+        if data.source.pure:
+            plan.sections["example"] = _example(loaded, data)
         return _first_batches(plan, config, data)
     preview = data.source.preview()
     if preview:
@@ -257,6 +262,16 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
                 "collator.max_tokens nearer to the longest sample; or take more samples in a step"
             )
     return largest
+
+
+def _example(loaded: LoadedConfig, data: DataComponents) -> list[str]:
+    """The first row's first sequence, shortened; `spurline data` shows more."""
+    lines: list[str] = []
+    for row in first_rows(loaded, data, 1):
+        sequence = row.sequences[0]
+        lines.append(f"{sequence.uid}, trained tokens in ⟦ ⟧ (`spurline data` shows more):")
+        lines += [f"  | {line}" for line in marked(sequence.tokens, EXAMPLE_TOKENS).splitlines()]
+    return lines
 
 
 def _dealt(run: RunConfig, minibatches: Sequence[TrainingBatch]) -> tuple[str, float]:

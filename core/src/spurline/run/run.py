@@ -404,6 +404,7 @@ class Run:
         self.directory.check_present()
         for tracker in self._components.trackers.values():
             tracker.flush()
+        self.source.flush()
         course = Course(self._update.done, self._resumed.history, self._best, pending)
         self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, course)
         self.state.saved_step, self._saved_at, self._has_saved = step, time.monotonic(), True

@@ -178,6 +178,26 @@ class OptimizerContract:
             joined = torch.cat([pieces[f"{name}/{index}"].detach() for index in range(2)]).view(parameter.shape)
             torch.testing.assert_close(joined, parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
+    def test_a_step_in_several_calls_is_one_step_where_the_config_says_so(self) -> None:
+        if not self.make_config().steps_apart:
+            pytest.skip("wants the gradients of all parameters at once")
+        together, apart = _parameters(), _parameters()
+        optimization, other = self._optimization(together), self._optimization(apart)
+        for number in range(1, 4):
+            _set_gradients(together)
+            optimization.step(number)
+            _set_gradients(apart)
+            gradients = {name: parameter.grad for name, parameter in apart.items()}
+            other.set_rates(number)
+            for name, parameter in apart.items():
+                for one in apart.values():
+                    one.grad = None
+                parameter.grad = gradients[name]
+                other.optimizer.step()
+        for name, parameter in together.items():
+            assert torch.equal(apart[name], parameter), f"{name} depends on what is stepped with it"
+        _assert_same_state(other.state(), optimization.state())
+
     def test_memory_of_the_state_is_what_the_config_says(self) -> None:
         parameters = _parameters()
         optimization = self._optimization(parameters)

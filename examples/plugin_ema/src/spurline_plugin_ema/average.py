@@ -26,7 +26,11 @@ class Average:
         self._settings = settings
         self._backend = run.backend
         # A clone: what the backend lends are the very tensors that the next step changes.
-        self._weights = {name: value.clone() for name, value in self._backend.trained_parameters().items()}
+        # In fp32 at least: half precision would lose most of what a step adds to an average.
+        self._weights = {
+            name: value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            for name, value in self._backend.trained_parameters().items()
+        }
         self._updates = 0
 
     def state_dict(self) -> dict[str, object]:
@@ -42,7 +46,7 @@ class Average:
     def on_optimizer_step(self, role: Role) -> None:
         if role == "policy":
             for name, value in self._backend.trained_parameters().items():
-                self._weights[name].lerp_(value, 1 - self._settings.decay)
+                self._weights[name].lerp_(value.to(self._weights[name]), 1 - self._settings.decay)
             self._updates += 1
 
     @hookimpl

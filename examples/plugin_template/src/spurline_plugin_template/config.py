@@ -63,6 +63,7 @@ class LionConfig(OptimizerConfig):
     # Each value changes by its own gradient and momentum, so a rank can have some rows, or some values, alone.
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
+    steps_apart: ClassVar[bool] = True
 
     name: str = "lion"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)

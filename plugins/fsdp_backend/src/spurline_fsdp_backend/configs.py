@@ -103,6 +103,10 @@ class FsdpBackendConfig(RankBackendConfig):
         return ParallelLayout(data=self.num_ranks // self.context)
 
     @property
+    def optimizes_on_host(self) -> bool:
+        return self.cpu_offload
+
+    @property
     def replays_experts(self) -> bool:
         # A router's choice is replaced by a hook, for which compiled layers would be compiled anew.
         return not self.compile

@@ -34,10 +34,11 @@ from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
-from spurline.model.loading import check_config, load_model
+from spurline.model.loading import HeldDtypes, check_config, load_model
 from spurline.model.narrow_weights import (
     base_dtype,
     narrow_dtypes,
+    narrow_trained_weights,
     narrow_weights,
     quantize_weights,
     round_weights,
@@ -46,11 +47,12 @@ from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
 from spurline.model.quantized_weights import num_parameters
 from spurline.model.router_replay import check_replayed
+from spurline.model.stand_ins import StandIns
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
 from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
 from spurline.model.weight_files import WeightStream, write_weight_files
 from spurline.model.weights import NamedWeights
-from spurline.optimizers.optimization import MakeOptimization, critic_optimization, policy_optimization
+from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import GenerationModel, LossSums, Role, check_trained
 from spurline.protocols.loss import Objective
@@ -68,7 +70,7 @@ class LocalBackend:
         self._config = config
         self._run = run
         self._profile = device_profile(config.device, config.precision)
-        causal = self._load_trainable()
+        causal, masters = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
         if run.source.replays_experts:
@@ -79,14 +81,14 @@ class LocalBackend:
             check_exactness(self._model, self._profile, run.model.path)
         else:
             choose_reading(self._model, self._profile)
-        self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates))
+        self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates), masters)
         self._critic: TrainedModel | None = None
         if run.critic is not None:
-            causal = self._load_trainable()
+            causal, masters = self._load_trainable()
             put_value_head(causal, self._profile.weight_dtype)
             critic = ValueModel(causal)
             critic.read_as(self._model.reading)
-            self._critic = self._trained(critic, critic_optimization(run.critic, registry))
+            self._critic = self._trained(critic, critic_optimization(run.critic, registry), masters)
         self._memory = DeviceMemory(self._profile)
         self._open_swaps = 0
         # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
@@ -168,7 +170,7 @@ class LocalBackend:
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
         """See `LendsParameters`."""
         self._memory.check_here("asked for its parameters")
-        return {name: value.detach() for name, value in self._model_to_train(role).parameters.items()}
+        return self._model_to_train(role).values
 
     @contextmanager
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -243,35 +245,45 @@ class LocalBackend:
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
 
-    def _load_trainable(self) -> PreTrainedModel:
-        """The model of the config, with adapters if it asks for them, or with frozen parts."""
-        dtype, lora = self._narrow_dtype(), self._config.lora
-        return load_model(
+    def _load_trainable(self) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        """The model of the config, with adapters if it asks for them, or with frozen parts; and the fp32 values of
+        those trained weights that it holds in bf16, where they are kept."""
+        masters: dict[str, Tensor] = {}
+        lora = self._config.lora
+        causal = load_model(
             self._run.model,
             self._profile,
             self._run.seed,
-            self._make_trainable,
-            held_dtypes=None if dtype is None else partial(narrow_dtypes, dtype=dtype),
-            # Weights are quantized there.
-            on_host=lora is not None and lora.is_quantized,
+            partial(self._make_trainable, masters=masters),
+            held_dtypes=None if self._config.keeps_masters else self._held_dtypes(),
+            # There weights are quantized, and masters may stay.
+            on_host=self._config.keeps_masters or (lora is not None and lora.is_quantized),
         )
+        return causal, masters
 
-    def _narrow_dtype(self) -> torch.dtype | None:
+    def _held_dtypes(self) -> HeldDtypes | None:
+        """In which weights are read that are held narrow."""
+        dtype = torch.bfloat16 if self._config.narrow_weights else self._base_dtype()
+        return None if dtype is None else partial(narrow_dtypes, dtype=dtype)
+
+    def _base_dtype(self) -> torch.dtype | None:
         """Of the weights under adapters, where they are held in fewer bytes than is computed with."""
         if self._config.lora is None:
             return None
         dtype = base_dtype(self._config.lora, self._run.model)
         return dtype if dtype.itemsize < self._profile.weight_dtype.itemsize else None
 
-    def _make_trainable(self, causal: PreTrainedModel) -> None:
+    def _make_trainable(self, causal: PreTrainedModel, masters: dict[str, Tensor]) -> None:
         model, lora = self._run.model, self._config.lora
         self._change_computing(causal)
         freeze_parameters(causal, model.freeze)
+        if self._config.narrow_weights:
+            self._narrow_all(causal, masters if self._config.keeps_masters else None)
         if lora is None:
             return
         from spurline.model.lora import add_adapters
 
-        dtype = self._narrow_dtype()
+        dtype = self._base_dtype()
         if dtype is not None:
             # Before adapters: DoRA's lengths begin as those of the rounded weights.
             round_weights(causal, dtype)
@@ -286,14 +298,33 @@ class LocalBackend:
         """What computes single layers; of a reference as of the policy, so that they are equal at first."""
         change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)
 
-    def _trained(self, model: StreamModel, make_optimization: MakeOptimization) -> TrainedModel:
+    def _make_reference(self, causal: PreTrainedModel) -> None:
+        """What the policy computes with before it is trained."""
+        self._change_computing(causal)
+        if self._config.narrow_weights:
+            self._narrow_all(causal)
+
+    def _narrow_all(self, causal: PreTrainedModel, masters: dict[str, Tensor] | None = None) -> None:
+        narrow_trained_weights(causal, torch.bfloat16, self._profile.weight_dtype, masters)
+
+    def _trained(
+        self, model: StreamModel, optimization: OptimizationRecipe, masters: dict[str, Tensor]
+    ) -> TrainedModel:
         if self._config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
         if self._config.offload_activations:
             model.offload_activations(self._profile)
         if self._config.compile:
             model.compile()
-        return TrainedModel(model, make_optimization, self._profile.weight_dtype)
+        make_stand_ins = partial(
+            StandIns,
+            profile=self._profile,
+            masters=masters if self._config.keeps_masters else None,
+            on_host=self._config.offload_optimizer,
+            apart=optimization.config.steps_apart,
+            seed=self._run.seed,
+        )
+        return TrainedModel(model, optimization, self._profile.weight_dtype, make_stand_ins)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
@@ -348,9 +379,13 @@ class LocalBackend:
                 yield self._model
         else:
             if self._reference is None:
-                digest = self._policy.initial_weights
                 self._reference = load_reference(
-                    self._run, self._profile, digest, self._config.logits_chunk_tokens, self._change_computing
+                    self._run,
+                    self._profile,
+                    self._policy.initial_weights,
+                    self._config.logits_chunk_tokens,
+                    self._make_reference,
+                    self._held_dtypes(),
                 )
                 self._reference.read_as(self._model.reading)
             yield self._reference

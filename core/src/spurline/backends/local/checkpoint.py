@@ -1,10 +1,10 @@
 """Write and read everything the local backend needs to continue bit for bit.
 
 model.safetensors: trainable weights (of a LoRA run the adapters only: the others still are what `model.path` gives,
-and are recognised by a digest) and the model's persistent buffers. optimizer.safetensors: what the optimizer keeps of
-each parameter. rng.safetensors and state.json: the random generators, the update count, that digest, the one of the
-weights the run started from, and the optimizer's name and numbers. No pickle. Naming, renaming into place and pruning
-are the caller's work.
+and are recognised by a digest; of weights with fp32 masters these) and the model's persistent buffers.
+optimizer.safetensors: what the optimizer keeps of each parameter. rng.safetensors and state.json: the random
+generators, the update count, that digest, the one of the weights the run started from, and the optimizer's name and
+numbers. No pickle. Naming, renaming into place and pruning are the caller's work.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def save_training_state(path: Path, trained: TrainedModel, read: Callable[[Tenso
             "format": _FORMAT,
             "updates": trained.updates,
             "frozen_weights": trained.frozen_weights,
+            "narrow_weights": trained.narrow_names,
             "initial_weights": trained.initial_weights,
             "optimizer": optimizer.facts(),
             "generators": device_profile.generator_values(),
@@ -85,6 +86,7 @@ class SavedState:
         with torch.no_grad():
             for name, target in _model_tensors(trained).items():
                 target.copy_(self.model[name])
+        trained.publish()
         trained.optimization.restore(self.optimizer)
         trained.updates = self.updates
         if self.initial_weights is not None:
@@ -113,14 +115,22 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
+    narrow = frozenset(facts.get("narrow_weights", ()))
+
+    def read(name: str) -> Tensor:
+        tensor = file.get_tensor(name)
+        # What the model computes with, where that is not what its optimizer steps on.
+        return tensor.to(torch.bfloat16).to(torch.float32) if name in narrow else tensor
+
     return SavedTensors(
         folder,
-        layout_of(path),
-        file.get_tensor,
+        {name: value.float() if name in narrow else value for name, value in layout_of(path).items()},
+        read,
         facts["frozen_weights"],
         torch.float64 if config.precision == "fp64" else torch.float32,
         torch.float32 if config.lora is None else base_dtype(config.lora, model),
         config.lora is not None and config.lora.is_quantized,
+        narrow,
     )
 
 
@@ -144,11 +154,11 @@ def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = Fa
 
 
 def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
-    """Trainable weights, tied ones once, and persistent buffers: the very tensors of the model."""
+    """Trainable weights, tied ones once, or their masters, and persistent buffers: the very tensors in use."""
     causal = trained.model.causal
     persistent = causal.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in causal.named_buffers() if name in persistent}
-    return {name: parameter.detach() for name, parameter in trained.parameters.items()} | buffers
+    return trained.values | buffers
 
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -42,14 +42,19 @@ class LocalBackendConfig(BackendConfig):
         "fsdp_backend."
     )
     update_parts: ClassVar[frozenset[str]] = frozenset(
-        {"gradients", "activations", "logits", "rounded weights", "widened weights"}
+        {"gradients", "activations", "logits", "rounded weights", "widened weights", "stepping"}
     )
 
     name: str = "local"
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """`auto` takes the GPU when there is one."""
     precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
-    """`bf16` keeps fp32 weights and computes under autocast; `fp64` is for numerical tests."""
+    """`bf16` computes under autocast, and keeps weights as `weights` says; `fp64` is for numerical tests."""
+    weights: Annotated[Literal["fp32", "bf16_masters", "bf16_stochastic"], OnResume.BY_NAME] = "fp32"
+    """How trained weights are held with `precision: bf16`. `bf16_masters`: matrices in bf16, with fp32 copies that the
+    optimizer steps on. `bf16_stochastic`: matrices in bf16 alone, which each step rounds up or down at random."""
+    offload_optimizer: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Keep the optimizer's state, and fp32 copies of weights, in the memory of the host, and step there."""
     rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
@@ -60,7 +65,7 @@ class LocalBackendConfig(BackendConfig):
     """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
     activation_checkpointing only the inputs of layers, which are then all there is. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Run the decoder through torch.compile."""
+    """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
     """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
     model, on a GPU; `none` leaves them to PyTorch."""
@@ -83,9 +88,38 @@ class LocalBackendConfig(BackendConfig):
         if self.compile and self.offload_activations:
             yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
 
+        if self.weights != "fp32" and self.precision != "bf16":
+            yield Problem(
+                "weights",
+                f"is {self.weights}, which computes in half precision, and precision is {self.precision}. Set "
+                "backend.precision: bf16, or backend.weights: fp32.",
+            )
+        if self.weights != "fp32" and self.fp8:
+            yield Problem("weights", f"is {self.weights}, which is not supported with fp8. Turn one of them off.")
+        if self.weights != "fp32" and self.lora is not None:
+            yield Problem(
+                "weights",
+                f"is {self.weights}, and backend.lora trains adapters, which stay fp32. Remove it; "
+                "backend.lora.base_dtype says how the weights under adapters are held.",
+            )
+
+    @property
+    def narrow_weights(self) -> bool:
+        """Whether matrices are held in half precision while they are trained."""
+        return self.weights != "fp32"
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether narrow weights have fp32 copies that last."""
+        return self.weights == "bf16_masters"
+
     @property
     def stays_on_cpu(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def optimizes_on_host(self) -> bool:
+        return self.offload_optimizer
 
     def check_model(self, run: RunConfig) -> None:
         if self.lora is not None:
@@ -148,12 +182,24 @@ class LocalBackendConfig(BackendConfig):
         return notes
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
+        holds_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
+        if holds_narrow and not self.narrow_weights:
+            yield {"weights": "bf16_masters"}
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
         if not (self.offload_activations or self.compile) and self._planned_device == "cuda":
             yield {"offload_activations": True}
         if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
+        yield from self._smaller_microbatches(row_length, tokens)
+        if self.lora is not None and not self.lora.is_quantized:
+            yield {"lora.base_dtype": "nf4"}
+        if not self.offload_optimizer and self._planned_device == "cuda":
+            yield {"offload_optimizer": True}
+        if holds_narrow and self.weights != "bf16_stochastic":
+            yield {"weights": "bf16_stochastic"}
+
+    def _smaller_microbatches(self, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if self.rows_per_microbatch is not None:
             yield {"rows_per_microbatch": 1}
         else:
@@ -161,8 +207,6 @@ class LocalBackendConfig(BackendConfig):
             while bound > row_length:
                 bound = max(row_length, bound // 2)
                 yield {"max_tokens_per_microbatch": bound}
-        if self.lora is not None and not self.lora.is_quantized:
-            yield {"lora.base_dtype": "nf4"}
 
     def _microbatch_tokens(self, row_length: int, tokens: int) -> int:
         if self.rows_per_microbatch is not None:
@@ -188,6 +232,7 @@ class LocalBackendConfig(BackendConfig):
             run.model,
             self._microbatch_tokens(row_length, tokens),
             precision=self.precision,
+            holding=self._holding(sums_gradients=self._microbatch_tokens(row_length, tokens) < tokens),
             lora=self.lora,
             activation_checkpointing=self.activation_checkpointing,
             offload_activations=self._offloads,
@@ -195,4 +240,23 @@ class LocalBackendConfig(BackendConfig):
             optimizer=run.optimizer,
             critic_optimizer=None if run.critic is None else run.critic.optimizer,
             reference=run.loss.uses_reference or run.source.uses_reference,
+        )
+
+    def estimate_host_memory(self, run: RunConfig) -> int:
+        if not self.offload_optimizer or self._planned_device == "cpu":
+            return 0
+        estimate = resolve("spurline.model.memory:estimate_stepped_on_host", "memory estimate of backend 'local'")
+        optimizers = [run.optimizer, *([] if run.critic is None else [run.critic.optimizer])]
+        return estimate(
+            run.model, precision=self.precision, holding=self._holding(), lora=self.lora, optimizers=optimizers
+        )
+
+    def _holding(self, *, sums_gradients: bool = False) -> Any:
+        make = resolve("spurline.model.memory:WeightHolding", "memory estimate of backend 'local'")
+        return make(
+            narrow=self.narrow_weights,
+            keeps_masters=self.keeps_masters,
+            sums_gradients=sums_gradients,
+            on_host=self.offload_optimizer,
+            trains_on_host=self.offload_optimizer and self._planned_device == "cpu",
         )

@@ -73,6 +73,10 @@ class ToolsConfig(RewardedEnvironmentConfig):
     def most_turns(self) -> int:
         return self.max_turns
 
+    @property
+    def tool_names(self) -> Collection[str]:
+        return self.tools
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         for name, path in self.tools.items():
             if path not in BUILT_IN_TOOLS and not re.match(FUNCTION_PATH, path):

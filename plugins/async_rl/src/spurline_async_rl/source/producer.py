@@ -98,9 +98,10 @@ class Producer:
         groups = tuple(self._groups[draw] for draw in draws)
         every = tuple(self._groups.pop(draw) for draw in sorted(filtered | {*draws}))
         costs, self._costs = self._costs, dict.fromkeys(self._costs, 0)
-        self._given_up.clear()
+        lost, self._given_up = tuple(self._given_up), []
         filled_up = len(filtered & {*draws})
-        collected = Collected(groups, every, scheduler.num_drawn, costs["quarantined"], costs["skipped"], filled_up)
+        num_lost, skipped = costs["quarantined"], costs["skipped"]
+        collected = Collected(groups, every, scheduler.num_drawn, num_lost, skipped, filled_up, lost)
         self._timeline.taken(step, draws)
         self._admit()
         return collected, costs["retries"]

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from spurline.data.batch import TrainingBatch
 from spurline.errors import CheckpointWriteError, DataError
 from spurline.files import write_failure
-from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline.protocols.stateful import StateParts
 from spurline.rl.configs import HeldOutConfig
@@ -78,6 +77,7 @@ def _block_state(groups: Sequence[Group]) -> dict[str, object]:
                 "draw": group.draw,
                 "trajectories": [_trajectory(item) for item in group.trajectories],
                 "columns": dict(group.columns),
+                "tags": dict(group.tags),
             }
             for group in groups
         ],
@@ -106,11 +106,14 @@ def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
                     tuple(next_turn() for _ in range(item["turns"])),
                     item["rewards"],
                     json.loads(item["info"]),
+                    # Checkpoints from before attempts counted retries have no such part.
+                    item.get("retries", 0),
                 )
                 for item in group["trajectories"]
             ),
             # Checkpoints from before rows could carry numbers have no such part.
             group.get("columns", {}),
+            group.get("tags", {}),
         )
         for group in cast("Sequence[Mapping[str, Any]]", state["groups"])
     ]
@@ -121,6 +124,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "sample": trajectory.sample,
         "turns": len(trajectory.turns),
         "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
+        "retries": trajectory.retries,
         # As text: what an environment wants logged may look like anything, also like an array of this state.
         "info": json.dumps(dict(trajectory.info), default=str),
     }
@@ -163,9 +167,6 @@ class RecordedRolloutSource(PromptSource):
     def __init__(self, config: RecordedRolloutsConfig, context: SourceContext) -> None:
         super().__init__(config, context)
         self._config = config
-
-    def start(self, step: int, backend: Backend) -> None:
-        self._backend = backend
 
     def build(self, step: int) -> TrainingBatch:
         """Raises DataError when the recording does not reach this step."""

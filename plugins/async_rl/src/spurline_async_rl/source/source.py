@@ -49,7 +49,7 @@ class AsyncRolloutSource(PromptSource):
     """Trains on groups that were generated meanwhile. Its state is the producer's, and that of every prompt source."""
 
     generates_with_copies = True
-    records = (TIMELINE_FILE, RECORDED_GROUPS)
+    records = (*PromptSource.records, TIMELINE_FILE, RECORDED_GROUPS)
 
     def __init__(self, config: AsyncRolloutsConfig, context: SourceContext) -> None:
         super().__init__(config, context)
@@ -98,7 +98,7 @@ class AsyncRolloutSource(PromptSource):
 
     def start(self, step: int, backend: Backend) -> None:
         """Bring the weights to the engines and begin to generate. Raises ConfigError when they cannot be brought."""
-        self._backend = backend
+        super().start(step, backend)
         self._updates = step - 1
         self._timeline.resume(self._updates)
         self._publisher = Publisher(
@@ -225,9 +225,9 @@ class AsyncRolloutSource(PromptSource):
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
             # Nothing on it can be ended in order; what runs elsewhere ends with this process.
-            steps = (self._end_transport,)
+            steps = (self._end_transport, super().close)
         else:
-            steps = (self._end_generation, self._end_transport, self._loop.close)
+            steps = (self._end_generation, self._end_transport, self._loop.close, super().close)
         for end in steps:
             try:
                 end()

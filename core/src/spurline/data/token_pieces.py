@@ -1,0 +1,80 @@
+"""What single tokens stand for: the bytes of each.
+
+A token need not be whole characters: byte-level vocabularies cut an emoji into several. `tokenizer.decode` of one such
+token gives a replacement sign; here it is its bytes, of which `shown_pieces` makes texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How vocabularies with byte fallback name a byte."""
+
+
+class TokenPieces:
+    """The bytes of each token of a tokenizer, looked up once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._added: dict[int, Any] = dict(tokenizer.added_tokens_decoder)
+        self._special = {*tokenizer.all_special_ids, *(i for i, token in self._added.items() if token.special)}
+        self._kind = _kind_of(tokenizer)
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; a number without a token is `<token N>`."""
+        piece = self._known.get(token_id)
+        if piece is None:
+            piece = self._known[token_id] = self._bytes(token_id)
+        return piece
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a mark of the template or the model, such as `<|im_end|>`, and no text."""
+        return token_id in self._special
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return str(self._added[token_id].content).encode(errors="backslashreplace")
+        token: Any = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return f"<token {token_id}>".encode()
+        if self._kind == "bytes":
+            table = _byte_of_sign()
+            if all(sign in table for sign in token):
+                return bytes(table[sign] for sign in token)
+        elif self._kind == "sentencepiece":
+            byte = _BYTE.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode(errors="backslashreplace")
+        return str(self._tokenizer.decode([token_id])).encode(errors="backslashreplace")
+
+
+def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """How the vocabulary writes bytes and spaces: `bytes`, `sentencepiece`, or `other`, which has to be decoded."""
+    if not tokenizer.is_fast:
+        return "other"
+    decoder = tokenizer.backend_tokenizer.decoder  # type: ignore[attr-defined]
+    if decoder is None:
+        return "other"
+    names = _names(json.loads(decoder.__getstate__()))
+    if "ByteLevel" in names:
+        return "bytes"
+    return "sentencepiece" if names & {"ByteFallback", "Metaspace"} else "other"
+
+
+def _names(decoder: Any) -> set[str]:
+    """Types of a decoder and of those inside it."""
+    return {decoder["type"]}.union(*(_names(inner) for inner in decoder.get("decoders", ())))
+
+
+@cache
+def _byte_of_sign() -> dict[str, int]:
+    """The sign that byte-level vocabularies write for each byte (GPT-2): printable ones stand for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

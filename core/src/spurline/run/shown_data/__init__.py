@@ -1,0 +1,1 @@
+"""`spurline data`: the first rows as they will be trained, token by token."""

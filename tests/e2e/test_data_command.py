@@ -1,0 +1,174 @@
+"""`spurline data`: what it shows is what is trained, and nothing in the data gets out of its place."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spurline.config.loading import load_config
+from spurline.run.shown_data import terminal
+from spurline.run.shown_data.page import write_page
+from spurline.run.shown_data.sequences import ShownData, ShownSequence, show_data
+from spurline.run.shown_data.terminal import plain_lines, print_data
+
+Spurline = Callable[..., tuple[int, str, str]]
+WriteConfig = Callable[[dict[str, Any]], Path]
+
+HOSTILE = "\x1b[31m\x9b<script>alert('x')</script> & \u202e😀"
+
+
+def write_rows(config: dict[str, Any], *rows: dict[str, Any]) -> None:
+    path = Path(config["run_dir"]).parent / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config["data"]["train"] = str(path)
+    config["batch_size"] = len(rows)
+
+
+def show(config: dict[str, Any], rows: int = 3) -> ShownData:
+    return show_data(load_config(config), rows, None)
+
+
+def text_of(sequence: ShownSequence, *, trained: bool) -> str:
+    return "".join(token.text for token in sequence.tokens if token.is_trained == trained)
+
+
+def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def test_a_conversation_shows_its_roles_and_what_is_trained_of_each(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any]
+) -> None:
+    write_rows(base_config, chat(("system", "Be brief."), ("user", "ping"), ("assistant", "pong")))
+    code, out, err = spurline("data", write_config(base_config))
+    assert (code, err) == (0, "")
+    assert "⟦pong<|im_end|>⟧" in out
+    assert "trained tokens are in ⟦ ⟧" in out
+    [row] = show(base_config, rows=1).rows
+    [sequence] = row.sequences
+    assert [part.role for part in sequence.parts] == ["system", "user", "assistant"]
+    assert [part.trained for part in sequence.parts] == [0, 0, sequence.num_trained]
+    assert sum(part.tokens for part in sequence.parts) == len(sequence.tokens)
+    assert text_of(sequence, trained=True) == "pong<|im_end|>"
+    assert {token.text for token in sequence.tokens if token.is_special} == {"<|im_start|>", "<|im_end|>"}
+
+
+def test_sequences_that_share_a_row_stand_apart(base_config: dict[str, Any]) -> None:
+    [row] = show(base_config, rows=1).rows
+    assert row.length <= 256
+    assert len(row.sequences) > 1
+    assert all(text_of(sequence, trained=True).endswith("<|im_end|>") for sequence in row.sequences)
+    assert len({sequence.uid for sequence in row.sequences}) == len(row.sequences)
+
+
+def test_what_is_cut_and_what_is_left_out_is_said(base_config: dict[str, Any]) -> None:
+    base_config["data"] |= {"max_length": 40, "train_on": "all_assistants"}
+    write_rows(
+        base_config,
+        chat(("user", "a"), ("assistant", "b" * 60)),
+        chat(("user", "a" * 60), ("assistant", "b")),
+    )
+    base_config["batch_size"] = 1
+    data = show(base_config, rows=1)
+    [sequence] = data.rows[0].sequences
+    [note] = sequence.notes
+    assert re.fullmatch(r"cut to 40 of \d+ tokens \(data.max_length\)", note)
+    assert len(sequence.tokens) == 40
+    assert any("left out: 1 x no_loss_tokens_after_truncation" in line for line in data.facts)
+
+
+def test_plain_text_and_completions_have_runs_instead_of_roles(base_config: dict[str, Any]) -> None:
+    write_rows(base_config, {"prompt": "two and two", "completion": " is four"})
+    [sequence] = show(base_config, rows=1).rows[0].sequences
+    assert [part.role for part in sequence.parts] == ["context", "trained"]
+    assert text_of(sequence, trained=True).startswith(" is four")
+
+
+def test_both_answers_of_a_pair_stand_side_by_side(base_config: dict[str, Any], tmp_path: Path) -> None:
+    write_rows(base_config, {"prompt": "ping", "chosen": "pong", "rejected": "pang"})
+    data = show(base_config | {"source": "preference", "loss": "dpo"}, rows=1)
+    chosen, rejected = data.rows[0].sequences
+    assert (chosen.kind, rejected.kind) == ("chosen", "rejected")
+    assert "pong" in text_of(chosen, trained=True)
+    assert "pang" in text_of(rejected, trained=True)
+    write_page(data, tmp_path / "page.html")
+    assert '<div class="row pairs">' in (tmp_path / "page.html").read_text()
+
+
+def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: dict[str, Any]) -> None:
+    data = show(rl_config, rows=2)
+    [first], [second] = (row.sequences for row in data.rows)
+    assert (first.kind, first.num_trained) == ("prompt", 0)
+    assert text_of(first, trained=False).endswith("<|im_start|>assistant↵\n")
+    assert first.uid != second.uid
+    assert "rewards: brevity, early" in first.notes
+    assert any(note.startswith("reference answer: ") for note in first.notes)
+
+
+def test_no_control_character_reaches_a_terminal_and_no_markup_a_page(
+    base_config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(base_config, chat(("user", HOSTILE), ("assistant", HOSTILE)))
+    data = show(base_config)
+    plain = "\n".join(plain_lines(data))
+    assert "\x1b" not in plain
+    assert "\x9b" not in plain
+    assert r"\x1b[31m" in plain
+    assert r"\u202e" in plain
+    write_page(data, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    # One span a token, so that the text is there letter by letter.
+    assert "&lt;</span>" in page
+    monkeypatch.setattr(terminal, "has_colours", lambda _: True)
+    colours = io.StringIO()
+    print_data(data, colours)
+    # Only sequences that begin a style.
+    assert "\x9b" not in re.sub(r"\x1b\[[\d;]*m", "", colours.getvalue())
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert terminal.has_colours(Terminal())
+    assert not terminal.has_colours(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not terminal.has_colours(Terminal())
+
+
+def test_a_page_is_written_where_it_is_asked_for(
+    spurline: Spurline, write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "data.html"
+    code, said, err = spurline("data", write_config(base_config), "--html", out, "--rows", 2)
+    assert (code, said.strip(), err) == (0, str(out), "")
+    assert out.read_text(encoding="utf-8").count("<h2>") == 2
+
+
+def test_no_weights_are_read(base_config: dict[str, Any]) -> None:
+    model = Path(base_config["run_dir"]).parent / "model"
+    model.mkdir()
+    for path in Path(base_config["model"]["path"]).iterdir():
+        if path.suffix != ".safetensors":
+            (model / path.name).write_bytes(path.read_bytes())
+    base_config["model"] = {"path": str(model)}
+    assert show(base_config, rows=1).rows
+
+
+def test_a_plan_shows_one_sample(base_config: dict[str, Any], spurline: Spurline, write_config: WriteConfig) -> None:
+    code, out, _ = spurline("plan", write_config(base_config))
+    assert code == 0
+    [line] = [line for line in out.splitlines() if "trained tokens in ⟦ ⟧" in line]
+    example = out.split(line)[1].split("batches:")[0]
+    assert re.search(r"\| ⟦\d+<\|im_end\|>⟧", example)
