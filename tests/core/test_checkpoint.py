@@ -14,7 +14,7 @@ import pytest
 
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
-from spurline.run.checkpoint import MANIFEST, CheckpointStore, open_checkpoint
+from spurline.run.checkpoint import MANIFEST, CheckpointStore, Written, open_checkpoint
 from spurline.run.state_files import read_state
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
@@ -73,13 +73,14 @@ def test_a_flipped_bit_is_found(store: CheckpointStore) -> None:
         open_checkpoint(path)
 
 
-def write_hashed(folder: Path) -> dict[str, FileDigest]:
-    """As a backend does that hashes what it writes."""
+def write_hashed(folder: Path) -> Written:
+    """As a backend does that hashes what it writes, and verifies what it reads."""
     write_state(folder)
-    return {"backend/model.bin": digest_file(folder / "backend" / "model.bin", sync=True)}
+    digests = {"backend/model.bin": digest_file(folder / "backend" / "model.bin", sync=True)}
+    return Written(digests, digests.keys())
 
 
-def test_a_file_that_its_writer_hashed_is_left_to_its_reader(store: CheckpointStore) -> None:
+def test_a_file_that_its_reader_verifies_is_left_to_it(store: CheckpointStore) -> None:
     path = store.save(5, write_hashed, FACTS)
     weights = path / "backend" / "model.bin"
     flip(weights, 350)
@@ -119,14 +120,16 @@ def test_the_checkpoint_that_is_offered_is_whole_in_every_file(store: Checkpoint
 
 
 def test_digests_of_files_that_are_not_there_are_no_checkpoint(store: CheckpointStore) -> None:
-    def elsewhere(folder: Path) -> dict[str, FileDigest]:
-        return {**write_hashed(folder), "backend/rank-00001.safetensors": FileDigest(700, "0" * 32)}
+    def elsewhere(folder: Path) -> Written:
+        written = write_hashed(folder).digests
+        return Written({**written, "backend/rank-00001.safetensors": FileDigest(700, "0" * 32)})
 
     with pytest.raises(CheckpointWriteError, match=r"rank-00001\.safetensors.*storage that all machines share"):
         store.save(5, elsewhere, FACTS)
 
-    def shorter(folder: Path) -> dict[str, FileDigest]:
-        return {name: FileDigest(digest.num_bytes + 1, digest.xxh3) for name, digest in write_hashed(folder).items()}
+    def shorter(folder: Path) -> Written:
+        written = write_hashed(folder).digests
+        return Written({name: FileDigest(digest.num_bytes + 1, digest.xxh3) for name, digest in written.items()})
 
     with pytest.raises(CheckpointWriteError, match=r"model\.bin has 700 bytes, and its writer says .* 701"):
         store.save(5, shorter, FACTS)
@@ -209,7 +212,7 @@ KILLED_IN_A_PART = """
 import os, signal, sys
 from pathlib import Path
 from spurline.protocols.stateful import StateParts
-from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoint import CheckpointStore, Written
 from spurline.run.state_files import write_state
 def parts(until):
     for number in range(3):
@@ -218,7 +221,7 @@ def parts(until):
         yield {"number": number}
 store = CheckpointStore(Path(sys.argv[1]))
 for step, until in ((1, None), (2, 1)):
-    write = lambda folder: write_state(folder / "source", {"groups": StateParts(lambda: parts(until))})
+    write = lambda folder: Written(write_state(folder / "source", {"groups": StateParts(lambda: parts(until))}))
     store.save(step, write, {"config": {}, "versions": {}})
 """
 

@@ -12,6 +12,7 @@ import pytest
 from spurline.errors import CheckpointError, HookFailedError, PluginError, RunFailedError
 from spurline.run.checkpoint import CheckpointStore, open_checkpoint
 from spurline.run.hook_state import HookStates
+from spurline.run.state_files import write_state
 
 
 class Average:
@@ -29,7 +30,12 @@ class Average:
 
 def saved(states: HookStates, folder: Path) -> Any:
     """A checkpoint with what these keep."""
-    return open_checkpoint(CheckpointStore(folder).save(3, states.write, {"config": {}, "versions": {}}))
+
+    def write(target: Path) -> None:
+        for name, state, owner in states.states():
+            write_state(target / name, state, owner)
+
+    return open_checkpoint(CheckpointStore(folder).save(3, write, {"config": {}, "versions": {}}))
 
 
 def test_states_are_saved_by_plugin_and_name_and_restored_where_they_are_kept_again(tmp_path: Path) -> None:

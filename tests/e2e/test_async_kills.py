@@ -122,6 +122,7 @@ def test_a_run_ahead_of_training_ends_every_prompt_once_whenever_it_is_killed(
     fated_config: dict[str, Any], tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
     fated_config["steps"] = 3 * len(kills) + 2
+    fated_config["checkpoint"]["async"] = True
     fated_config["source"] |= {"max_concurrent_groups": 4}
     fated_config["source"]["engine"]["engines"] = 2
     # In processes of their own, which have to end with the run too.

@@ -105,24 +105,24 @@ def test_nan_loss_stops_with_the_samples_and_keeps_the_last_checkpoint(
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
 
 
+@pytest.mark.parametrize("beside", [False, True])
 def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
-    fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fails: Any, base_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, beside: bool
 ) -> None:
-    from safetensors import SafetensorError
-
     from spurline.backends.local import checkpoint
 
-    real_write, written = checkpoint.save_file, []
+    real_write, written = checkpoint.write_tensor_file, []
 
-    def write(tensors: Any, path: Path) -> None:
+    def write(path: Path, tensors: Any, metadata: Any) -> Any:
         written.append(path)
         # Three files per checkpoint: the disk fills up in the middle of the second one.
         if len(written) == 5:
             path.write_bytes(b"half of a")
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-        real_write(tensors, path)
+            raise OSError(28, "No space left on device")
+        return real_write(path, tensors, metadata)
 
-    monkeypatch.setattr(checkpoint, "save_file", write)
+    monkeypatch.setattr(checkpoint, "write_tensor_file", write)
+    base_config["checkpoint"]["async"] = beside
     text = fails(base_config, code=1)
     assert "checkpoint of step 4 cannot be written" in text
     assert "No space left on device" in text

@@ -18,15 +18,20 @@ from spurline.run.checkpoint import CheckpointStore
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("beside", [False, True])
 def test_killed_runs_end_with_the_metrics_of_the_uninterrupted_run(
     base_config: dict[str, Any],
     write_config: Callable[[dict[str, Any]], Path],
     spurline_chat_file: Path,
     warm_runs: WarmRuns,
     tmp_path: Path,
+    beside: bool,
 ) -> None:
-    kills = 100 if os.environ.get("SPURLINE_SOAK") else 4
+    """beside: checkpoints are written while training goes on, after each step, so that most kills come into a write."""
+    kills = (20 if beside else 100) if os.environ.get("SPURLINE_SOAK") else 2 if beside else 4
     config = config_to_kill(base_config, spurline_chat_file, 12 * kills)
+    if beside:
+        config["checkpoint"] = {"every_steps": 1, "async": True}
     whole = config | {"run_dir": str(tmp_path / "whole")}
     Run(load_config(whole)).train()
     path = write_config(config)

@@ -19,9 +19,9 @@ PAGE = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
 SET_UP = re.compile(
     r"""(spurline/(config|plugins|protocols)/.*
     | spurline/run/(?!loop).*
-    | spurline/(errors|files|progress|digests|terminal)\.py
+    | spurline/(errors|files|progress|digests|tensor_files|terminal)\.py
     | spurline/backends/local/checkpoint\.py
-    | spurline/model/(architecture|device_profile|freezing|loading|memory|positions|probe|generation)\.py
+    | spurline/model/(architecture|device_profile|freezing|loading|memory|positions|probe|generation|host_copies)\.py
     | spurline/model/(saved_state|saved_weights|weight_files|weights)\.py
     | spurline/ranks/(devices|launch)\.py
     | spurline/trackers/(console|readout)\.py

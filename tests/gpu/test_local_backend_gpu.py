@@ -96,6 +96,20 @@ def test_saving_and_loading_continues_with_dropout_on(tmp_path: Path) -> None:
     assert [resumed.update(batch, OBJECTIVE)["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_snapshot_in_pinned_memory_is_what_was_saved_before_more_steps(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", head_dim=16, attention_dropout=0.2)
+    backend = local_backend(folder, device="cuda")
+    batch = lay_out(SAMPLES, ROWS)
+    for number in range(2):
+        backend.update(batch, OBJECTIVE)
+        digests = backend.save(tmp_path / f"saved-{number}")
+        write = backend.snapshot()
+        backend.update(batch, OBJECTIVE)
+        assert write(tmp_path / f"written-{number}") == digests
+    buffers = backend._copies._buffers
+    assert all(buffer.is_pinned() for (group, _), buffer in buffers.items() if not group.endswith("rng"))
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [AdamWConfig(), SgdConfig(momentum=0.9), MuonConfig(), AdamW8BitConfig(smallest=1024)],

@@ -67,6 +67,29 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 4,
 }
+_SHARED_EXPERTS: dict[str, Any] = {
+    **_EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# Enough heads that no two keys have the same score, 0: which of them is chosen would depend on the length of a row.
+_INDEXER: dict[str, Any] = {"index_n_heads": 64, "index_head_dim": 8, "index_topk": 4}
+_PER_LAYER: dict[str, Any] = {
+    **_WINDOW,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+    "global_head_dim": 8,
+}
+_SIGHT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +115,7 @@ FAMILIES = (
     Family("glm4"),
     Family(
         "glm4_moe",
-        settings=_EXPERTS | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        settings=_SHARED_EXPERTS,
         has="experts",
     ),
     Family("gemma"),
@@ -152,6 +175,145 @@ FAMILIES = (
         _EXPERTS | {"block_size": 4, "layer_types": ["linear_attention", "full_attention"]},
         has="linear attention, experts",
     ),
+    Family("ministral3"),
+    Family("exaone4", settings=_WINDOW, has="sliding windows"),
+    Family("apertus"),
+    Family("arcee"),
+    Family("olmoe", settings=_EXPERTS, has="experts"),
+    Family("glm4_moe_lite", settings=_EXPERTS | _LATENT, has="latent attention, experts"),
+    Family("dots1", settings=_SHARED_EXPERTS, has="experts"),
+    Family("hunyuan_v1_moe", settings=_EXPERTS, has="experts"),
+    Family("ernie4_5_moe", settings={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}, has="experts"),
+    Family("minimax_m2", settings=_EXPERTS, has="experts"),
+    Family(
+        "mimo_v2_flash",
+        settings=_SHARED_EXPERTS | _WINDOW | {"v_head_dim": 4, "swa_head_dim": 8, "swa_v_head_dim": 4},
+        has="attention sinks, windows, experts",
+    ),
+    Family(
+        "longcat_flash",
+        settings=_EXPERTS
+        | _LATENT
+        | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2},
+        has="latent attention, experts",
+    ),
+    Family("vaultgemma", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="softcaps of scores and logits, windows"),
+    Family(
+        "gemma3n_text",
+        settings=_PER_LAYER
+        | {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+        has="keys and values of other layers, a softcap of logits, windows",
+    ),
+    Family("gemma4_text", settings=_PER_LAYER, has="inputs of layers, a softcap of logits, windows"),
+    Family(
+        "gemma3",
+        settings={"text_config": _SHAPE | _WINDOW | {"query_pre_attn_scalar": 8}, "vision_config": _SIGHT},
+        has="sliding windows; also sees images",
+    ),
+    Family(
+        "gemma4",
+        settings={"text_config": _SHAPE | _PER_LAYER, "vision_config": _SIGHT, "audio_config": None},
+        has="inputs of layers, a softcap of logits, windows; also sees images",
+    ),
+    Family(
+        "lfm2_moe",
+        "rows",
+        _EXPERTS | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+        has="convolutions (causal_conv1d), experts",
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "rows",
+        _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 16},
+        has="linear attention (flash-linear-attention), experts",
+    ),
+    Family(
+        "olmo_hybrid", "rows", {**_DELTA, "linear_num_key_heads": 4}, has="linear attention (flash-linear-attention)"
+    ),
+    Family(
+        "granitemoehybrid",
+        "rows",
+        _EXPERTS
+        | _STATE_SPACE
+        | {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
+        has="state spaces (mamba_ssm, causal_conv1d), experts",
+    ),
+    Family(
+        "nemotron_h",
+        "rows",
+        _EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 4,
+            "moe_shared_expert_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        has="state spaces (mamba_ssm, causal_conv1d), experts",
+    ),
+    Family(
+        "mamba2",
+        "rows",
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+        has="state spaces without attention (mamba_ssm, causal_conv1d)",
+    ),
+    Family(
+        "deepseek_v32",
+        "plain_rows",
+        _EXPERTS | _LATENT | _INDEXER,
+        has="attention to chosen keys, experts",
+    ),
+    Family("glm_moe_dsa", "plain_rows", _EXPERTS | _LATENT | _INDEXER, "attention to chosen keys, experts"),
+    Family("cohere", has="a scale of logits"),
+    Family("cohere2_moe", settings=_EXPERTS | _WINDOW, has="a scale of logits, windows, experts"),
+    Family("exaone_moe", settings=_SHARED_EXPERTS | _WINDOW, has="windows, experts"),
+    Family("deepseek_v2", settings=_SHARED_EXPERTS | _LATENT | {"n_group": 1}, has="latent attention"),
+    Family("minicpm3", settings=_LATENT, has="latent attention"),
+    Family("qwen2_moe", settings=_EXPERTS | {"shared_expert_intermediate_size": 16}, has="experts"),
+    Family("granitemoe", settings=_EXPERTS, has="experts"),
+    Family("flex_olmo", settings=_EXPERTS, has="experts"),
+    Family("afmoe", settings=_EXPERTS | _WINDOW, has="windows, experts"),
+    Family("solar_open", settings=_SHARED_EXPERTS, has="experts"),
+    Family("hy_v3", settings=_EXPERTS, has="experts"),
+    Family("glm"),
+    Family("helium"),
+    Family("internlm3"),
+    Family("nanochat"),
+    Family("olmo"),
+    Family("phi"),
+    Family("starcoder2", settings=_WINDOW | {"residual_dropout": 0.0}, has="sliding windows"),
+    Family("jamba", "rows", _EXPERTS | {"mamba_d_state": 8}, "state spaces (mamba_ssm, causal_conv1d), experts"),
+    Family("falcon_mamba", "rows", {"state_size": 8}, "state spaces without attention"),
+    Family("recurrent_gemma", "rows", {"attention_window_size": 5}, "linear recurrences, windows"),
+    Family(
+        "llama4",
+        "rows",
+        {
+            "text_config": _SHAPE
+            | _EXPERTS
+            | {"num_hidden_layers": 4, "attention_chunk_size": 5, "intermediate_size_mlp": 48},
+            "vision_config": _SIGHT,
+        },
+        "as llama4_text; the text alone of a model that also sees images",
+    ),
+    Family(
+        "qwen3_5",
+        "rows",
+        {"text_config": _SHAPE | _DELTA, "vision_config": _SIGHT | {"depth": 1}},
+        "as qwen3_5_text; the text alone of a model that also sees images",
+    ),
+    Family("nemotron", "plain_rows", has="attention that is told nothing of segments"),
     Family("bloom", "rows", {"n_layer": 2, "n_head": 4}, has="attention that cannot be replaced"),
     Family("stablelm", "plain_rows", has="attention that is told nothing of segments"),
 )

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import xxhash
 
@@ -18,6 +20,46 @@ class FileDigest:
 
     num_bytes: int
     xxh3: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """Those of a file with this content."""
+        return cls(len(content), xxhash.xxh3_128(content).hexdigest())
+
+
+class HashedFile:
+    """A new file that is hashed while it is written, so that nobody has to read it back.
+
+    A context: what was written is forced to the disk at its end, unless an error ends it. Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._num_bytes = 0
+        self._file = path.open("xb")
+
+    def write(self, block: bytes | memoryview) -> None:
+        """Add bytes at the end. A memoryview is contiguous, of single bytes."""
+        self._digest.update(block)
+        self._num_bytes += len(block)
+        self._file.write(block)
+
+    @property
+    def digest(self) -> FileDigest:
+        """Of what has been written so far."""
+        return FileDigest(self._num_bytes, self._digest.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Closed also where the last bytes cannot be written.
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def digest_file(path: Path, *, sync: bool = False) -> FileDigest:

@@ -133,7 +133,12 @@ def give_default_permissions(path: Path) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace a JSON file atomically and durably."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Mapping[str, Any]) -> str:
+    """What `write_json` writes."""
+    return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
 def replace_file(path: Path, text: str) -> None:

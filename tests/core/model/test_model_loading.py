@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backend_batches import local_backend, run_config, write_model_folder
-from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, MambaConfig
 
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import CriticConfig, ModelConfig
@@ -18,7 +19,7 @@ from spurline.losses.configs import KlConfig, PpoConfig, ValueLossConfig
 from spurline.model.configs import LoraConfig
 from spurline.model.memory import count_parameters, estimate_cache
 from spurline.optimizers.configs import AdamWConfig
-from spurline.testing.inputs import write_tiny_model
+from spurline.testing.inputs import tiny_tokenizer, write_tiny_model
 from spurline.update.configs import ByPromptConfig
 
 
@@ -217,3 +218,25 @@ def test_memory_of_adapters_counts_their_parameters_exactly(architecture: Path) 
     parts = LocalBackendConfig(lora=lora).estimate_memory(run_config(architecture), 100, 100)
     assert parts["gradients"] == 4 * count
     assert parts["optimizer"] == 8 * count
+
+
+def test_a_model_that_also_sees_says_how_its_text_part_is_trained_and_that_way_works(tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    config = AutoConfig.for_model(
+        "mistral3",
+        text_config=size | {"model_type": "mistral", "num_key_value_heads": 2, "vocab_size": 300},
+        vision_config=size | {"model_type": "pixtral", "image_size": 16, "patch_size": 8},
+    )
+    seeing, text = tmp_path / "seeing", tmp_path / "text"
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(seeing)
+    tiny_tokenizer().save_pretrained(seeing)
+    with pytest.raises(ModelError, match=r"also sees or hears.*type mistral, which has one.*docs/models\.md"):
+        load(seeing)
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"## Models that also see or hear\n.*?```python\n(.*?)```", page, re.DOTALL)
+    exec(shown, {"SOURCE": str(seeing), "FOLDER": str(text)})
+    weights = load(text)
+    expected = whole.state_dict()["model.language_model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(weights["model.layers.0.mlp.up_proj.weight"], expected)
+    assert len(load_tokenizer(ModelConfig(path=str(text)))) == len(tiny_tokenizer())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from model_families import FAMILIES, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,7 +21,7 @@ from spurline.errors import CheckpointError, ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
-from spurline.model.narrow_weights import narrow_weights, narrowable_modules
+from spurline.model.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
 from spurline.protocols.loss import Objective
 from spurline.run.fit import with_changes
 
@@ -131,6 +132,29 @@ def test_a_plan_suggests_to_hold_weights_under_adapters_in_half_precision() -> N
     assert change == {"lora.base_dtype": "bf16"}
     assert with_changes(config, change).lora == LoraConfig(rank=4, base_dtype="bf16")
     assert not list(LocalBackendConfig(device="cpu", activation_checkpointing=True).savings(run_config("m"), 10, 10))
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_weights_that_a_model_reads_in_its_own_way_are_held_wide(tmp_path: Path, probe: bool) -> None:
+    family = next(family for family in FAMILIES if family.model_type == "mamba")
+    tiny_model(family).bfloat16().save_pretrained(tmp_path)
+    loras = [
+        LoraConfig.model_validate({"target_modules": ["in_proj"], "base_dtype": each}) for each in ("auto", "fp32")
+    ]
+    run = {"model": ModelConfig(path=str(tmp_path))}
+    found, expected = (train(local_backend(tmp_path, lora=lora, run=run, probe=probe), range(2)) for lora in loras)
+    assert found == expected
+
+
+def test_a_weight_whose_dtype_a_model_asks_for_is_held_wide_alone() -> None:
+    model: Any = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 7)}).requires_grad_(False)
+    narrow_weights(model, torch.bfloat16, torch.float32)
+
+    def run() -> None:
+        assert model["head"](model["up"](torch.ones(2, 4)).to(model["head"].weight.dtype)).dtype == torch.float32
+
+    widen_where_read(model, run)
+    assert [layer.weight.dtype for layer in model.values()] == [torch.bfloat16, torch.float32]
 
 
 class _ScaledEmbedding(nn.Embedding):

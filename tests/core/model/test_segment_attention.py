@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spurline.errors import ModelError
 from spurline.model import segment_attention as segment_attention_module
-from spurline.model.segment_attention import Scores, segment_attention
+from spurline.model.segment_attention import Scores, attend_segments, segment_attention
 from spurline.model.token_stream import plan_segments
 
 NEVER_PAD, ALWAYS_PAD = 0, 10**9
@@ -91,7 +91,7 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
     if chunk is not None:
         layer.config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
         layer.layer_idx = 0
-    with mock.patch.object(segment_attention_module, "_SCORES_AT_ONCE", at_once):
+    with mock.patch.multiple(segment_attention_module, _SCORES_AT_ONCE=at_once, _SCORES_KEPT=at_once):
         output, _ = segment_attention(
             layer,
             *inputs,
@@ -110,6 +110,37 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
     wanted = torch.autograd.grad(expected, taken, direction)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(window=8),
+        Scores(chunk=8),
+        Scores(window=8, sinks=SINKS),
+        Scores(softcap=30.0),
+        Scores(softcap=30.0, window=8),
+    ],
+    ids=["window", "chunk", "window and sinks", "softcap", "softcap and window"],
+)
+def test_nothing_that_grows_with_the_square_of_a_segment_is_kept_for_the_backward_pass(
+    scores: Scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = 512
+    monkeypatch.setattr(segment_attention_module, "_SCORES_AT_ONCE", 2**12)
+    monkeypatch.setattr(segment_attention_module, "_SCORES_KEPT", 2**12)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        inputs = (part.squeeze(0).transpose(0, 1) for part in projections(length, 2))
+        attend_segments(*inputs, plan([length], NEVER_PAD), scores)
+    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    # One number of each pair of a query and a key, for one of the heads.
+    assert sum(memory.values()) < 8 * length**2
 
 
 def test_a_batch_of_rows_is_the_stream_of_its_rows() -> None:

@@ -103,8 +103,8 @@ def test_dropout_follows_from_the_number_of_the_update_and_gradients_show_the_ne
     assert changes[1] > 0.05
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_5_text"])
-def test_caps_of_logits_and_rows_of_models_that_mix_tokens_are_those_of_the_local_backend(
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "qwen3_5_text"])
+def test_caps_sinks_and_rows_of_models_that_mix_tokens_are_those_of_the_local_backend(
     model_type: str, tmp_path: Path
 ) -> None:
     family = next(family for family in FAMILIES if family.model_type == model_type)

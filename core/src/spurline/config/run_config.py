@@ -220,6 +220,18 @@ class CheckpointConfig(Section):
     verify: Literal["full", "sizes"] = "full"
     """What is compared before a checkpoint is used. `full` reads all of it, and finds every change; `sizes` compares
     the sizes of the files alone, for storage that verifies what it keeps."""
+    # A word of Python cannot be annotated otherwise, and by another name the setting would be another one everywhere.
+    __annotations__["async"] = bool
+    vars()["async"] = Field(
+        default=False,
+        description="Copy what a checkpoint holds to the host's memory after the step, and write it while training "
+        "goes on; takes that memory for the whole run.",
+    )
+
+    @property
+    def is_async(self) -> bool:
+        """The setting `async`."""
+        return bool(getattr(self, "async"))
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.export_adapter and not run.backend.trains_adapters:
@@ -230,6 +242,12 @@ class CheckpointConfig(Section):
             yield Problem(
                 "export_adapter",
                 "would write an adapter of weights that no folder holds (model.init: random). Set export_hf instead.",
+            )
+        if self.is_async and not run.backend.takes_snapshots:
+            yield Problem(
+                "async",
+                f"is not supported by backend '{run.backend.name}', which writes checkpoints while training stands "
+                "still. Remove it, or choose the backend local.",
             )
         if self.keep_best is None:
             return

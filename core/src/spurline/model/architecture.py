@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.hub import finding
@@ -98,6 +99,13 @@ def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
 
 def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception) -> str:
     if "Unrecognized configuration class" in str(error):
+        text = config.get_text_config()
+        if text is not config and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return (
+                f"model.path: {model.path} ({type(config).__name__}) also sees or hears, and transformers has no "
+                f"causal language model of it. Its text part is of type {text.model_type}, which has one: save it by "
+                "itself, as docs/models.md shows (Models that also see or hear), and train that folder."
+            )
         return (
             f"model.path: {model.path} ({type(config).__name__}) is not a causal language model. "
             "Choose a decoder-only text model."

@@ -250,6 +250,26 @@ def estimate_memory(
     return parts
 
 
+def estimate_checkpoint_copy(
+    model: ModelConfig,
+    *,
+    precision: Literal["fp32", "bf16", "fp64"],
+    holding: WeightHolding,
+    lora: LoraConfig | None,
+    optimizers: Sequence[OptimizerConfig],
+) -> int:
+    """Bytes of what a checkpoint holds: trained weights and optimizer state of the models that these optimizers train.
+
+    Raises ModelError.
+    """
+    shapes, weight_bytes = model_shapes(model, lora), _WEIGHT_BYTES[precision]
+    trained = num_values(shapes.trained)
+    # Masters are saved instead of what is rounded from them.
+    narrow = 0 if holding.keeps_masters else num_values(_narrow_trained(shapes, holding))
+    weights = (trained - narrow) * weight_bytes + narrow * _COMPUTED_BYTES["bf16"]
+    return sum(weights + one.state_bytes(shapes.trained, weight_bytes) for one in optimizers)
+
+
 def estimate_offloaded_activations(
     model: ModelConfig,
     tokens: int,

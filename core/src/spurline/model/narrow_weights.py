@@ -10,7 +10,7 @@ Weights may be frozen or trained. The gradient of a trained one has its dtype, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,10 @@ def narrow_trained_weights(
 def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
     for module in modules:
         # Not new modules: adapters, hooks and names stay.
+        module.wide_dtype = wide  # type: ignore[assignment]
         if isinstance(module, nn.Linear):
             module.__class__ = _NarrowLinear
         else:
-            module.wide_dtype = wide  # type: ignore[assignment]
             module.__class__ = _NarrowEmbedding
         # The data, not the parameter: a tied weight has two owners.
         module.weight.data = module.weight.data.to(dtype)
@@ -127,16 +127,52 @@ def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
         module.quantize(wide)
 
 
+def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
+    """Run `check`, which runs the model; hold wide the narrow frozen weights that it reads other than by running their
+    layers.
+
+    Some models round what they compute to the dtype of a weight (Mamba's output layer): that weight is held wide.
+    Others multiply with a weight themselves, which fails: then all are. Raises what `check` raises without narrow ones.
+    """
+    while True:
+        try:
+            return check()
+        except _DtypeError as error:
+            error.module.widen()
+        except (ModelError, RuntimeError):
+            linear = [module for module in causal.modules() if isinstance(module, _NarrowLinear)]
+            narrow = [module for module in linear if not module.weight.requires_grad]
+            if not narrow:
+                raise
+            for module in narrow:
+                module.widen()
+
+
+class _DtypeError(ModelError):
+    """What flows into a layer has been rounded to the dtype of its weight."""
+
+    def __init__(self, module: _NarrowLinear) -> None:
+        super().__init__(
+            "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
+            f"{str(module.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
+        )
+        self.module = module
+
+
 class _NarrowLinear(nn.Linear):
+    wide_dtype: torch.dtype
+
+    def widen(self) -> None:
+        """Hold the weight as it was before, with its rounded values; a tied one everywhere."""
+        self.weight.data = self.weight.data.to(self.wide_dtype)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, self.weight, self.bias)
         if input.dtype == self.weight.dtype:
             # Nothing else makes what flows through the layers narrow.
-            raise ModelError(
-                "This model rounds what it computes to the dtype of its weights, so that frozen weights in "
-                f"{str(self.weight.dtype).removeprefix('torch.')} would change it. Set backend.lora.base_dtype: fp32."
-            )
+            raise _DtypeError(self)
         if self.weight.requires_grad and torch.is_grad_enabled():
             return F.linear(input, self.weight.to(input.dtype), self.bias)
         return _WidenedLinear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,22 +20,20 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function tells it
 
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
-from spurline.model.weight_files import DTYPE_NAMES, DTYPES
+from spurline.model.weight_files import DTYPES, values_of_tensor
 from spurline.optimizers.state import describe
+from spurline.tensor_files import Values, write_tensor_file
 
 PART_BYTES = 2 << 30
 """Bytes of values in one file, at most."""
 
 _METADATA = "spurline_pieces"
-_BLOCK_BYTES = 64 << 20
-"""What is copied from a device, hashed and written at a time."""
 
 Shape = tuple[int, ...]
 
@@ -171,40 +168,19 @@ def _cut(piece: Piece, part_bytes: int) -> Iterator[Piece]:
 
 
 def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
-    # Wide values first, so that each begins at a multiple of its own size, as readers of the format want it.
-    ordered = sorted(pieces, key=lambda piece: -piece.values.element_size())
-    header = _header(ordered)
-    digest = xxhash.xxh3_128()
-    with path.open("xb") as file:
-        for block in (len(header).to_bytes(8, "little"), header, *_blocks(ordered)):
-            digest.update(block)
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileDigest(path.stat().st_size, digest.hexdigest())
+    stored, places = _named(pieces)
+    return write_tensor_file(path, stored, {_METADATA: json.dumps(places)})
 
 
-def _header(pieces: list[Piece]) -> bytes:
-    """The header of a safetensors file, whose metadata says what piece each of its tensors is."""
-    tensors: dict[str, Any] = {}
+def _named(pieces: list[Piece]) -> tuple[dict[str, Values], dict[str, Any]]:
+    """The values of the pieces by the names that they have in a file, and what piece each of them is."""
+    stored: dict[str, Values] = {}
     places: dict[str, Any] = {}
-    begin = 0
     for number, piece in enumerate(pieces):
-        name = piece.key if piece.key not in tensors else f"{piece.key}~{number}"
-        end = begin + piece.values.nbytes
-        dtype = DTYPE_NAMES[piece.values.dtype]
-        tensors[name] = {"dtype": dtype, "shape": list(piece.values.shape), "data_offsets": [begin, end]}
+        name = piece.key if piece.key not in stored else f"{piece.key}~{number}"
+        stored[name] = values_of_tensor(piece.values)
         places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, piece.range]
-        begin = end
-    content = json.dumps({"__metadata__": {_METADATA: json.dumps(places)}, **tensors}).encode()
-    return content + b" " * (-len(content) % 8)
-
-
-def _blocks(pieces: list[Piece]) -> Iterator[memoryview]:
-    for piece in pieces:
-        values = piece.values.reshape(-1)
-        for block in values.split(_BLOCK_BYTES // values.element_size()):
-            yield block.cpu().view(torch.uint8).numpy().data
+    return stored, places
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spurline.digests import FileDigest, HashedFile
 from spurline.errors import CheckpointError, DamagedCheckpointError
 
 _FACTS = "state.json"
 
 
-def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write JSON values. Raises OSError."""
-    (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+def write_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, FileDigest]:
+    """Write JSON values; returns the digest of the file by its name, when it is safe on the disk. Raises OSError."""
+    with HashedFile(folder / _FACTS) as file:
+        file.write(json.dumps(facts).encode())
+    return {_FACTS: file.digest}
 
 
 def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = False) -> dict[str, Any]:

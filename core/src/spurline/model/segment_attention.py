@@ -117,18 +117,6 @@ class Scores:
         chunk = None if self.chunk is not None and self.chunk >= length else self.chunk
         return replace(self, window=window, chunk=chunk)
 
-    def visible(self, length: int, device: torch.device) -> Tensor | None:
-        """[length, length], True where a query sees a key; None where it sees all before it and itself."""
-        if self.window is None and self.chunk is None:
-            return None
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-        if self.window is not None:
-            causal.triu_(1 - self.window)
-        if self.chunk is not None:
-            chunks = torch.arange(length, device=device) // self.chunk
-            causal &= chunks[:, None] == chunks
-        return causal
-
 
 def chunk_of(module: nn.Module) -> int | None:
     """The chunk that the layer of this attention is limited to, which models say to their masks only."""
@@ -245,12 +233,53 @@ def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: S
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
-    """Causal attention of rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D]."""
+    """Causal attention of rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D].
+
+    Rows that are longer than what a query sees are cut, so that neither time nor memory grow with their square.
+    """
+    length = query.shape[2]
+    if scores.chunk is not None:
+        size, scores = scores.chunk, replace(scores, chunk=None).for_lengths_up_to(scores.chunk)
+        query, key, value = (_blocks(_filled(part, size), size) for part in (query, key, value))
+        return _rows(_attend_rows(query, key, value, scores, dropout), length, size)
+    if scores.window is None:
+        return _attend_visible(query, key, value, None, scores, dropout)
+    size, scores = scores.window, replace(scores, window=None)
+    query, key, value = (_filled(part, size) for part in (query, key, value))
+    # The first block sees itself alone; queries of each other one see keys of theirs and of the one before.
+    first = _attend_visible(query[:, :, :size], key[:, :, :size], value[:, :, :size], None, scores, dropout)
+    query = _blocks(query[:, :, size:], size)
+    key, value = (
+        torch.cat([_blocks(part[:, :, :-size], size), _blocks(part[:, :, size:], size)], dim=2) for part in (key, value)
+    )
+    visible = torch.ones(size, 2 * size, dtype=torch.bool, device=query.device).tril_(size).triu_(1)
+    others = _attend_visible(query, key, value, visible, scores, dropout)
+    return torch.cat([first, _rows(others, length - size, size)], dim=2)
+
+
+def _filled(rows: Tensor, size: int) -> Tensor:
+    """[B, H, T, D] -> the same with zeros behind it, up to a multiple of `size` tokens."""
+    return F.pad(rows, (0, 0, 0, -rows.shape[2] % size))
+
+
+def _blocks(rows: Tensor, size: int) -> Tensor:
+    """[B, H, blocks * size, D] -> [B * blocks, H, size, D]."""
+    return rows.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+
+
+def _rows(blocks: Tensor, length: int, size: int) -> Tensor:
+    """[B * blocks, H, size, D] -> [B, H, length, D], without what filled the last block."""
+    return blocks.unflatten(0, (-1, -(-length // size))).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+def _attend_visible(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
+) -> Tensor:
+    """Attention of queries [B, H, Q, D] to the keys [B, K, T, D] that are visible [Q, T]. None: causal, Q is T."""
     if scores.softcap is not None:
-        return _attend_with_softcap(query, key, value, scores, dropout)
+        return _attend_with_softcap(query, key, value, visible, scores, dropout)
     if scores.sinks is not None:
-        return _attend_with_sinks(query, key, value, scores, scores.sinks, dropout)
-    visible = scores.visible(query.shape[2], query.device)
+        return _attend_with_sinks(query, key, value, visible, scores, scores.sinks, dropout)
     return _dot_product_attention(query, key, value, visible, scores.scaling, dropout)
 
 
@@ -278,7 +307,13 @@ _SINK_WIDTH = 8
 
 
 def _attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scores: Scores,
+    sinks: Tensor,
+    dropout: float,
 ) -> Tensor:
     """The same with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
 
@@ -286,52 +321,66 @@ def _attend_with_sinks(
     key and 0 in all others, and one query in front keeps the causal order.
     """
     width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
-    if key.shape[-1] != value.shape[-1]:
-        raise ModelError(
-            "Attention sinks with values of another size than keys are not computed. Choose another model."
-        )
+    value_width = value.shape[-1]
     column = (sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
     query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
     sink = key.new_zeros(width + _SINK_WIDTH)
     sink[width] = 1
     key = torch.cat([sink.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _SINK_WIDTH))], dim=2)
     value = F.pad(value, (0, _SINK_WIDTH, 1, 0))
-    visible = scores.visible(query.shape[2] - 1, query.device)
     if visible is not None:
         visible = F.pad(visible, (1, 0, 1, 0), value=True)
     output = _dot_product_attention(query, key, value, visible, scaling, dropout)
-    return output[:, :, 1:, :width]
+    return output[:, :, 1:, :value_width]
 
 
-_SCORES_AT_ONCE = 2**26
-"""Scores that exist at the same time where no kernel computes attention: 256 MiB in fp32."""
+_SCORES_AT_ONCE = 2**24
+"""Scores that exist at the same time where no kernel computes attention: 64 MiB in fp32, in some ten tensors of the
+backward pass."""
+_SCORES_KEPT = 2**20
+"""Scores of a layer's call that are kept for the backward pass; where there are more, they are computed again."""
 
 
-def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
-    """The same, with capped scores, for which there is no kernel: so many queries at a time that their scores fit.
-
-    Scores are computed again in the backward pass where there are several such parts.
-    """
+def _attend_with_softcap(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
+) -> Tensor:
+    """The same, with capped scores, for which there is no kernel: so many queries at a time that their scores fit."""
     key, value = _each_head(query, key), _each_head(query, value)
-    length = query.shape[2]
-    visible = scores.visible(length, query.device)
-    if visible is None:
-        visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_()
-    size = max(1, _SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * length))
-    if size >= length:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    scores_per_query = query.shape[0] * query.shape[1] * num_keys
+    if scores_per_query * num_queries <= _SCORES_KEPT:
         return _capped(query, key, value, visible, scores, dropout)
-    parts = [
-        # Rewinding the generator waits for the device.
-        checkpoint(
-            _capped, part, key, value, seen, scores, dropout, use_reentrant=False, preserve_rng_state=dropout > 0
+    parts: list[Tensor] = []
+    size = max(1, _SCORES_AT_ONCE // scores_per_query)
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        seen = slice(None, stop if visible is None else None)
+        part = checkpoint(
+            _capped,
+            query[:, :, start:stop],
+            key[:, :, seen],
+            value[:, :, seen],
+            None if visible is None else visible[start:stop],
+            scores,
+            dropout,
+            use_reentrant=False,
+            # Rewinding the generator waits for the device.
+            preserve_rng_state=dropout > 0,
         )
-        for part, seen in zip(query.split(size, dim=2), visible.split(size), strict=True)
-    ]
-    return torch.cat([part for part in parts if isinstance(part, Tensor)], dim=2)
+        assert isinstance(part, Tensor)
+        parts.append(part)
+    return torch.cat(parts, dim=2)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores, dropout: float) -> Tensor:
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
+) -> Tensor:
+    """visible: None where queries are the last of the keys, and each sees those before it."""
     assert scores.softcap is not None
+    if visible is None:
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        visible.tril_(num_keys - num_queries)
     scaling = scores.scaling or 1 / math.sqrt(query.shape[-1])
     weights = query @ key.transpose(-1, -2) * scaling
     weights = scores.softcap * torch.tanh(weights / scores.softcap)

@@ -298,41 +298,45 @@ class OutputLogits(nn.Module):
 
     def __init__(self, causal: PreTrainedModel) -> None:
         super().__init__()
-        self._around = _with_given_states(causal, find_decoder(causal))
+        self._given: list[Tensor] = []
+        # A shallow copy: the model itself stays as it is. Not `copy`, for which classes of sharded modules have a way
+        # of their own.
+        self._around = object.__new__(type(causal))
+        self._around.__dict__.update(vars(causal))
+        self._around._modules = causal._modules | _given_states(causal, find_decoder(causal), self._given)
 
     def forward(self, hidden: Tensor) -> Tensor:
         around: Any = self._around
-        # Not by calling it: hooks of the whole model are not meant for a part of it.
-        return type(around).forward(around, inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
+        # Beside the argument, which not every model hands on.
+        self._given.append(hidden.unsqueeze(0))
+        try:
+            # Not by calling it: hooks of the whole model are not meant for a part of it.
+            output = type(around).forward(around, inputs_embeds=self._given[-1], use_cache=False)
+        finally:
+            self._given.pop()
+        return output.logits.squeeze(0)
 
 
-def _with_given_states(module: nn.Module, decoder: nn.Module) -> nn.Module:
-    """A shallow copy of what is around the decoder; the module itself stays as it is."""
-    if module is decoder:
-        return _GivenStates(decoder)
-    names = [name for name, child in module.named_children() if any(part is decoder for part in child.modules())]
-    # Not `copy`, for which classes of sharded modules have a way of their own.
-    around = object.__new__(type(module))
-    around.__dict__.update(vars(module))
-    around._modules = module._modules | {
-        name: _with_given_states(module.get_submodule(name), decoder) for name in names
-    }
-    return around
+def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) -> dict[str, nn.Module]:
+    """What takes the place of the child that is the decoder or holds it."""
+    holders = ((name, child) for name, child in module.named_children() if any(m is decoder for m in child.modules()))
+    return {name: _GivenStates(child, decoder, given) for name, child in holders}
 
 
 class _GivenStates(nn.Module):
-    """In the place of a decoder: its output is what it is given, its attributes are the decoder's."""
+    """In the place of a decoder, or of a module that holds it beside towers that see or hear, whichever a model asks
+    for hidden states. Its output is the last of the states that are given; its attributes are that module's."""
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
         super().__init__()
-        # Not as a module of this one: whoever looks for dropout around the decoder must not find that inside.
-        self.__dict__["_decoder"] = decoder
+        # Not as modules of this one: whoever looks for dropout around the decoder must not find that inside.
+        self.__dict__.update(_given_states(inner, decoder, given), _inner=inner, _given=given)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_decoder"], name)
+        return getattr(self.__dict__["_inner"], name)
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
-        return _States(last_hidden_state=inputs_embeds)
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
+        return _States(last_hidden_state=self.__dict__["_given"][-1])
 
 
 class _States(BaseModelOutputWithPast):
@@ -418,10 +422,12 @@ def library_attention(causal: PreTrainedModel) -> str:
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:
-    """Rows of the embedding; models may round the tokenizer's vocabulary up."""
+    """Tokens that the model can read and predict; models may round the tokenizer's vocabulary up."""
     weight = causal.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    return weight.shape[0]
+    # Some embeddings have further rows, of prompts that are no tokens (CPM-Ant).
+    named = getattr(causal.config.get_text_config(), "vocab_size", None)
+    return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 
 
 @contextmanager

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.hub import finding
-from spurline.errors import ModelError, listing
+from spurline.errors import CheckpointWriteError, ModelError, listing
 from spurline.model.adapter_weights import SETTINGS_FILE
+from spurline.tensor_files import BLOCK_BYTES, Values, header_of
 
 _CANDIDATES = ("model.safetensors", "model.safetensors.index.json")
 """In the order in which transformers looks for them."""
@@ -50,6 +51,14 @@ DTYPES = {
 """By their names in safetensors files."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The inverse of `DTYPES`."""
+_OTHER_DTYPE_NAMES = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+"""Of those that no model's weights have, but an optimizer's state may."""
 
 _LFS = b"version https://git-lfs"
 _FETCH = "Copy or download it again."
@@ -232,6 +241,22 @@ def _check_readable(path: Path) -> None:
         ) from error
 
 
+def values_of_tensor(tensor: Tensor) -> Values:
+    """A tensor's values as a file holds them, copied from a device block by block.
+
+    Raises CheckpointWriteError for a dtype that no file can hold.
+    """
+
+    def blocks() -> Iterator[memoryview]:
+        for block in tensor.detach().reshape(-1).split(BLOCK_BYTES // tensor.element_size()):
+            yield block.cpu().view(torch.uint8).numpy().data
+
+    name = DTYPE_NAMES.get(tensor.dtype) or _OTHER_DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise CheckpointWriteError(f"a tensor is {tensor.dtype}, which safetensors files cannot hold")
+    return Values(name, tensor.shape, tensor.element_size(), tensor.nbytes, blocks)
+
+
 @dataclass(frozen=True)
 class WeightStream:
     """Weights under Hugging Face names, one at a time.
@@ -294,19 +319,16 @@ class WeightFile:
         self._layout = layout
         self._places: dict[str, int] = {}
         self._path = path
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         # In the order of safetensors itself, the widest dtypes first: every tensor begins at a multiple of its width.
-        for name, tensor in sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        ordered = dict(sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])))
+        for name, tensor in ordered.items():
             self._places[name], end = end, end + tensor.nbytes
-            offsets = [self._places[name], end]
-            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._data_begin = 8 + len(text)
+        header = header_of({name: values_of_tensor(tensor) for name, tensor in ordered.items()}, {"format": "pt"})
+        self._data_begin = len(header)
         self._missing = set(layout)
         self._file = path.open("xb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(header)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write one tensor, from any device, in the dtype of the layout."""

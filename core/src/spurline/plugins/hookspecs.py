@@ -104,6 +104,7 @@ def on_eval_end(step: int, metrics: Mapping[str, float]) -> None:
 def on_checkpoint_saved(step: int, path: Path) -> None:
     """Called when a checkpoint is complete, durable and marked as the latest.
 
+    With `checkpoint.async` that is when a later step has ended, after its `on_step_end`; or when the run does.
     step: the last step it covers. path: its folder.
     Errors: any exception ends the run; this checkpoint stands.
     """

@@ -120,19 +120,34 @@ class Backend(Protocol):
         """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle.
 
         Returns digests of the files that the backend has hashed and forced to disk itself, by path in the folder. The
-        caller does so with all others, so an empty mapping will do.
+        caller does so with all others, so an empty mapping will do. Who verifies them: `verifies_files` of its config.
         """
         ...
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError when it does not fit.
 
-        digests: what `save` returned; those files are verified here, before anything is changed. None verifies none.
+        digests: what `save` returned, where the config says `verifies_files`; those files are verified here, before
+        anything is changed. None verifies none.
         """
         ...
 
     def close(self) -> None:
         """End all processes and free device memory."""
+        ...
+
+
+@runtime_checkable
+class TakesSnapshots(Protocol):
+    """A backend that can be saved while it trains on; its config sets `takes_snapshots`."""
+
+    def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
+        """Copy what `save` writes to the memory of the host, and return what writes it: `save` of this very moment.
+
+        That may be called once, on another thread and while the backend is used. The memory is the next snapshot's,
+        which is asked for only when this one has been written or is given up. Raises RunFailedError where there is
+        no room.
+        """
         ...
 
 
@@ -284,6 +299,11 @@ class BackendConfig(ComponentConfig):
     """Whether its backend is one that `LendsParameters`, as plugins need that average weights."""
     yields_device: ClassVar[bool] = False
     """Whether its backend is one that `YieldsDevice`, as engines need that are colocated with it."""
+    takes_snapshots: ClassVar[bool] = False
+    """Whether its backend is one that `TakesSnapshots`, as `checkpoint.async` needs."""
+    verifies_files: ClassVar[bool] = True
+    """Whether its backend's `load` and readers compare the files that it has hashed with their digests, as ranks do
+    that divide them; otherwise whoever opens the checkpoint does."""
     freezes: ClassVar[bool] = False
     """Whether its backend leaves out of training what `model.freeze` names."""
     beyond: ClassVar[str] = ""

@@ -35,10 +35,14 @@ class StateParts(Iterable[Mapping[str, object]]):
     A checkpoint writes each part before it asks for the next one. Those it gives back are read from its files one after
     another, as they are iterated over: in `load_state_dict`, not later, for checkpoints are deleted.
     make: an iterator over the parts from the first one on, each a state like any other, whenever it is called.
+    is_frozen: whether nothing of what it makes parts of changes any more while training goes on; any thread may ask.
+    With `checkpoint.async` such parts are made while they are written, and all others at the step, where all are there
+    at once.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Mapping[str, object]]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[Mapping[str, object]]], *, is_frozen: bool = False) -> None:
         self._make = make
+        self.is_frozen = is_frozen
 
     def __iter__(self) -> Iterator[Mapping[str, object]]:
         return self._make()

@@ -4,7 +4,7 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, the history of changed settings, the best
                         evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file,
-                        and whether its writer made that digest, and so is the one to verify it
+                        and whether whoever reads it verifies that
     backend/            what the backend wrote: model, optimizer, scheduler, RNG states
     components/         state of the source, mini-batches, loss and trackers that keep some
     hooks/              state that plugins keep, by plugin and name
@@ -20,14 +20,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, listing
-from spurline.files import give_default_permissions, remove, sync_file, write_json, write_text
+from spurline.files import remove, sync_file, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
 VERSION = 2
@@ -35,7 +36,7 @@ _READABLE = (1, VERSION)
 """Version 1 is from before states had parts."""
 MANIFEST = "manifest.json"
 _BY_WRITER = "digest_by_writer"
-"""Key of a file's entry in the manifest, where its writer hashed it."""
+"""Key of a file's entry in the manifest, where whoever reads it, a backend's ranks, verifies it."""
 LATEST = "latest"
 """File that names the newest checkpoint."""
 BACKEND = "backend"
@@ -47,9 +48,23 @@ BEST = "best"
 Verify = Literal["full", "sizes"]
 """What is compared with the manifest: size and content of every file, or the size alone."""
 
-Write = Callable[[Path], Mapping[str, FileDigest] | None]
-"""Fills the folder it is given; returns digests of the files that it has hashed and forced to disk itself, by path in
-the folder. Whoever reads those files verifies them."""
+_attempts = count(1)
+"""Numbers of the folders that this process writes into."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files that their writers have hashed while they wrote them, and forced to disk.
+
+    digests: by path in the checkpoint's folder. by_reader: paths of those that whoever reads them verifies.
+    """
+
+    digests: Mapping[str, FileDigest]
+    by_reader: Collection[str] = ()
+
+
+Write = Callable[[Path], Written | None]
+"""Fills the folder it is given. What it does not say that it has hashed is read back and forced to disk."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,7 @@ class Checkpoint:
         return self.manifest["config"]
 
     def unverified(self, folder: str) -> dict[str, FileDigest]:
-        """Digests that are still to be compared, by path in this folder: of files that their writer has hashed."""
+        """Digests that are still to be compared, by path in this folder: of files that whoever reads them verifies."""
         if self.verify == "sizes":
             return {}
         prefix = f"{folder}/"
@@ -81,6 +96,18 @@ class Checkpoint:
         }
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A checkpoint that is complete but for its name."""
+
+    step: int
+    path: Path
+
+    def discard(self) -> None:
+        """Remove it, if it has not been published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
 class CheckpointStore:
     """The checkpoints of one run directory. The caller holds the directory's lock."""
 
@@ -89,39 +116,57 @@ class CheckpointStore:
         self._verify: Verify = verify
 
     def save(self, step: int, write: Write, facts: Mapping[str, Any], best: int | None = None) -> Path:
-        """Write one checkpoint and make it the latest.
+        """Write one checkpoint and make it the latest: `prepare` and `publish`."""
+        return self.publish(self.prepare(step, write, facts), best)
+
+    def prepare(self, step: int, write: Write, facts: Mapping[str, Any]) -> Prepared:
+        """Write one checkpoint under a hidden name, complete and durable.
 
         facts: `config`, `versions` and more for the manifest.
-        best: step of the checkpoint that `best` names from then on.
         Raises CheckpointWriteError when the disk refuses; earlier checkpoints are intact then.
         """
-        final = self._folder(step)
-        temporary = self.root / f".writing-{final.name}-{os.getpid()}"
+        temporary = self.root / f".writing-{self._folder(step).name}-{os.getpid()}-{next(_attempts)}"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            # Not the run directory, which may have been removed meanwhile: that is noticed by what is missing.
+            self.root.mkdir(exist_ok=True)
             remove(temporary)
             temporary.mkdir()
-            known = write(temporary) or {}
+            written = write(temporary) or Written({})
             entries = sorted(temporary.rglob("*"))
-            files = _file_entries(temporary, [entry for entry in entries if entry.is_file()], known)
+            files = _file_entries(temporary, [entry for entry in entries if entry.is_file()], written)
             manifest = {"format": FORMAT, "version": VERSION, "step": step, **facts, "files": files}
             write_json(temporary / MANIFEST, manifest)
             for folder in (entry for entry in entries if entry.is_dir()):
                 sync_file(folder)
+        except (OSError, CheckpointWriteError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointWriteError(self._write_failure(step, error)) from error
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return Prepared(step, temporary)
+
+    def publish(self, prepared: Prepared, best: int | None = None) -> Path:
+        """Make it the latest; returns its folder.
+
+        best: step of the checkpoint that `best` names from then on. Raises CheckpointWriteError as `prepare` does.
+        """
+        final = self._folder(prepared.step)
+        try:
             # An earlier one of this step goes out of the way once the new one is whole, and is deleted when that is in
             # place: it may be the only checkpoint there is.
             replaced = self._put_away(final) if os.path.lexists(final) else None
-            temporary.rename(final)
+            prepared.path.rename(final)
             if replaced is not None:
                 remove(replaced)
             sync_file(self.root)
             write_text(self.root / LATEST, final.name + "\n")
             self.point_to_best(best)
-        except (OSError, CheckpointWriteError) as error:
-            raise CheckpointWriteError(self._write_failure(step, error)) from error
+        except OSError as error:
+            raise CheckpointWriteError(self._write_failure(prepared.step, error)) from error
         finally:
             # Gone by now when all went well: it has been renamed.
-            shutil.rmtree(temporary, ignore_errors=True)
+            prepared.discard()
         return final
 
     def point_to_best(self, step: int | None) -> None:
@@ -224,7 +269,8 @@ class CheckpointStore:
         return "There is no other good checkpoint; start again with another run_dir, or with this one emptied."
 
     def _write_failure(self, step: int, error: Exception) -> str:
-        free = shutil.disk_usage(self.root if self.root.exists() else self.root.parent).free
+        folder = next(place for place in (self.root, *self.root.absolute().parents) if place.exists())
+        free = shutil.disk_usage(folder).free
         kept = [path.name for path in self.paths()]
         have = f"Kept: {', '.join(kept)}." if kept else "No earlier checkpoint exists."
         return (
@@ -237,7 +283,7 @@ class CheckpointStore:
 def open_checkpoint(path: Path, verify: Verify = "full") -> Checkpoint:
     """Read and verify a checkpoint folder: every file has the size of the manifest, and the digest if `verify` is full.
 
-    Files that their writer has hashed are left to whoever reads them; see `Checkpoint.unverified`.
+    Files that their reader verifies are left to it; see `Checkpoint.unverified`.
     Raises CheckpointError saying what is wrong.
     """
     if not path.is_dir():
@@ -257,11 +303,15 @@ def open_checkpoint(path: Path, verify: Verify = "full") -> Checkpoint:
     return Checkpoint(path, manifest, verify)
 
 
-def _file_entries(folder: Path, files: Sequence[Path], known: Mapping[str, FileDigest]) -> dict[str, dict[str, Any]]:
-    """The manifest's entries of all files, which are safe on the disk then. known: digests that their writers made."""
+def _file_entries(folder: Path, files: Sequence[Path], written: Written) -> dict[str, dict[str, Any]]:
+    """The manifest's entries of all files, which are safe on the disk then."""
     entries: dict[str, dict[str, Any]] = {}
+    known = written.digests
+    # Some libraries create files that the owner alone can read. Not by the umask: to read it is to change it, for
+    # what other threads create too.
+    permissions = folder.stat().st_mode & 0o666
     for file in files:
-        give_default_permissions(file)
+        file.chmod(permissions)
         name = str(file.relative_to(folder))
         digest = known.get(name) or digest_file(file, sync=True)
         if file.stat().st_size != digest.num_bytes:
@@ -271,7 +321,7 @@ def _file_entries(folder: Path, files: Sequence[Path], known: Mapping[str, FileD
         entries[name] = {
             "bytes": digest.num_bytes,
             "xxh3": digest.xxh3,
-            **({_BY_WRITER: True} if name in known else {}),
+            **({_BY_WRITER: True} if name in written.by_reader else {}),
         }
     unseen = sorted(known.keys() - entries.keys())
     if unseen:

@@ -7,12 +7,12 @@ into it right there. Components with state are not here: the run knows them (see
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 from spurline.errors import CheckpointError, HookFailedError, PluginError, SpurlineError
 from spurline.protocols.stateful import Stateful
 from spurline.run.checkpoint import Checkpoint
-from spurline.run.state_files import read_state, write_state
+from spurline.run.state_files import read_state
 
 FOLDER = "hooks"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -90,8 +90,11 @@ class HookStates:
         ]
         return [f"The state {_described(key)} is new in this run and starts afresh." for key in self._new] + left
 
-    def write(self, folder: Path) -> None:
-        """Into the folder of a checkpoint. Raises RunFailedError naming what cannot be saved."""
+    def states(self) -> Iterator[tuple[str, Mapping[str, object], str]]:
+        """(path in a checkpoint, state, whose it is) of each, asked for one after another.
+
+        Raises HookFailedError naming what cannot be saved.
+        """
         for key, state in self._kept.items():
             try:
                 content = state.state_dict()
@@ -101,7 +104,7 @@ class HookStates:
                 raise HookFailedError(
                     f"The state {_described(key)} cannot be saved: {type(error).__name__}: {error}"
                 ) from error
-            write_state(folder / FOLDER / key, content, owner=_described(key))
+            yield f"{FOLDER}/{key}", content, _described(key)
 
 
 def _described(key: str) -> str:

@@ -33,7 +33,7 @@ def train(run: Run) -> None:
             metrics |= run.after_update(step, metrics)
         with clock("evaluate"):
             metrics |= run.maybe_evaluate(step, metrics)
-        metrics |= run.batches.metrics() | clock.metrics()
+        metrics |= run.batches.metrics() | run.saving_metrics() | clock.metrics()
         run.record(step, metrics)
         run.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
         run.maybe_checkpoint(step)

@@ -6,15 +6,15 @@ Which settings may differ from those of the checkpoint is decided in `spurline.r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, ConfigError, DamagedCheckpointError, Problem, RunDirectoryError
-from spurline.protocols.backend import Role
+from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.protocols.stateful import Stateful
 from spurline.run.best import BestSoFar
 from spurline.run.build import Components, Done
@@ -23,12 +23,15 @@ from spurline.run.checkpoint import (
     BACKEND,
     Checkpoint,
     CheckpointStore,
+    Prepared,
     Verify,
+    Write,
+    Written,
     open_checkpoint,
 )
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluation import fingerprints
-from spurline.run.state_files import read_state, write_state
+from spurline.run.state_files import copied_state, read_state, write_state
 
 
 @dataclass(frozen=True)
@@ -141,25 +144,67 @@ class Course:
         return {name: value for name, value in known.items() if value}
 
 
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What the checkpoint of one step holds, and what becomes of others once it is there.
+
+    write: fills its folder. facts: for its manifest. best: step of the best evaluation so far. keep_last: checkpoints
+    to keep besides that one's.
+    """
+
+    step: int
+    write: Write
+    facts: Mapping[str, Any]
+    best: int | None
+    keep_last: int
+
+    @classmethod
+    def of(cls, step: int, components: Components, loaded: LoadedConfig, course: Course, *, copied: bool) -> Self:
+        """copied: take everything as it is now, so that it can be written on another thread while training goes on;
+        otherwise it is asked for while it is written."""
+        save, states = components.backend.save, _states(components, loaded)
+        if copied:
+            # The config has refused a backend that cannot.
+            assert isinstance(components.backend, TakesSnapshots), type(components.backend)
+            save = components.backend.snapshot()
+            states = [(name, copied_state(state), owner) for name, state, owner in states]
+        verifies = loaded.config.backend.verifies_files
+
+        def write(folder: Path) -> Written:
+            (folder / BACKEND).mkdir()
+            own = {f"{BACKEND}/{name}": digest for name, digest in save(folder / BACKEND).items()}
+            others: dict[str, FileDigest] = {}
+            for name, state, owner in states:
+                path = folder / name
+                written = write_state(path, state, owner)
+                others |= {str(path.parent.relative_to(folder) / file): digest for file, digest in written.items()}
+            return Written(own | others, own.keys() if verifies else ())
+
+        facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course.facts()}
+        facts["held_out"] = fingerprints(components.data.evaluations)
+        return cls(step, write, facts, course.best.step, loaded.config.checkpoint.keep_last)
+
+    def publish(self, store: CheckpointStore, prepared: Prepared) -> Path:
+        """Make what was written the latest checkpoint, and remove those that are not to be kept; returns its folder."""
+        path = store.publish(prepared, self.best)
+        store.prune(self.keep_last, self.best)
+        return path
+
+
+def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
+    """(path in a checkpoint, state, whose it is) of components and hooks, each asked for when it is its turn."""
+    for name, component in _stateful(components, loaded):
+        yield f"components/{name}", component.state_dict(), None
+    yield from components.hook_states.states()
+
+
 def save_state(
     step: int, components: Components, loaded: LoadedConfig, directory: RunDirectory, course: Course
 ) -> Path:
     """Write the checkpoint of this step; remove those beyond `checkpoint.keep_last` but for the best."""
-
-    def write(folder: Path) -> Mapping[str, FileDigest]:
-        (folder / BACKEND).mkdir()
-        digests = components.backend.save(folder / BACKEND)
-        for name, component in _stateful(components, loaded):
-            write_state(folder / "components" / name, component.state_dict())
-        components.hook_states.write(folder)
-        return {f"{BACKEND}/{name}": digest for name, digest in digests.items()}
-
+    contents = CheckpointContents.of(step, components, loaded, course, copied=False)
     store = CheckpointStore(directory.checkpoints)
-    facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course.facts()}
-    facts["held_out"] = fingerprints(components.data.evaluations)
-    path = store.save(step, write, facts, course.best.step)
-    store.prune(loaded.config.checkpoint.keep_last, course.best.step)
-    return path
+    return contents.publish(store, store.prepare(step, contents.write, contents.facts))
 
 
 def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:

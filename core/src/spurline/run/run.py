@@ -39,13 +39,15 @@ from spurline.run import loop
 from spurline.run.best import BestSoFar
 from spurline.run.build import build_components, build_update, summarize_run
 from spurline.run.changes import ResumeRequest
+from spurline.run.checkpoint import CheckpointStore
+from spurline.run.checkpoint_writer import CheckpointWriter
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.evaluation import run_all
 from spurline.run.export import export_adapter, export_hf
 from spurline.run.health import findings
 from spurline.run.hook_state import HookStates
 from spurline.run.rescue import rescue
-from spurline.run.resume import Course, Resume, find_resume, restore, save_state
+from spurline.run.resume import CheckpointContents, Course, Resume, find_resume, restore, save_state
 from spurline.run.stop_request import StopRequest
 from spurline.trackers.jsonl import read_json_lines
 
@@ -55,7 +57,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunState:
-    """Where a run is. step: last finished step. checkpoint: newest one of this run, if any, which covers saved_step."""
+    """Where a run is. step: last finished step. checkpoint: newest one of this run, if any, which covers saved_step;
+    one that is still being written is none."""
 
     step: int = 0
     saved_step: int = 0
@@ -131,6 +134,7 @@ class Run:
         self._best = BestSoFar(loaded.config.checkpoint.keep_best)
         self._saved_at = time.monotonic()
         self._has_saved = False
+        self._writer = CheckpointWriter()
         self._step_under_way: int | None = None
         self._updated = RunState()
         self._stop = StopRequest(self._words_on_stop)
@@ -152,6 +156,8 @@ class Run:
         with ExitStack() as stack:
             self.directory.open()
             stack.callback(self.directory.close)
+            # Whatever ended the run: nothing is renamed into a directory that another run may hold.
+            stack.callback(self._writer.abandon)
             try:
                 self._build(stack)
             except KeyboardInterrupt:
@@ -167,6 +173,7 @@ class Run:
                 self._start_batches(stack)
                 self._settle_resume()
                 loop.train(self)
+                self._take_written(wait=True)
                 if self.state.step > self.state.saved_step:
                     # A stop was asked for after the last step had its chance to save.
                     self._save(self.state.step)
@@ -393,22 +400,48 @@ class Run:
         self.state.metrics = dict(metrics)
 
     def maybe_checkpoint(self, step: int) -> None:
-        """Save when steps or minutes say so, after the last step and the best one so far, and before a stop."""
+        """Save when steps or minutes say so, after the last step and the best one so far, and before a stop.
+
+        With `checkpoint.async` what is saved between steps is written while training goes on.
+        """
+        self._take_written(wait=False)
         minutes = self.config.checkpoint.every_minutes
         is_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         if self._stop or is_time or self._best.step == step or self._is_due(step, self.config.checkpoint.every_steps):
-            self._save(step)
+            goes_on = not self._stop and step < self.source.total_steps
+            self._save(step, beside=self.config.checkpoint.is_async and goes_on)
 
-    def _save(self, step: int, pending: Mapping[str, float] | None = None) -> None:
-        """pending: metrics of this step, when its evaluation and metrics line are still to come."""
+    def saving_metrics(self) -> dict[str, float]:
+        """Seconds that checkpoints beside training have taken from it since the last call."""
+        return self._writer.metrics()
+
+    def _save(self, step: int, pending: Mapping[str, float] | None = None, *, beside: bool = False) -> None:
+        """pending: metrics of this step, when its evaluation and metrics line are still to come. beside: copy what is
+        to be saved, and let it be written while training goes on."""
         self.directory.check_present()
+        self._take_written(wait=True)
         for tracker in self._components.trackers.values():
             tracker.flush()
         self.source.flush()
         course = Course(self._update.done, self._resumed.history, self._best, pending)
-        self.state.checkpoint = save_state(step, self._components, self.loaded, self.directory, course)
-        self.state.saved_step, self._saved_at, self._has_saved = step, time.monotonic(), True
-        self.hooks.on_checkpoint_saved(step=step, path=self.state.checkpoint)
+        if beside:
+            with self._writer.copying():
+                contents = CheckpointContents.of(step, self._components, self.loaded, course, copied=True)
+            store = CheckpointStore(self.directory.checkpoints)
+            self._writer.start(contents, store, self.directory.check_present)
+        else:
+            self._saved(step, save_state(step, self._components, self.loaded, self.directory, course))
+        self._saved_at = time.monotonic()
+
+    def _take_written(self, *, wait: bool) -> None:
+        """Take note of the checkpoint that was written beside training, if there is one. Raises what became of it."""
+        written = self._writer.taken(wait=wait)
+        if written is not None:
+            self._saved(*written)
+
+    def _saved(self, step: int, path: Path) -> None:
+        self.state.checkpoint, self.state.saved_step, self._has_saved = path, step, True
+        self.hooks.on_checkpoint_saved(step=step, path=path)
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self.source.total_steps or (every is not None and step % every == 0)
@@ -459,6 +492,7 @@ class Run:
 
     def _explained(self, error: BaseException) -> BaseException:
         """What ended the run, with what is left of it and how to go on."""
+        self._settle_writing(error)
         lost = error if isinstance(error, RunDirectoryLostError) else self._loss_behind(error)
         if lost is not None:
             return self._rescued(lost)
@@ -472,6 +506,18 @@ class Run:
             where = f"The last good checkpoint is {kept}." if kept else "There was no checkpoint before it."
             return NonFiniteLossError(f"Step {self.state.step + 1}: {error} {where}")
         return error
+
+    def _settle_writing(self, error: BaseException) -> None:
+        """See what becomes of a checkpoint that is being written when the run fails: it stands, and so it is said."""
+        if isinstance(error, KeyboardInterrupt):
+            written = self._writer.abandon()
+            if written is not None:
+                self.state.saved_step, self.state.checkpoint = written
+            return
+        try:
+            self._take_written(wait=True)
+        except Exception as failure:  # noqa: BLE001 - it must not hide the error that ended the run
+            error.add_note(f"The checkpoint under way failed too: {failure}")
 
     def _loss_behind(self, error: BaseException) -> RunDirectoryLostError | None:
         """The loss of the run directory, when that is why something else failed between two updates."""

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from spurline.errors import CheckpointWriteError, DamagedCheckpointError, RunFailedError
-from spurline.files import remove, write_json
+from spurline.digests import FileDigest
+from spurline.errors import DamagedCheckpointError, RunFailedError
+from spurline.files import json_text, remove, write_text
 from spurline.protocols.stateful import StateParts
+from spurline.tensor_files import can_hold, values_of_array, write_tensor_file
 
 _REFERENCE = "__array__"
 """Key of what stands for an array in the structure; its value is the array's name."""
@@ -34,28 +36,48 @@ _RESERVED_NAMES = ("", "__metadata__")
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def write_state(path: Path, state: Mapping[str, object], owner: str | None = None) -> None:
+def write_state(path: Path, state: Mapping[str, object], owner: str | None = None) -> dict[str, FileDigest]:
     """Write `path`.json; arrays to `path`.safetensors, where each has the name of its keys; parts below `path`.parts.
 
-    There is a state when its JSON file is there, which is written last.
+    There is a state when its JSON file is there, which is written last. Returns the digests of the files, which are
+    safe on the disk, by their path beside `path`.
     owner: whose state it is, for messages; by default the last two parts of the path.
     Raises RunFailedError naming the value that cannot be saved.
     """
+    digests: dict[Path, FileDigest] = {}
     try:
         if not isinstance(state, Mapping):
             raise TypeError(f"it is a {type(state).__qualname__}")
-        _write(path, state, ())
-    except SafetensorError as error:
-        raise CheckpointWriteError(f"{path.name}: {error}") from error
+        _write(path, state, (), digests)
     except TypeError as error:
         raise RunFailedError(
             f"The state {owner or f'of {path.parent.name}/{path.name}'} cannot be saved: {error}. `state_dict` returns "
             "nested dicts with text as keys, and lists, of JSON values and numpy arrays of numbers."
         ) from error
+    return {str(file.relative_to(path.parent)): digest for file, digest in digests.items()}
 
 
-def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...]) -> None:
-    """keys: the way to this state, if it is a part of another one."""
+def copied_state(value: Any) -> Any:
+    """What `state_dict` returned, so that nothing which changes it later changes this.
+
+    Parts that are frozen are left where they are; others are all made here.
+    """
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, StateParts):
+        if value.is_frozen:
+            return value
+        parts: list[Mapping[str, object]] = [copied_state(part) for part in value]
+        return StateParts(lambda: iter(parts), is_frozen=True)
+    if isinstance(value, Mapping):
+        return {key: copied_state(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copied_state(item) for item in value]
+    return value
+
+
+def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> None:
+    """keys: the way to this state, if it is a part of another one. digests: takes those of the files."""
     structure, arrays_path, parts_path = _state_paths(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # A state that was here belongs together with its arrays and parts: it ends with them.
@@ -64,16 +86,19 @@ def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...]) -> No
     taken = _TakenOut({}, [])
     content = taken.replaced(state, keys)
     if taken.arrays:
-        save_file(taken.arrays, arrays_path)
-    counts = [_write_parts(parts_path / str(number), *found) for number, found in enumerate(taken.parts)]
-    write_json(structure, {"state": content, **({"parts": counts} if counts else {})})
+        arrays = {name: values_of_array(array) for name, array in taken.arrays.items()}
+        digests[arrays_path] = write_tensor_file(arrays_path, arrays, {})
+    counts = [_write_parts(parts_path / str(number), *found, digests) for number, found in enumerate(taken.parts)]
+    text = json_text({"state": content, **({"parts": counts} if counts else {})})
+    write_text(structure, text)
+    digests[structure] = FileDigest.of(text.encode("utf-8"))
 
 
-def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...]) -> int:
+def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> int:
     """Returns how many there are."""
     count = 0
     for part in parts:
-        _write(_part_path(folder, count), part, (*keys, str(count)))
+        _write(_part_path(folder, count), part, (*keys, str(count)), digests)
         count += 1
     return count
 
@@ -122,7 +147,7 @@ class _TakenOut:
     def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
         """The value with references in place of what is taken out of it. keys: the way to it."""
         if isinstance(value, np.ndarray):
-            if value.dtype.kind not in "biuf":
+            if not can_hold(value):
                 raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
             name = _free_name("/".join(keys), self.arrays)
             self.arrays[name] = np.asarray(value, order="C")

@@ -25,7 +25,15 @@ from spurline.errors import ModelError, NonFiniteLossError, RunFailedError, Spur
 from spurline.losses.configs import CrossEntropyConfig, PpoConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.losses.ppo import Ppo
-from spurline.protocols.backend import Backend, Generates, LendsModel, LendsParameters, LossSums, YieldsDevice
+from spurline.protocols.backend import (
+    Backend,
+    Generates,
+    LendsModel,
+    LendsParameters,
+    LossSums,
+    TakesSnapshots,
+    YieldsDevice,
+)
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing.backend_cases import (
@@ -187,6 +195,23 @@ class BackendContract:
             got = [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             assert got == expected
             assert_weights_equal(weights_of(backend), weights)
+
+    def test_a_snapshot_that_is_written_later_is_what_was_saved_at_its_moment(
+        self, tiny_model: Path, tmp_path: Path
+    ) -> None:
+        with self.new_backend(tiny_model) as (backend, layout):
+            if not isinstance(backend, TakesSnapshots):
+                pytest.skip("is saved while training stands still")
+            for step in (0, 2):
+                saved, written = tmp_path / f"saved-{step}", tmp_path / f"written-{step}"
+                for folder in (saved, written):
+                    folder.mkdir()
+                backend.update(*minibatch("packed", layout, step))
+                digests = backend.save(saved)
+                write = backend.snapshot()
+                backend.update(*minibatch("packed", layout, step + 1))
+                assert write(written) == digests
+                verify_files(written, digests)
 
     def test_two_backends_train_alike_bit_for_bit_and_so_does_one_put_back_to_its_start(
         self, tiny_model: Path, tmp_path: Path

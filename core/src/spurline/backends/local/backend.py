@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spurline.backends.local.checkpoint import read_training_state, save_training_state
+from spurline.backends.local.checkpoint import TrainingState, read_training_state
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.backends.local.trained_model import TrainedModel, load_reference
 from spurline.config.run_config import RunConfig
@@ -34,6 +34,7 @@ from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
+from spurline.model.host_copies import HostCopies
 from spurline.model.loading import HeldDtypes, check_config, load_model
 from spurline.model.narrow_weights import (
     base_dtype,
@@ -42,6 +43,7 @@ from spurline.model.narrow_weights import (
     narrow_weights,
     quantize_weights,
     round_weights,
+    widen_where_read,
 )
 from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness, choose_reading
@@ -77,10 +79,7 @@ class LocalBackend:
             # Now, not with the first rollouts: a model without experts is refused before anything is generated.
             _ = self._model.routing
         self._reference: StreamModel | None = None
-        if config.probe:
-            check_exactness(self._model, self._profile, run.model.path)
-        else:
-            choose_reading(self._model, self._profile)
+        widen_where_read(causal, self._check)
         self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates), masters)
         self._critic: TrainedModel | None = None
         if run.critic is not None:
@@ -90,6 +89,7 @@ class LocalBackend:
             critic.read_as(self._model.reading)
             self._critic = self._trained(critic, critic_optimization(run.critic, registry), masters)
         self._memory = DeviceMemory(self._profile)
+        self._copies = HostCopies(self._profile)
         self._open_swaps = 0
         # After loading, which draws or not depending on `init`: dropout depends on the seed alone.
         seed_generators(run.seed)
@@ -214,10 +214,13 @@ class LocalBackend:
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
         self._refuse_swapped("saved")
-        save_training_state(path, self._policy, self._memory.read)
-        if self._critic is not None:
-            save_training_state(path / _CRITIC_FOLDER, self._critic, self._memory.read)
-        return {}
+        return _write(path, self._states())
+
+    def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
+        """See `TakesSnapshots`."""
+        self._refuse_swapped("saved")
+        copies = {folder: state.copied(self._copies, folder) for folder, state in self._states().items()}
+        return lambda path: _write(path, copies)
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._refuse_swapped("loaded")
@@ -241,7 +244,7 @@ class LocalBackend:
         self._memory.take()
 
     def close(self) -> None:
-        for name in ("_model", "_reference", "_policy", "_critic", "_memory"):
+        for name in ("_model", "_reference", "_policy", "_critic", "_memory", "_copies"):
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
 
@@ -272,6 +275,12 @@ class LocalBackend:
             return None
         dtype = base_dtype(self._config.lora, self._run.model)
         return dtype if dtype.itemsize < self._profile.weight_dtype.itemsize else None
+
+    def _check(self) -> None:
+        if self._config.probe:
+            check_exactness(self._model, self._profile, self._run.model.path)
+        else:
+            choose_reading(self._model, self._profile)
 
     def _make_trainable(self, causal: PreTrainedModel, masters: dict[str, Tensor]) -> None:
         model, lora = self._run.model, self._config.lora
@@ -341,6 +350,11 @@ class LocalBackend:
     def _stop_tokens(self) -> list[int]:
         return stop_tokens(self._model.causal, self._run.model)
 
+    def _states(self) -> dict[str, TrainingState]:
+        """What a checkpoint holds, by folder in the backend's part."""
+        models = {"": self._policy} | ({} if self._critic is None else {_CRITIC_FOLDER: self._critic})
+        return {folder: TrainingState.of(trained, self._memory.read) for folder, trained in models.items()}
+
     def _trained_models(self) -> list[TrainedModel]:
         return [self._policy, *([] if self._critic is None else [self._critic])]
 
@@ -389,6 +403,15 @@ class LocalBackend:
                 )
                 self._reference.read_as(self._model.reading)
             yield self._reference
+
+
+def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDigest]:
+    """Write each state into its folder; returns digests by path."""
+    return {
+        f"{folder}/{name}".lstrip("/"): digest
+        for folder, state in states.items()
+        for name, digest in state.write(path / folder).items()
+    }
 
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spurline.backends.local.configs import LocalBackendConfig
@@ -25,11 +25,13 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.model import device_profile
 from spurline.model.adapter_weights import AdapterStream
+from spurline.model.host_copies import HostCopies
 from spurline.model.narrow_weights import base_dtype
 from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline.model.saved_weights import SavedTensors, saved_adapter, saved_weights
-from spurline.model.weight_files import WeightStream, layout_of
+from spurline.model.weight_files import WeightStream, layout_of, values_of_tensor
 from spurline.optimizers.state import OptimizerState, describe
+from spurline.tensor_files import write_tensor_file
 
 if TYPE_CHECKING:
     from spurline.backends.local.trained_model import TrainedModel
@@ -37,23 +39,27 @@ if TYPE_CHECKING:
 _FORMAT = 2
 
 
-def save_training_state(path: Path, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> None:
-    """Write into this folder. read: gives the tensor that has the values of one of the model's or the optimizer's own.
+Digests = dict[str, FileDigest]
 
-    Raises CheckpointWriteError.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a folder shall hold: tensors by file and name, and the facts beside them."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
+        """The state as it is; its tensors are those that training changes.
+
+        read: gives the tensor that has the values of one of the model's or the optimizer's own.
+        Raises CheckpointWriteError for a state of the optimizer that a checkpoint cannot hold.
+        """
         optimizer = trained.optimization.state()
-        generators = device_profile.generator_tensors()
-        for name, tensors in (
-            ("model", _model_tensors(trained)),
-            ("optimizer", optimizer.tensors),
-            ("rng", generators),
-        ):
-            held = {key: read(tensor) for key, tensor in tensors.items()}
-            save_file(_separate(held), path / f"{name}.safetensors")
-        content = {
+        own = {"model": _model_tensors(trained), "optimizer": optimizer.tensors}
+        held = {file: {name: read(tensor) for name, tensor in tensors.items()} for file, tensors in own.items()}
+        facts = {
             "format": _FORMAT,
             "updates": trained.updates,
             "frozen_weights": trained.frozen_weights,
@@ -62,9 +68,28 @@ def save_training_state(path: Path, trained: TrainedModel, read: Callable[[Tenso
             "optimizer": optimizer.facts(),
             "generators": device_profile.generator_values(),
         }
-        write_facts(path, content)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointWriteError(str(error)) from error
+        # The generators give copies.
+        return cls(held | {"rng": device_profile.generator_tensors()}, facts)
+
+    def copied(self, copies: HostCopies, owner: str) -> TrainingState:
+        """The same values in memory of the host that training does not change. owner: which model's they are."""
+        held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
+        return TrainingState(held, self.facts)
+
+    def write(self, path: Path) -> Digests:
+        """Into this folder; returns the digests of the files, which are safe on the disk, by name.
+
+        Raises CheckpointWriteError.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            digests: Digests = {}
+            for file, tensors in self.tensors.items():
+                values = {name: values_of_tensor(tensor) for name, tensor in tensors.items()}
+                digests[f"{file}.safetensors"] = write_tensor_file(path / f"{file}.safetensors", values, {})
+            return digests | write_facts(path, self.facts)
+        except OSError as error:
+            raise CheckpointWriteError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -163,17 +188,6 @@ def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: describe(tensor) for name, tensor in tensors.items()}
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, contiguous, with a copy for each that has its values in common with another one."""
-    places: set[int] = set()
-    whole: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        value = tensor.contiguous()
-        whole[key] = value.clone() if value.data_ptr() in places else value
-        places.add(value.data_ptr())
-    return whole
 
 
 def _read(path: Path) -> dict[str, Tensor]:

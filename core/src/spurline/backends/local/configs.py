@@ -34,6 +34,8 @@ class LocalBackendConfig(BackendConfig):
     lends_model: ClassVar[bool] = True
     lends_parameters: ClassVar[bool] = True
     yields_device: ClassVar[bool] = True
+    takes_snapshots: ClassVar[bool] = True
+    verifies_files: ClassVar[bool] = False
     freezes: ClassVar[bool] = True
     checkpoint_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_weights"
     adapter_reader: ClassVar[str | None] = "spurline.backends.local.checkpoint:read_adapter"
@@ -228,7 +230,8 @@ class LocalBackendConfig(BackendConfig):
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> dict[str, int]:
         # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
         estimate = resolve("spurline.model.memory:estimate_memory", "memory estimate of backend 'local'")
-        return estimate(
+        copy = self._checkpoint_copy(run) if self._planned_device == "cpu" else {}
+        parts: dict[str, int] = estimate(
             run.model,
             self._microbatch_tokens(row_length, tokens),
             precision=self.precision,
@@ -241,11 +244,25 @@ class LocalBackendConfig(BackendConfig):
             critic_optimizer=None if run.critic is None else run.critic.optimizer,
             reference=run.loss.uses_reference or run.source.uses_reference,
         )
+        return parts | copy
 
     def estimate_host_memory(self, run: RunConfig) -> int:
-        if not self.offload_optimizer or self._planned_device == "cpu":
+        if self._planned_device == "cpu":
             return 0
-        estimate = resolve("spurline.model.memory:estimate_stepped_on_host", "memory estimate of backend 'local'")
+        stepped = self._estimate_training("estimate_stepped_on_host", run) if self.offload_optimizer else 0
+        return stepped + sum(self._checkpoint_copy(run).values())
+
+    def _checkpoint_copy(self, run: RunConfig) -> dict[str, int]:
+        """Bytes of the copy that `checkpoint.async` writes from."""
+        return (
+            {"checkpoint copy": self._estimate_training("estimate_checkpoint_copy", run)}
+            if run.checkpoint.is_async
+            else {}
+        )
+
+    def _estimate_training(self, function: str, run: RunConfig) -> int:
+        """Bytes by a function of `spurline.model.memory` on the models that this run trains."""
+        estimate = resolve(f"spurline.model.memory:{function}", "memory estimate of backend 'local'")
         optimizers = [run.optimizer, *([] if run.critic is None else [run.critic.optimizer])]
         return estimate(
             run.model, precision=self.precision, holding=self._holding(), lora=self.lora, optimizers=optimizers

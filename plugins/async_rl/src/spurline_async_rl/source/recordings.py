@@ -44,8 +44,11 @@ _BLOCK_BYTES = 32 << 20
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """State as that of a component may be. Blocks are made from the groups as they are written."""
-    return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)))}
+    """State as that of a component may be. Blocks are made from the groups as they are written.
+
+    groups: the sequence stays as it is, as groups that are finished do.
+    """
+    return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)), is_frozen=True)}
 
 
 def groups_of(state: Mapping[str, Any]) -> Iterator[Group]:

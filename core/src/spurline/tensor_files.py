@@ -1,0 +1,92 @@
+"""Write safetensors files from front to back: hashed while they are written, and on the disk when that is done.
+
+Arrays and tensors of any library come as `Values`, which give their bytes block by block, so that no second copy of all
+is ever there. The order in the file is that of the library safetensors, the widest dtypes first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.digests import FileDigest, HashedFile
+
+BLOCK_BYTES = 64 << 20
+"""What is copied from a device, hashed and written at a time."""
+
+_DTYPES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+}
+"""Names that safetensors has for numpy's dtypes."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a file holds under one name.
+
+    dtype: as safetensors calls it. item_bytes: of one value. num_bytes: of all. blocks: iterates over all bytes, little
+    end first, as contiguous memoryviews of single bytes.
+    """
+
+    dtype: str
+    shape: Sequence[int]
+    item_bytes: int
+    num_bytes: int
+    blocks: Callable[[], Iterable[memoryview]]
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> FileDigest:
+    """Write a new file; returns its digest when it is safe on the disk. Raises OSError."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].item_bytes, item[0])))
+    with HashedFile(path) as file:
+        file.write(header_of(ordered, metadata))
+        for values in ordered.values():
+            for block in values.blocks():
+                file.write(block)
+    return file.digest
+
+
+def header_of(tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the values of a file that has them in this order, its own length included."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, values in tensors.items():
+        begin, end = end, end + values.num_bytes
+        entries[name] = {"dtype": values.dtype, "shape": list(values.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # Values begin at a multiple of the widest dtype.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def can_hold(array: NDArray[np.generic]) -> bool:
+    """Whether the format has this array's dtype."""
+    return array.dtype.name in _DTYPES
+
+
+def values_of_array(array: NDArray[np.generic]) -> Values:
+    """The values of an array that `can_hold` is true of."""
+
+    def blocks() -> Iterator[memoryview]:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        little = flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8)
+        for begin in range(0, len(little), BLOCK_BYTES):
+            yield little[begin : begin + BLOCK_BYTES].data
+
+    return Values(_DTYPES[array.dtype.name], array.shape, array.itemsize, array.nbytes, blocks)
