@@ -18,7 +18,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import activation_offloading
-from spurline.model.configs import LoraConfig
+from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.protocols.loss import Objective
 from spurline.run.fit import Load, memory_lines
@@ -162,6 +162,6 @@ def test_on_the_cpu_it_saves_nothing_and_says_so(tmp_path: Path) -> None:
     config = LocalBackendConfig(device="cpu", offload_activations=True)
     assert config.estimate_memory(run, 100, 100) == LocalBackendConfig(device="cpu").estimate_memory(run, 100, 100)
     assert config.estimate_offloaded_activations(run, 100, 100) == 0
-    assert any("saves nothing on the CPU" in note for note in config.notes(run))
-    assert not LocalBackendConfig(device="cuda", offload_activations=True).notes(run)
+    assert OFFLOADS_NOTHING in config.notes(run)
+    assert OFFLOADS_NOTHING not in LocalBackendConfig(device="cuda", offload_activations=True).notes(run)
     assert {"offload_activations": True} not in list(LocalBackendConfig(device="cpu").savings(run, 100, 100))

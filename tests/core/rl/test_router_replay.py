@@ -16,7 +16,7 @@ from backend_batches import local_backend, run_config
 from expert_models import replaying_source
 from preparation_oracle import FakeBackend, make_groups
 from rl_attempts import core_registry
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, GptOssConfig, Qwen3NextConfig
 
 from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.configs import LocalBackendConfig
@@ -36,7 +36,7 @@ from spurline.rl.engines.in_process.response import ExpertRecord
 from spurline.rl.preparation import Preparation
 from spurline.rl.trajectory import Group, Trajectory, Turn, turns_of, with_turns
 from spurline.testing import write_tiny_moe_model
-from spurline.testing.inputs import PAD
+from spurline.testing.inputs import PAD, write_model
 from spurline.testing.rollout_engine_contract import PROMPTS, request
 from spurline.update.configs import ByPromptConfig
 
@@ -123,6 +123,41 @@ def test_rollout_and_trainer_agree_and_share_their_experts(experts_model: Path, 
     order = sorted(results, key=lambda result: len(result.routed_experts if result.routed_experts is not None else ()))
     chosen = np.concatenate([result.routed_experts for result in order if result.routed_experts is not None])
     assert np.array_equal(np.where(chosen < 0, chosen, used), chosen)
+
+
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": TOP_K,
+    "moe_intermediate_size": 16,
+}
+GROUPS = {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
+FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "glm4_moe": (Glm4MoeConfig, GROUPS),
+    "gpt_oss": (GptOssConfig, {"sliding_window": 6}),
+    "ernie4_5_moe": (Ernie4_5_MoeConfig, {"moe_layer_start_index": 0, "moe_num_shared_experts": 1}),
+    "qwen3_next": (Qwen3NextConfig, DELTA | {"shared_expert_intermediate_size": 16}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollout_and_trainer_agree_in_other_families(tmp_path: Path, family: str) -> None:
+    config, settings = FAMILIES[family]
+    layers = {"layer_types": ["linear_attention", "full_attention"]} if family == "qwen3_next" else {}
+    path = write_model(tmp_path, config, EXPERTS | settings | layers)
+    backend, engine = make_backend(path), make_engine(path)
+    engine.share(backend)
+    results = generate(engine, REQUESTS[:3])
+    batch = batch_of(REQUESTS[:3], results)
+    trained = batch.tokens["loss_weights"] != 0
+    difference = (backend.logprobs(batch) - batch.tokens["rollout_logprobs"])[trained]
+    assert float(difference.abs().max()) <= 1e-5
+    # And not because nothing is replayed.
+    others = (batch.tokens["routed_experts"] + 1) % 8
+    moved = backend.logprobs(batch.with_tokens(routed_experts=others))
+    assert float((moved - batch.tokens["rollout_logprobs"])[trained].abs().max()) > 1e-4
 
 
 def test_experts_are_those_of_the_model_reading_the_same_tokens(experts_model: Path) -> None:

@@ -11,6 +11,7 @@ from fsdp_layouts import on
 from spurline import load_config
 from spurline.errors import ConfigError, ModelError
 from spurline.testing import write_tiny_model, write_tiny_moe_model
+from spurline.testing.backend_cases import assert_gradients_close, minibatch
 from spurline.testing.backend_runs import backend_run, opened
 
 
@@ -59,3 +60,36 @@ def test_experts_that_no_layer_has_are_refused_with_the_way_out(tmp_path: Path) 
     run = backend_run(write_tiny_moe_model(tmp_path, mlp_only_layers=[0, 1]), on(2, expert=2), ("fsdp_backend",))
     with pytest.raises(ModelError, match=r"no experts to divide in .* Qwen3MoeForCausalLM. Set it to 1"), opened(run):
         pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [({"ranks": 2, "context": 2}, "backend 'fsdp'"), ({"ranks": 2, "compile": True}, "backend 'fsdp'")],
+)
+def test_layouts_in_which_no_rank_sees_whole_sequences_of_routers_are_refused(
+    settings: dict[str, Any], found: str
+) -> None:
+    run = run_of({"name": "fsdp", "device": "cpu", **settings})
+    run["model"]["router_aux_loss"] = 0.1
+    with pytest.raises(ConfigError, match=f"router_aux_loss is set, and {found} with these settings does not balance"):
+        load_config(run)
+
+
+@pytest.mark.processes
+def test_ranks_balance_routers_as_one_process_does(tmp_path: Path) -> None:
+    """Whatever the layout of the batch, with experts divided, activations computed again and ranks left idle."""
+    model = {"path": str(write_tiny_moe_model(tmp_path)), "router_aux_loss": 0.7}
+    fsdp = on(2, expert=2, activation_checkpointing=True)
+    ranks, local = (
+        load_config(run_of(backend) | {"model": model}) for backend in (fsdp, {"name": "local", "device": "cpu"})
+    )
+    with opened(ranks) as (many, layout), opened(local) as (one, _):
+        for name in ("packed", "padded"):
+            batch, objective = minibatch(name, layout)
+            assert_gradients_close(many.gradients(batch, objective), one.gradients(batch, objective), 1e-5)
+        batch, objective = minibatch("packed", layout, lengths=(9,))
+        assert_gradients_close(many.gradients(batch, objective), one.gradients(batch, objective), 1e-5)
+        batch, objective = minibatch("packed", layout)
+        found, expected = many.update(batch, objective), one.update(batch, objective)
+    for metric in ("moe/aux_loss", "moe/router_entropy", "moe/imbalance", "loss", "grad_norm"):
+        assert found[metric] == pytest.approx(expected[metric], rel=1e-5), metric

@@ -114,6 +114,7 @@ def test_an_update_counts_the_tokens_of_each_expert_as_the_local_backend_does(ra
     # One of its own: `local` must stay as it is for the next ranks.
     with opened(backend_run(model, {"name": "core/local", "device": "cpu"})) as (local, _):
         found, expected = (backend.update(batch, objective) for backend in (ranks, local))
-    names = [name for name in expected if name.startswith("moe/")]
+    # Megatron says which experts a router chose, not how undecided it was.
+    names = [name for name in expected if name.startswith("moe/") and name != "moe/router_entropy"]
     assert len(names) == 3
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-9)

@@ -159,8 +159,20 @@ class ModelConfig(Section):
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, by patterns of their names: globs over the whole name, as in `*embed_tokens*`
     or `model.layers.[0-3].*`, or `re:` and a regular expression found anywhere in it. Of the policy and of a critic."""
+    router_aux_loss: Annotated[
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["config"] | None, OnResume.BY_NAME
+    ] = None
+    """Mixtures of experts: train the policy's routers to use all experts evenly within a sequence too, by the
+    sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437) times this coefficient; `config` takes
+    `router_aux_loss_coef` of the model's config. Null trains them by the loss alone."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.router_aux_loss is not None and not run.backend.balances_experts:
+            yield Problem(
+                "router_aux_loss",
+                f"is set, and backend '{run.backend.name}' with these settings does not balance routers. Remove it, or "
+                "choose backend local or fsdp, without backend.compile, and with backend.context: 1.",
+            )
         if self.freeze and not run.backend.freezes:
             yield Problem(
                 "freeze",

@@ -91,6 +91,17 @@ class TrainingBatch:
         """Tokens with a loss weight other than 0."""
         return int(torch.count_nonzero(self.tokens["loss_weights"]))
 
+    @property
+    def num_trained_segments(self) -> int:
+        """Segments that have such a token. The others are computed or not, as their neighbours in a row want it."""
+        rows, places = torch.nonzero(self.tokens["loss_weights"], as_tuple=True)
+        if len(rows) == 0:
+            return 0
+        ids = self.tokens["segment_ids"][rows, places].long()
+        found = torch.zeros(self.num_rows, int(ids.max()) + 1, dtype=torch.bool)
+        found[rows, ids] = True
+        return int(found.sum())
+
     def take(self, rows: Sequence[int] | NDArray[np.int64] | Tensor) -> TrainingBatch:
         """The chosen rows in that order, every column included."""
         index = np.asarray(rows, dtype=np.int64)

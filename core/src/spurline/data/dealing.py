@@ -30,11 +30,13 @@ class RankShare:
 
     batch: its rows, with the columns it reads and the segments' lengths alone. rows: which of the mini-batch they are.
     microbatches: rows of `batch` for each micro-batch, none where the rank is idle; every share has equally many.
+    num_sequences: those with loss in the whole mini-batch, over all ranks.
     """
 
     batch: TrainingBatch
     rows: Rows
     microbatches: tuple[Rows, ...]
+    num_sequences: int
 
     def to_wire(self) -> dict[str, Any]:
         """The share as numpy arrays, for a pipe: pickling tensors takes twice as long."""
@@ -46,6 +48,7 @@ class RankShare:
             "unit_ids": self.batch.unit_ids.numpy(),
             "rows": self.rows,
             "microbatches": self.microbatches,
+            "num_sequences": self.num_sequences,
         }
 
     @classmethod
@@ -57,7 +60,7 @@ class RankShare:
             unit_ids=torch.from_numpy(wire["unit_ids"]),
             is_padding_row=torch.zeros(len(wire["rows"]), dtype=torch.bool),
         )
-        return cls(batch, wire["rows"], tuple(wire["microbatches"]))
+        return cls(batch, wire["rows"], tuple(wire["microbatches"]), wire["num_sequences"])
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ def deal(
     microbatches = _microbatches(dealt, units, math.inf if max_tokens is None else max_tokens)
     costs = np.array([[units.cost(slot) for slot in slots] for slots in microbatches]).reshape(num_ranks, -1)
     wanted = [*TOKEN_COLUMNS, *(name for name in columns if name not in TOKEN_COLUMNS)]
-    shares = tuple(_share(batch, wanted, [units.rows_of(slot) for slot in slots]) for slots in microbatches)
+    sequences = batch.num_trained_segments
+    shares = tuple(_share(batch, wanted, [units.rows_of(slot) for slot in slots], sequences) for slots in microbatches)
     return Dealing(shares, costs)
 
 
@@ -197,7 +201,7 @@ def _spread(chosen: Sequence[int], units: _Units, count: int, limit: float) -> l
     return bins
 
 
-def _share(batch: TrainingBatch, columns: Sequence[str], slots: Sequence[Rows]) -> RankShare:
+def _share(batch: TrainingBatch, columns: Sequence[str], slots: Sequence[Rows], num_sequences: int) -> RankShare:
     rows = np.sort(np.concatenate([*slots, np.zeros(0, np.int64)]))
     selector = torch.from_numpy(rows)
     part = TrainingBatch(
@@ -206,4 +210,4 @@ def _share(batch: TrainingBatch, columns: Sequence[str], slots: Sequence[Rows]) 
         unit_ids=batch.unit_ids[selector],
         is_padding_row=torch.zeros(len(rows), dtype=torch.bool),
     )
-    return RankShare(part, rows, tuple(np.searchsorted(rows, slot) for slot in slots))
+    return RankShare(part, rows, tuple(np.searchsorted(rows, slot) for slot in slots), num_sequences)

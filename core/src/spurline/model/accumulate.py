@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Rows
 from spurline.model.device_profile import DeviceProfile
-from spurline.model.expert_loads import ExpertLoads, Loads
+from spurline.model.expert_loads import ExpertLoads, LayerLoad, Loads
+from spurline.model.router_balance import BalanceLoss
 from spurline.model.stream_model import StreamModel, evaluation_mode
 from spurline.model.token_stream import TokenStream
 from spurline.protocols.backend import LossSums, Role
@@ -30,31 +31,47 @@ for it there; the loss is not called on them."""
 
 
 def accumulate_gradients(
-    model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile
+    model: StreamModel,
+    streams: Streams,
+    objective: Objective,
+    profile: DeviceProfile,
+    balance: BalanceLoss | None = None,
 ) -> StepSums:
-    """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters; sums not yet fetched."""
+    """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters; sums not yet fetched.
+
+    balance: added to that, for routers; it is no part of the sums' loss.
+    """
     with model.counting_experts() as loads:
         sums = StepSums(loads)
-        _accumulate(model, streams, objective, profile, sums)
+        for rows, stream in streams:
+            with profile.computing():
+                total = _objective_of(model, rows, stream, objective, sums, balance)
+            total.backward()
     return sums
 
 
-def _accumulate(
-    model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile, sums: StepSums
-) -> None:
+def _objective_of(
+    model: StreamModel,
+    rows: Rows,
+    stream: TokenStream,
+    objective: Objective,
+    sums: StepSums,
+    balance: BalanceLoss | None,
+) -> Tensor:
+    """What one micro-batch adds to the objective, differentiable."""
     loss = objective.loss
-    for rows, stream in streams:
-        with profile.computing():
-            inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
-            if stream.is_idle:
-                # Every parameter gets a gradient, of zeros, in the same order as on the other ranks.
-                total = (inputs.logprobs * 0).sum()
-            else:
-                token_loss = loss.token_loss(inputs)
-                with torch.no_grad():
-                    metrics = loss.metrics(inputs)
-                total = sums.add(rows, stream, token_loss, metrics)
-        (total / objective.normalizer).backward()
+    with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
+        inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
+    if stream.is_idle:
+        # Every parameter gets a gradient, of zeros, in the same order as on the other ranks.
+        return (inputs.logprobs * 0).sum()
+    token_loss = loss.token_loss(inputs)
+    with torch.no_grad():
+        metrics = loss.metrics(inputs)
+    total = sums.add(rows, stream, token_loss, metrics) / objective.normalizer
+    if balance is None or routed is None:
+        return total
+    return total + sums.add_balance(routed.total()) * (balance.coefficient / balance.num_sequences)
 
 
 def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
@@ -97,8 +114,8 @@ class SumsPart:
 
     loss: sum of weight * loss. weight: sum of weights. tokens: loss tokens. broken_rows: rows of the micro-batches
     whose loss is not finite. sums: of weight * value of the loss's metrics. extremes: of those named `/max`, `/min`.
-    expert_loads: tokens that each expert got from this rank; `load_metrics` joins them, since ranks count those that
-    count no loss.
+    balance: sum over sequences of the balance of routers, where it is trained. expert_loads: what the routers of this
+    rank did; `load_metrics` joins them, since ranks count those that count no loss.
     """
 
     loss: float = 0.0
@@ -107,29 +124,37 @@ class SumsPart:
     broken_rows: tuple[int, ...] = ()
     sums: Mapping[str, float] = field(default_factory=dict[str, float])
     extremes: Mapping[str, float] = field(default_factory=dict[str, float])
-    expert_loads: Loads = field(default_factory=dict[int, NDArray[np.int64]])
+    balance: float | None = None
+    expert_loads: Loads = field(default_factory=dict[int, LayerLoad])
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
         """The sums of all ranks, which must be given in the same order each time, as sums depend on it to rounding."""
         loss, weight, tokens = 0.0, 0.0, 0
+        balance: float | None = None
         broken: list[int] = []
         sums: dict[str, float] = {}
         extremes: dict[str, float] = {}
         for part in parts:
             loss, weight, tokens = loss + part.loss, weight + part.weight, tokens + part.tokens
+            if part.balance is not None:
+                balance = (balance or 0.0) + part.balance
             broken.extend(part.broken_rows)
             for name, value in part.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in part.extremes.items():
                 join = _EXTREMES[name.rpartition("/")[2]][1]
                 extremes[name] = float(join(extremes[name], value)) if name in extremes else value
-        return cls(loss, weight, tokens, tuple(broken), sums, extremes)
+        return cls(loss, weight, tokens, tuple(broken), sums, extremes, balance)
 
     def metrics(self) -> dict[str, float]:
         """The loss's own metrics: weighted means, and extremes of those named `/max` or `/min`."""
         means = {name: value / self.weight for name, value in self.sums.items() if self.weight != 0}
         return {**means, **self.extremes}
+
+    def balance_metrics(self, num_sequences: int) -> dict[str, float]:
+        """`moe/aux_loss`: how even routers are, the mean over sequences; none where that is not trained. 1 is even."""
+        return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
 
     def as_loss_sums(self) -> LossSums:
         """What a backend's `evaluate` returns."""
@@ -158,6 +183,11 @@ class StepSums:
             self._add_metric(name, values.detach(), stream.weights)
         return total
 
+    def add_balance(self, balance: Tensor) -> Tensor:
+        """Take in the balance of a micro-batch's sequences, and return it."""
+        _add(self._totals, "balance", balance.detach())
+        return balance
+
     def _add_metric(self, name: str, values: Tensor, weights: Tensor) -> None:
         ending = name.rpartition("/")[2]
         if ending not in _EXTREMES:
@@ -182,6 +212,7 @@ class StepSums:
             broken_rows=tuple(row for rows in broken for row in rows.tolist()),
             sums=sums,
             extremes=extremes,
+            balance=totals.get("balance"),
             expert_loads=self._expert_loads.fetch(),
         )
         return part, list(values)

@@ -5,6 +5,7 @@ What does not fit is refused here, with the override that made it so, before tor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -45,13 +46,31 @@ _COUNTS = (
 """Fields that are above 0 in every model; transformers itself takes any number."""
 
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What models call the number of experts of a layer."""
+
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+"""What models call the experts that a token of a layer gets."""
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether a text model with this config may have layers with experts."""
+    return any(getattr(config, name, None) for name in _EXPERT_COUNTS)
 
 
 def num_experts(config: PretrainedConfig) -> int | None:
-    """Experts of a layer of a text model with this config; None where it has none."""
-    return next((getattr(config, name) for name in _EXPERT_COUNTS if getattr(config, name, None)), None)
+    """Experts of a layer of a text model with this config; None where it has none, or not in all layers as many."""
+    return _count(config, _EXPERT_COUNTS)
+
+
+def experts_per_token(config: PretrainedConfig) -> int | None:
+    """Experts that a token of a layer gets; None as for `num_experts`."""
+    return _count(config, _EXPERTS_PER_TOKEN)
+
+
+def _count(config: PretrainedConfig, names: Sequence[str]) -> int | None:
+    counts = (getattr(config, name, None) for name in names)
+    return next((count for count in counts if isinstance(count, int) and count), None)
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:

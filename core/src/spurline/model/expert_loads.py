@@ -1,45 +1,81 @@
-"""How evenly the routers of a mixture of experts spread the tokens of an optimizer step.
+"""How the routers of a mixture of experts spread the tokens of an optimizer step.
 
-Place on the way: routers of a training forward -> counts per layer and expert -> sums over ranks -> metrics. A few
-experts that get most tokens make ranks wait for each other, and the others learn nothing.
+Place on the way: routers of a training forward -> sums per layer -> sums over ranks -> metrics. A few experts that get
+most tokens make ranks wait for each other, and the others learn nothing; a router that is as undecided as it can be has
+learned nothing itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Loads = Mapping[int, NDArray[np.int64]]
-"""Layer of the model, from 0 -> tokens that each expert got."""
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """What one layer's router did. tokens: int64 [E], that each expert got.
+
+    entropy: of how it shared tokens out over experts, in nats, summed over `measured` tokens.
+    """
+
+    tokens: NDArray[np.int64]
+    entropy: float = 0.0
+    measured: int = 0
+
+    def __add__(self, other: LayerLoad) -> LayerLoad:
+        measured = self.measured + other.measured
+        return LayerLoad(self.tokens + other.tokens, self.entropy + other.entropy, measured)
+
+
+Loads = Mapping[int, LayerLoad]
+"""Layer of the model, from 0 -> what its router did."""
 
 
 class ExpertLoads:
-    """Counts on the device, as long as routers are given it."""
+    """Sums on the device, as long as routers are given it."""
 
     def __init__(self) -> None:
-        self._tokens: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
 
-    def add(self, layer: int, experts: Tensor, num_experts: int, counted: slice | Tensor) -> None:
-        """Count experts [T, top_k] of a layer. counted: the tokens that belong to samples."""
+    @torch.no_grad()
+    def add(
+        self, layer: int, experts: Tensor, num_experts: int, counted: slice | Tensor, shares: Tensor | None = None
+    ) -> None:
+        """Count experts [T, top_k] of a layer. counted: the tokens that belong to samples.
+
+        shares: [T, num_experts], how each token is shared out over all experts, rows of sum 1; None where that is not
+        known.
+        """
         # What is computed again in the backward pass has been counted.
         if torch._C._current_graph_task_id() != -1:
             return
         chosen = experts[counted].flatten()
-        if layer not in self._tokens:
-            self._tokens[layer] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-        self._tokens[layer].scatter_add_(0, chosen, torch.ones_like(chosen))
+        if layer not in self._sums:
+            # Tokens of each expert, entropy, tokens measured: one tensor is one transfer, and doubles count exactly.
+            self._sums[layer] = torch.zeros(num_experts + 2, dtype=torch.float64, device=chosen.device)
+        sums = self._sums[layer]
+        sums.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=sums.dtype))
+        if shares is not None:
+            entropies = torch.special.entr(shares[counted]).sum(-1)
+            sums[-2] += entropies.sum(dtype=sums.dtype)
+            sums[-1] += len(entropies)
 
     def fetch(self) -> Loads:
         """What was counted, on the host."""
-        if not self._tokens:
+        if not self._sums:
             return {}
         # One transfer, not one per layer.
-        counts = torch.cat([*self._tokens.values()]).cpu().split([len(tokens) for tokens in self._tokens.values()])
-        return {layer: tokens.numpy() for layer, tokens in zip(self._tokens, counts, strict=True)}
+        parts = torch.cat([*self._sums.values()]).cpu().split([len(sums) for sums in self._sums.values()])
+        return {
+            layer: LayerLoad(part[:-2].long().numpy(), float(part[-2]), int(part[-1]))
+            for layer, part in zip(self._sums, parts, strict=True)
+        }
 
 
 def load_metrics(parts: Iterable[Loads]) -> dict[str, float]:
@@ -47,15 +83,21 @@ def load_metrics(parts: Iterable[Loads]) -> dict[str, float]:
 
     `moe/imbalance`: tokens of a layer's busiest expert over the mean of its experts, 1 where all get equally many, as
     the mean over layers; `moe/imbalance/max` is that of the worst layer. `moe/idle_experts`: share of experts that got
-    no token.
+    no token. `moe/router_entropy`: how undecided routers are, the mean entropy of how a token is shared out over
+    experts, as a part of the largest one, ln(experts): 0 gives one expert all, 1 all the same; the mean over layers.
     """
-    totals: dict[int, NDArray[np.int64]] = {}
+    totals: dict[int, LayerLoad] = {}
     for part in parts:
-        for layer, tokens in part.items():
-            totals[layer] = totals[layer] + tokens if layer in totals else tokens
-    counted = [tokens for _, tokens in sorted(totals.items()) if tokens.sum() > 0]
+        for layer, load in part.items():
+            totals[layer] = totals[layer] + load if layer in totals else load
+    counted = [load for _, load in sorted(totals.items()) if load.tokens.sum() > 0]
     if not counted:
         return {}
-    ratios = [float(tokens.max() / tokens.mean()) for tokens in counted]
-    idle = sum(int((tokens == 0).sum()) for tokens in counted) / sum(len(tokens) for tokens in counted)
-    return {"moe/imbalance": sum(ratios) / len(ratios), "moe/imbalance/max": max(ratios), "moe/idle_experts": idle}
+    ratios = [float(load.tokens.max() / load.tokens.mean()) for load in counted]
+    idle = sum(int((load.tokens == 0).sum()) for load in counted) / sum(len(load.tokens) for load in counted)
+    metrics = {"moe/imbalance": sum(ratios) / len(ratios), "moe/imbalance/max": max(ratios), "moe/idle_experts": idle}
+    measured = [load for load in counted if load.measured and len(load.tokens) > 1]
+    if measured:
+        entropies = [load.entropy / load.measured / math.log(len(load.tokens)) for load in measured]
+        metrics["moe/router_entropy"] = sum(entropies) / len(entropies)
+    return metrics

@@ -262,9 +262,9 @@ def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthL
     for config in (causal.config, causal.config.get_text_config()):
         if getattr(config, "output_router_logits", False):
             raise ModelError(
-                f"{name} sets output_router_logits, which asks for an auxiliary loss on its router; losses here see "
-                "log-probabilities only and would leave it out. To train without it set "
-                "model.config_overrides: {output_router_logits: false}."
+                f"{name} sets output_router_logits, by which transformers adds an auxiliary loss for routers over the "
+                "tokens of a batch: its gradient depends on how that is cut. Set model.config_overrides: "
+                "{output_router_logits: false}; model.router_aux_loss: config balances routers sequence by sequence."
             )
     limit = length_limit(causal.config)
     if limit is not None and max_length > limit.tokens:

@@ -9,7 +9,7 @@ gradients and mode alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -21,6 +21,7 @@ from spurline.errors import ModelError, SpurlineError
 from spurline.model.computing import in_full_precision, own_code
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.kernels import kernels_of
+from spurline.model.router_replay import ExpertRouting
 from spurline.model.segment_attention import observed_windows
 from spurline.model.stream_model import (
     OutputLogits,
@@ -111,6 +112,56 @@ def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precis
     """Only the choice of `check_exactness`, for a model that is not to be refused."""
     with evaluation_mode(model.causal):
         _Probe(model, profile, in_half_precision).choose_reading()
+
+
+def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
+    """Raise ModelError for a model whose routers cannot be replayed, or not balanced, as is asked for.
+
+    Each router is tried on a few tokens: replaying what it chose must give what it gave, bit for bit, and every other
+    expert must get a weight. path: of the model, for the message.
+    """
+    if not (replays or balances):
+        return
+    routing = model.routing
+    # Of one length, so that rows are read in one pass, in the order of the stream.
+    stream = probe_stream(probe_sequences(vocabulary_size(model.causal), (6, 6, 6)), profile)
+    name = f"model.path: {path} ({type(model.causal).__name__})"
+    with evaluation_mode(model.causal), profile.computing():
+
+        def hidden(experts: Tensor | None = None) -> Tensor:
+            return model.hidden(stream.input_ids, stream.position_ids, stream.plan, experts)
+
+        with routing.noting() as noted, routing.testing() as test:
+            hidden()
+        if replays:
+            found = test.problem(len(routing.routers)) or _first_not_replayed(routing, noted, hidden)
+            if found is not None:
+                raise ModelError(f"{name} {found}, so source.router_replay has to be false with it.")
+        if balances:
+            with model.balancing(stream) as balance:
+                hidden()
+            if balance.unknown:
+                raise ModelError(
+                    f"{name} has a router of class {balance.unknown}, which neither chooses by its logits nor by their "
+                    "softmax or sigmoid: no balance loss is known for it. Remove model.router_aux_loss."
+                )
+
+
+def _first_not_replayed(
+    routing: ExpertRouting, noted: Mapping[int, Tensor], hidden: Callable[[Tensor], Tensor]
+) -> str | None:
+    """What keeps experts that are given to the model from reaching all of its routers, or None."""
+    if noted.keys() != routing.routers.keys() or len({experts.shape[1] for experts in noted.values()}) > 1:
+        return "has routers that choose different numbers of experts for a token"
+    others = torch.from_numpy(routing.as_array(noted))
+    others = torch.where(others >= 0, (others + 1) % routing.num_experts, others).to(next(iter(noted.values())).device)
+    with routing.noting() as replayed:
+        hidden(others)
+    lost = [layer for layer, experts in replayed.items() if not torch.equal(experts, others[:, layer].long())]
+    if lost:
+        kind = type(routing.routers[lost[0]]).__name__
+        return f"does not hand recorded experts on to the {kind} of layer {lost[0]}, which mixes tokens without them"
+    return None
 
 
 class _Probe:

@@ -6,7 +6,8 @@ the two models compute different functions (rollout routing replay, Ma et al. 20
 is only which experts a token goes to: their weights come from the trainer's own router logits, so gradients reach the
 router.
 
-It works by hooks on one model's attention modules and routers. Two models in a process know nothing of each other.
+It works by hooks on what is in one model's layers. Two models in a process know nothing of each other. Loads of experts
+and the balance loss see routers through it too.
 """
 
 from __future__ import annotations
@@ -23,74 +24,52 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
-from spurline.errors import DataError, ModelError, listing
-from spurline.model.architecture import decoder_layers, num_experts
+from spurline.errors import DataError, ModelError
+from spurline.model.architecture import decoder_layers, experts_per_token, num_experts
 from spurline.model.expert_loads import ExpertLoads
-
-RouterWeights = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Router, its logits [T, experts] and the experts chosen [T, top_k] -> the weight of each of these [T, top_k]."""
-
-
-def _normalized_where_asked(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    probabilities = torch.nn.functional.softmax(logits, dtype=torch.float, dim=-1).gather(-1, experts)
-    if router.norm_topk_prob:
-        probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-    return probabilities.to(logits.dtype)
-
-
-def _normalized(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    probabilities = torch.nn.functional.softmax(logits.float(), dim=-1).gather(-1, experts)
-    return probabilities / probabilities.sum(dim=-1, keepdim=True)
-
-
-ROUTERS: Mapping[str, RouterWeights] = {
-    "Qwen3MoeTopKRouter": _normalized_where_asked,
-    "Qwen2MoeTopKRouter": _normalized_where_asked,
-    "OlmoeTopKRouter": _normalized_where_asked,
-    "MixtralTopKRouter": _normalized,
-}
-"""Class of transformers -> how it weighs experts. All return (logits, weights, experts)."""
-
-
-def has_routers(causal: PreTrainedModel) -> bool:
-    """Whether `ExpertRouting` knows routers of this model."""
-    return any(type(module).__name__ in ROUTERS for module in causal.modules())
-
-
-_ATTENTION = "self_attn"
-"""What the layers of all these models call their attention."""
+from spurline.model.router_balance import StreamBalance
+from spurline.model.routers import Choice, RouterTest, RouterWatch, find_routers
 
 
 class ExpertRouting:
     """The routers of one model, whose choices can be noted and replaced.
 
-    num_layers: decoder layers, those without experts included. top_k: experts of a token in a layer.
+    num_layers: decoder layers, those without experts included. top_k: experts of a token in a layer. num_experts: of a
+    layer, the fewest.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
-        """Raises ModelError for a model without experts, and for one whose routers are of no known kind."""
+        """Raises ModelError for a model whose routers cannot be found."""
         layers = decoder_layers(causal)
         self._given: dict[int, Tensor | None] = {}
         self._noted: dict[int, Tensor] | None = None
+        self._to_balance: dict[int, Choice] = {}
+        self._test: RouterTest | None = None
         self.loads: ExpertLoads | None = None
         """Counts the tokens of each expert while it is set."""
+        self.balance: StreamBalance | None = None
+        """Sums the balance of the next stream's sequences while it is set."""
         self.counted: slice | Tensor = slice(None)
         """Which tokens of the next pass are counted."""
+        self.stream_tokens: slice = slice(None)
+        """Which of the stream's tokens these are."""
         self.num_layers = len(layers)
-        self.top_k = 0
-        for number, layer in enumerate(layers):
-            for router in layer.modules():
-                weigh = ROUTERS.get(type(router).__name__)
-                if weigh is None:
-                    continue
-                self.top_k = int(getattr(router, "top_k"))  # noqa: B009 - modules have no typed attributes
-                # The attention before the router gets the keywords of the layer. Hooks of the layer itself do not run
-                # when its activations are computed again in the backward pass, those of what is inside do.
-                layer.get_submodule(_ATTENTION).register_forward_pre_hook(partial(self._take, number), with_kwargs=True)
-                # First: where experts are divided over ranks, what follows translates their numbers.
-                router.register_forward_hook(partial(self._choose, number, weigh), prepend=True)
-        if not self.top_k:
+        self.routers = find_routers(causal)
+        if not self.routers:
             raise no_routers(f"{causal.config.name_or_path} ({type(causal).__name__})")
+        self.top_k: int = _attribute(next(iter(self.routers.values())), "top_k")
+        self.num_experts: int = min(_attribute(router, "num_experts") for router in self.routers.values())
+        for number, layer in enumerate(layers):
+            # What is inside a layer and gets its keywords. Hooks of the layer itself do not run when its activations
+            # are computed again in the backward pass, those of what is inside do.
+            for child in layer.children():
+                child.register_forward_pre_hook(partial(self._take, number), with_kwargs=True)
+            router = self.routers.get(number)
+            if router is not None:
+                # Not a hook: where experts are divided over ranks, hooks translate their numbers.
+                router.forward = partial(self._run, number, router, router.forward)
+                layer.register_forward_pre_hook(partial(self._enter, number))
+                layer.register_forward_hook(partial(self._leave, number))
 
     @contextmanager
     def noting(self) -> Iterator[dict[int, Tensor]]:
@@ -101,6 +80,15 @@ class ExpertRouting:
             yield noted
         finally:
             self._noted = None
+
+    @contextmanager
+    def testing(self) -> Iterator[RouterTest]:
+        """A context in which every router is tried out before it runs."""
+        self._test = RouterTest()
+        try:
+            yield self._test
+        finally:
+            self._test = None
 
     def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
         """What `noting` left of a pass over T tokens, as [T, layers, top_k]; -1 in layers without experts."""
@@ -114,29 +102,60 @@ class ExpertRouting:
         """Raise DataError for experts [T, layers, top_k] of a model with other layers or another top_k."""
         check_experts(experts, self.num_layers, self.top_k)
 
+    def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
+        # Computing again ends where nothing more is needed, which may be before the router.
+        self._given.pop(number, None)
+
     def _take(
-        self, number: int, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # As an argument, not set once per pass: what is computed again in the backward pass gets the same arguments,
         # also when another micro-batch has been computed in between.
-        experts = kwargs.get(ROUTED_EXPERTS)
-        self._given[number] = None if experts is None else experts[:, number].long()
+        if ROUTED_EXPERTS not in kwargs:
+            return None
+        experts: Tensor = kwargs[ROUTED_EXPERTS]
+        if number in self.routers:
+            self._given[number] = experts[:, number].long()
         return args, {name: value for name, value in kwargs.items() if name != ROUTED_EXPERTS}
 
-    def _choose(
-        self, number: int, weigh: RouterWeights, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, experts = output
+    def _run(self, number: int, router: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the router's own `forward`."""
+        if self._test is not None:
+            self._test.try_out(router, forward, args, kwargs)
         given = self._given.pop(number, None)
-        if given is not None:
-            # Where the engine computed nothing, as at the last token it wrote, the router chooses itself.
-            experts = torch.where(given[:, :1] >= 0, given, experts)
-            weights = weigh(router, logits, experts).to(weights.dtype)
+        if given is None and self._noted is None and self.loads is None and self.balance is None:
+            return forward(*args, **kwargs)
+        with RouterWatch(router, given) as watch:
+            outputs = forward(*args, **kwargs)
+        # What is computed again in the backward pass has been seen.
+        if torch._C._current_graph_task_id() == -1:
+            self._see(number, router, watch.choice(outputs))
+        return outputs
+
+    def _see(self, number: int, router: nn.Module, choice: Choice | None) -> None:
+        if self.balance is not None and (choice is None or not choice.kind):
+            self.balance.unknown = type(router).__name__
+        if choice is None:
+            return
         if self._noted is not None:
-            self._noted[number] = experts.detach()
+            self._noted[number] = choice.experts
         if self.loads is not None:
-            self.loads.add(number, experts, logits.shape[-1], self.counted)
-        return logits, weights, experts
+            with torch.no_grad():
+                shares = choice.shares() if choice.kind else None
+            self.loads.add(number, choice.experts, _attribute(router, "num_experts"), self.counted, shares)
+        if self.balance is not None and choice.kind:
+            self._to_balance[number] = choice
+
+    def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
+        # Outside of what is computed again, which must save the same tensors the second time.
+        choice = self._to_balance.pop(number, None)
+        if choice is not None and self.balance is not None:
+            self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
+
+
+def _attribute(module: Any, name: str) -> int:
+    """Modules have no typed attributes."""
+    return getattr(module, name)
 
 
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
@@ -148,10 +167,10 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
     if experts is None:
         return
     model = config.get_text_config()
-    count = num_experts(model)
-    if count is None:
+    count, top_k = num_experts(model), experts_per_token(model)
+    if count is None or top_k is None:
         raise no_routers(f"{config.name_or_path} ({config.model_type})")
-    check_experts(experts.flatten(0, 1), model.num_hidden_layers, model.num_experts_per_tok)
+    check_experts(experts.flatten(0, 1), model.num_hidden_layers, top_k)
     # Row by row: the column is large, and so is what comparing it makes.
     for row in experts:
         known = row >= 0
@@ -176,5 +195,5 @@ def no_routers(model: str) -> ModelError:
     """The error of a model whose experts cannot be replayed. model: its path, for the message."""
     return ModelError(
         f"source.router_replay is true, and the model {model} has no router that it knows. Set it to false, or choose "
-        f"a mixture-of-experts model whose router is one of {listing(ROUTERS)}."
+        "a mixture-of-experts model, whose layers have a module with `top_k` and `num_experts`."
     )

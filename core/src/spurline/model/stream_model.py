@@ -25,11 +25,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.model.activation_offloading import ActivationOffloading
-from spurline.model.architecture import decoder_layers
+from spurline.model.architecture import decoder_layers, has_experts
 from spurline.model.device_profile import DeviceProfile, slots_per_pass
 from spurline.model.expert_loads import ExpertLoads
 from spurline.model.kernels import kernels_of
-from spurline.model.router_replay import ExpertRouting, has_routers
+from spurline.model.router_balance import StreamBalance
+from spurline.model.router_replay import ExpertRouting
+from spurline.model.routers import find_routers
 from spurline.model.row_passes import RowPass, row_passes
 from spurline.model.segment_attention import ATTENTION_NAME
 from spurline.model.token_stream import SegmentPlan, TokenStream
@@ -135,7 +137,7 @@ class StreamModel:
     def counting_experts(self) -> Iterator[ExpertLoads]:
         """A context in which the tokens that each expert gets are counted; none of a model without experts."""
         loads = ExpertLoads()
-        if not (self.counts_experts and has_routers(self.causal)):
+        if not (self.counts_experts and self._has_routers):
             yield loads
             return
         self.routing.loads = loads
@@ -143,6 +145,22 @@ class StreamModel:
             yield loads
         finally:
             self.routing.loads = None
+
+    @cached_property
+    def _has_routers(self) -> bool:
+        return has_experts(self.causal.config.get_text_config()) and bool(find_routers(self.causal))
+
+    @contextmanager
+    def balancing(self, stream: TokenStream) -> Iterator[StreamBalance]:
+        """A context in which the passes over this stream sum the balance of its sequences.
+
+        Raises ModelError as `routing` does.
+        """
+        self.routing.balance = balance = StreamBalance(stream)
+        try:
+            yield balance
+        finally:
+            self.routing.balance = None
 
     @cached_property
     def routing(self) -> ExpertRouting:
@@ -167,6 +185,7 @@ class StreamModel:
             position_ids,
             plan,
             routed_experts,
+            slice(num_fill, None),
             slice(num_fill, None),
             # What packed models other than plain attention ask for, under the names of transformers.
             cu_seq_lens_q=plan.cu_seqlens,
@@ -196,6 +215,7 @@ class StreamModel:
                 row_pass.plan,
                 experts,
                 slice(fill, None) if isinstance(real, slice) else real[fill:],
+                slice(row_pass.tokens.start + fill, row_pass.tokens.stop),
             )
             parts.append(row_pass.stream(hidden))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -211,11 +231,13 @@ class StreamModel:
         plan: SegmentPlan,
         routed_experts: Tensor | None,
         counted: slice | Tensor,
+        stream_tokens: slice,
         **options: Any,
     ) -> Tensor:
-        """[B, T, H]. counted: which of the B * T tokens count as loads of experts."""
+        """[B, T, H]. counted: which of the B * T tokens count for routers. stream_tokens: where these are in the
+        stream."""
         if "routing" in self.__dict__:
-            self.routing.counted = counted
+            self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
             options[ROUTED_EXPERTS] = routed_experts
         if self._takes_positions:

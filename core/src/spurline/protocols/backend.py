@@ -348,6 +348,11 @@ class BackendConfig(ComponentConfig):
         return False
 
     @property
+    def balances_experts(self) -> bool:
+        """Whether its updates add the loss that `model.router_aux_loss` asks for."""
+        return False
+
+    @property
     def adapters(self) -> LoraConfig | None:
         """Settings of the adapters that are trained instead of all weights; None where there are none."""
         return None

@@ -94,6 +94,7 @@ class RankBackend:
             "loss_tokens": float(sums.tokens),
             **sums.metrics(),
             **(load_metrics(answer["expert_loads"] for answer in answers) if role == "policy" else {}),
+            **sums.balance_metrics(batch.num_trained_segments),
             **{name: max(answer[name] for answer in answers) for name in ("time/forward_backward", "time/optimizer")},
         }
 

@@ -112,6 +112,11 @@ class FsdpBackendConfig(RankBackendConfig):
         return not self.compile
 
     @property
+    def balances_experts(self) -> bool:
+        # Hooks, as above; and a rank that shares sequences sees a part of each.
+        return not self.compile and self.context == 1
+
+    @property
     def adapters(self) -> LoraConfig | None:
         return self.lora
 

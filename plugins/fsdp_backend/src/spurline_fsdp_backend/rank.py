@@ -31,6 +31,7 @@ from spurline.model.device_profile import device_profile, seed_generators
 from spurline.model.generation import generate_greedily, stop_tokens
 from spurline.model.loading import check_config
 from spurline.model.offloading import DeviceMemory, DeviceTensors
+from spurline.model.router_balance import BalanceLoss, balance_coefficient
 from spurline.model.sequence_sharing import check_sharing
 from spurline.model.stream_model import ENTROPY, StreamModel
 from spurline.model.token_stream import TokenStream, share_streams
@@ -86,11 +87,12 @@ class FsdpRank(RankWorker):
         self._place.doing("loading the model")
         model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
         check_config(model.causal, self._run.model.path, self._run.data.max_length)
-        if self._run.source.replays_experts:
-            # Now, not with the first rollouts: a model without experts is refused before anything is generated.
-            _ = model.routing
+        wanted = self._run.model.router_aux_loss
+        self._balance = None if wanted is None else balance_coefficient(self._run.model, model.causal)
         self._place.doing("checking that packed rows are exact for this model")
-        check_sharded(model, self._config, self._profile, self._run.model.path)
+        # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+        asked = {"replays": self._run.source.replays_experts, "balances": self._balance is not None}
+        check_sharded(model, self._config, self._profile, self._run.model.path, **asked)
         if self._config.probe and model.sharing is not None:
             half = self._config.computes_in == "bf16"
             with torch.compiler.set_stance("force_eager"):
@@ -244,7 +246,10 @@ class FsdpRank(RankWorker):
         # Dropout is a function of the step, so that no generator's state belongs to a checkpoint.
         seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)
-        sums = accumulate_gradients(trained.model, streams, objective, self._profile)
+        balance = None
+        if self._balance is not None and role == "policy":
+            balance = BalanceLoss(self._balance, share.num_sequences)
+        sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
         return sums.fetch()[0]
 
     def _streams(

@@ -31,7 +31,7 @@ from spurline.model.computing import change_computing
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.freezing import freeze_parameters
 from spurline.model.narrow_weights import base_dtype
-from spurline.model.probe import check_exactness, choose_reading
+from spurline.model.probe import check_exactness, check_routers, choose_reading
 from spurline.model.row_passes import RowPass, idle_pass
 from spurline.model.sequence_sharing import SequenceSharing
 from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
@@ -238,8 +238,17 @@ def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
     return [module for module in causal.modules() if isinstance(module, FSDPModule)]
 
 
-def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile: DeviceProfile, path: str) -> None:
-    """See `check_exactness`, of which `probe: false` leaves the choice; ranks check the same tokens. A collective."""
+def check_sharded(
+    model: ShardedStreamModel,
+    config: FsdpBackendConfig,
+    profile: DeviceProfile,
+    path: str,
+    *,
+    replays: bool = False,
+    balances: bool = False,
+) -> None:
+    """See `check_exactness`, of which `probe: false` leaves the choice, and `check_routers`. A collective; ranks check
+    the same tokens."""
     # The probe calls decoder and output layer apart, where FSDP2 gathers what they have in common for neither.
     cast(FSDPModule, model.causal).unshard()
     try:
@@ -250,6 +259,7 @@ def check_sharded(model: ShardedStreamModel, config: FsdpBackendConfig, profile:
                 check_exactness(model, profile, path, in_half_precision=half)
             else:
                 choose_reading(model, profile, in_half_precision=half)
+            check_routers(model, profile, path, replays=replays, balances=balances)
     finally:
         give_back(model.causal)
     if model.sharing is not None and model.reading != "stream":

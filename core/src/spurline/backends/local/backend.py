@@ -46,8 +46,9 @@ from spurline.model.narrow_weights import (
     widen_where_read,
 )
 from spurline.model.offloading import DeviceMemory, DeviceTensors
-from spurline.model.probe import check_exactness, choose_reading
+from spurline.model.probe import check_exactness, check_routers, choose_reading
 from spurline.model.quantized_weights import num_parameters
+from spurline.model.router_balance import BalanceLoss, balance_coefficient
 from spurline.model.router_replay import check_replayed
 from spurline.model.stand_ins import StandIns
 from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
@@ -75,11 +76,12 @@ class LocalBackend:
         causal, masters = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
         self._model = StreamModel(causal, config.logits_chunk_tokens)
-        if run.source.replays_experts:
-            # Now, not with the first rollouts: a model without experts is refused before anything is generated.
-            _ = self._model.routing
+        self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
         widen_where_read(causal, self._check)
+        # Now, not with the first rollouts: a model without experts is refused before anything is generated.
+        wanted = {"replays": run.source.replays_experts, "balances": self._balance is not None}
+        check_routers(self._model, self._profile, run.model.path, **wanted)
         self._policy = self._trained(self._model, policy_optimization(run, registry, total_updates), masters)
         self._critic: TrainedModel | None = None
         if run.critic is not None:
@@ -101,7 +103,8 @@ class LocalBackend:
         started = time.perf_counter()
         try:
             streams = self._streams(batch, objective.loss.needs)
-            sums = accumulate_gradients(trained.model, streams, objective, self._profile)
+            balance = self._balance_loss(batch, role)
+            sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
             norm = trained.gradient_norm()
             # The only wait for the device in a step: loss, norm and all metrics come over together.
             part, (grad_norm,) = sums.fetch(norm)
@@ -121,6 +124,7 @@ class LocalBackend:
             "loss_tokens": float(part.tokens),
             **part.metrics(),
             **(load_metrics([part.expert_loads]) if role == "policy" else {}),
+            **part.balance_metrics(batch.num_trained_segments),
             "time/forward_backward": differentiated - started,
             "time/optimizer": time.perf_counter() - differentiated,
         }
@@ -134,7 +138,8 @@ class LocalBackend:
             # Dropout as in the next update, without using it up.
             with self._profile.keeping_generators():
                 streams = self._streams(batch, objective.loss.needs)
-                accumulate_gradients(trained.model, streams, objective, self._profile)
+                balance = self._balance_loss(batch, role)
+                accumulate_gradients(trained.model, streams, objective, self._profile, balance)
             result = trained.gradients()
         finally:
             trained.drop_gradients()
@@ -334,6 +339,11 @@ class LocalBackend:
             seed=self._run.seed,
         )
         return TrainedModel(model, optimization, self._profile.weight_dtype, make_stand_ins)
+
+    def _balance_loss(self, batch: TrainingBatch, role: Role) -> BalanceLoss | None:
+        if self._balance is None or role != "policy":
+            return None
+        return BalanceLoss(self._balance, batch.num_trained_segments)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]

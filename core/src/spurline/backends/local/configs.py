@@ -147,6 +147,11 @@ class LocalBackendConfig(BackendConfig):
         return not self.compile
 
     @property
+    def balances_experts(self) -> bool:
+        # Hooks, as above.
+        return not self.compile
+
+    @property
     def adapters(self) -> LoraConfig | None:
         return self.lora
 
