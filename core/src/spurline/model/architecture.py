@@ -49,7 +49,7 @@ _COUNTS = (
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What models call the number of experts of a layer."""
 
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 """What models call the experts that a token of a layer gets."""
 
 
