@@ -251,6 +251,22 @@ def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedToke
     assert list(rollouts.steps) == [1]
 
 
+def test_a_reader_never_takes_one_step_for_another_when_the_file_was_thinned_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write(tmp_path, tokenizer, [make_step(step) for step in range(1, 9)])
+    found, whole = KeptRollouts(tmp_path), (tmp_path / ROLLOUTS_FILE).stat().st_size
+    file = MemberFile(tmp_path / ROLLOUTS_FILE, whole)
+    file.append(9, pack(9, []))
+    file.close()
+    now = KeptRollouts(tmp_path).steps
+    assert 1 < len(now) < 8
+    for step in range(1, 9):
+        assert {attempt.step for attempt in found.attempts([step])} == ({step} if step in now else set())
+    (tmp_path / ROLLOUTS_FILE).unlink()
+    assert list(found.attempts([1])) == []
+
+
 @given(
     sizes=st.lists(st.integers(1, 100), min_size=1, max_size=60),
     most=st.integers(1, 2000),
