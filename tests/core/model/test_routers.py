@@ -120,3 +120,16 @@ def test_a_pass_that_ended_before_its_routers_leaves_nothing_to_the_next() -> No
             hidden(others)
         handle.remove()
         assert torch.equal(hidden(), own)
+
+
+def test_layers_that_a_backend_compiles_itself_are_not_compiled_while_it_generates() -> None:
+    model = read(FAMILIES[[family.model_type for family in FAMILIES].index("qwen3_moe")])
+    layer = model.decoder.get_submodule("layers.1")
+    layer.compile(dynamic=True)
+    compiled = layer._compiled_call_impl
+    with model.uncompiled():
+        assert layer._compiled_call_impl is None
+    assert layer._compiled_call_impl is compiled
+    with model.counting_experts() as loads:
+        assert model.__dict__.get("routing") is None
+    assert not loads.fetch()
