@@ -139,13 +139,25 @@ def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
             return check()
         except _DtypeError as error:
             error.module.widen()
-        except (ModelError, RuntimeError):
+        except (ModelError, RuntimeError) as error:
             linear = [module for module in causal.modules() if isinstance(module, _NarrowLinear)]
             narrow = [module for module in linear if not module.weight.requires_grad]
+            if not narrow and linear:
+                raise ModelError(
+                    f"{error}\nTrained weights are held in bf16, which this model may read in ways of its own. Set "
+                    "backend.weights: fp32."
+                ) from error
             if not narrow:
                 raise
             for module in narrow:
                 module.widen()
+
+
+def widen_as(causal: nn.Module, seen: nn.Module) -> None:
+    """Hold wide what `seen` does, a model of the same layers that has been through `widen_where_read`."""
+    for name, module in causal.named_modules():
+        if isinstance(module, _NarrowLinear) and not isinstance(seen.get_submodule(name), _NarrowLinear):
+            module.widen()
 
 
 class _DtypeError(ModelError):
