@@ -119,8 +119,17 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
 
 
 def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
-    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for."""
-    for _, module in list(quantizable_modules(causal)):
+    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for.
+
+    Raises ModelError where there are none.
+    """
+    modules = [module for _, module in quantizable_modules(causal)]
+    if not modules:
+        raise ModelError(
+            f"backend.lora.base_dtype: {type(causal).__name__} has no linear layers that could be quantized: its weights "
+            "are in layers of other kinds. Set backend.lora.base_dtype: bf16."
+        )
+    for module in modules:
         # Not a new module: names and hooks stay.
         module.__class__ = QuantizedLinear
         assert isinstance(module, QuantizedLinear)
@@ -144,8 +153,8 @@ def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
             narrow = [module for module in linear if not module.weight.requires_grad]
             if not narrow and linear:
                 raise ModelError(
-                    f"{error}\nTrained weights are held in bf16, which this model may read in ways of its own. Set "
-                    "backend.weights: fp32."
+                    "Trained weights are held in bf16, which this model may read in ways of its own. Set "
+                    f"backend.weights: fp32. What failed: {error}"
                 ) from error
             if not narrow:
                 raise
