@@ -126,8 +126,8 @@ def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
     modules = [module for _, module in quantizable_modules(causal)]
     if not modules:
         raise ModelError(
-            f"backend.lora.base_dtype: {type(causal).__name__} has no linear layers that could be quantized: its weights "
-            "are in layers of other kinds. Set backend.lora.base_dtype: bf16."
+            f"backend.lora.base_dtype: {type(causal).__name__} has no linear layers that could be quantized: its "
+            "weights are in layers of other kinds. Set backend.lora.base_dtype: bf16."
         )
     for module in modules:
         # Not a new module: names and hooks stay.
