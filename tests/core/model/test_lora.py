@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from expert_models import write_expert_model
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
@@ -125,6 +126,11 @@ def test_rslora_divides_by_the_root_of_the_rank(model: Path, rslora: bool, scale
     settings = backend.adapter_settings()
     assert settings is not None
     assert settings["use_rslora"] is rslora
+
+
+def test_dora_on_stored_experts_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"dora is for linear layers alone: set it to false.*\n.* q_proj"):
+        local_backend(write_expert_model(tmp_path / "experts"), lora=LoraConfig(dora=True))
 
 
 def test_dora_on_what_is_no_linear_layer_is_refused(model: Path) -> None:

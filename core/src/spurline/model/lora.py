@@ -57,11 +57,17 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     dtype = torch.float32
     for parameter in causal.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype)
+    linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
     try:
         peft.get_peft_model(causal, settings)
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
-        raise ModelError(f"backend.lora.target_modules: {error}\nLinear modules: {listing(linear)}.") from error
+        # PEFT puts adapters on experts that are stored as one tensor too, but not of this kind.
+        advice = (
+            " backend.lora.dora is for linear layers alone: set it to false, or let target_modules name some."
+            if lora.dora
+            else ""
+        )
+        raise ModelError(f"backend.lora.target_modules: {error}{advice}\nLinear modules: {listing(linear)}.") from error
     _refuse_adapted_tied_weights(causal)
     if lora.dora:
         _refuse_lengths_of_others(causal)

@@ -43,6 +43,7 @@ from spurline.model.narrow_weights import (
     narrow_weights,
     quantize_weights,
     round_weights,
+    widen_as,
     widen_where_read,
 )
 from spurline.model.offloading import DeviceMemory, DeviceTensors
@@ -87,6 +88,7 @@ class LocalBackend:
         if run.critic is not None:
             causal, masters = self._load_trainable()
             put_value_head(causal, self._profile.weight_dtype)
+            widen_as(causal, self._model.causal)
             critic = ValueModel(causal)
             critic.read_as(self._model.reading)
             self._critic = self._trained(critic, critic_optimization(run.critic, registry), masters)
