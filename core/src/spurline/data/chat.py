@@ -23,11 +23,9 @@ from spurline.data.formats import Conversation
 from spurline.data.messages import Message, assistant_turns
 from spurline.data.rows import BadRowError
 from spurline.data.template_budget import TemplateTooCostlyError
+from spurline.data.token_bytes import Span
 from spurline.data.tokenizer import template_name
 from spurline.errors import ModelError
-
-Span = tuple[int, int]
-"""Characters `[start, stop)` of a text."""
 
 
 def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:

@@ -34,6 +34,11 @@ class TokenPieces:
             piece = self._known[token_id] = self._bytes(token_id)
         return piece
 
+    @property
+    def are_bytes(self) -> bool:
+        """Whether the vocabulary writes every byte of a text as a sign of its own."""
+        return self._kind == "bytes"
+
     def is_special(self, token_id: int) -> bool:
         """Whether it is a mark of the template or the model, such as `<|im_end|>`, and no text."""
         return token_id in self._special
