@@ -58,24 +58,22 @@ class TokenBytes:
         tokens: list[list[int]] = [
             encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
-        same = [self._bytes_of(ids) == text.encode() for ids, text in zip(tokens, texts, strict=True)]
+        try:
+            written = [b"".join(map(self._known.__getitem__, ids)) for ids in tokens]
+        except KeyError:
+            self._learn(set(chain.from_iterable(tokens)).difference(self._known))
+            written = [b"".join(map(self._known.__getitem__, ids)) for ids in tokens]
+        same = [found == text.encode() for found, text in zip(written, texts, strict=True)]
         masks = self._masks(tokens, texts, [found if ok else () for found, ok in zip(spans, same, strict=True)])
         return [(ids, mask) if ok else None for ids, mask, ok in zip(tokens, masks, same, strict=True)]
 
-    def _bytes_of(self, ids: list[int]) -> bytes:
-        try:
-            return b"".join(map(self._known.__getitem__, ids))
-        except KeyError:
-            for token_id in set(ids).difference(self._known):
-                self._learn(token_id)
-            return b"".join(map(self._known.__getitem__, ids))
-
-    def _learn(self, token_id: int) -> None:
-        piece = self._known[token_id] = self._pieces.of(token_id)
-        if token_id >= len(self._sizes):
-            # Vocabularies with gaps have ids beyond their size.
-            self._sizes = np.append(self._sizes, np.zeros(token_id, np.int64))
-        self._sizes[token_id] = len(piece)
+    def _learn(self, token_ids: set[int]) -> None:
+        for token_id in token_ids:
+            piece = self._known[token_id] = self._pieces.of(token_id)
+            if token_id >= len(self._sizes):
+                # Vocabularies with gaps have ids beyond their size.
+                self._sizes = np.append(self._sizes, np.zeros(token_id, np.int64))
+            self._sizes[token_id] = len(piece)
 
     def _masks(
         self, tokens: Sequence[list[int]], texts: Sequence[str], spans: Sequence[Sequence[Span]]
