@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -42,8 +42,8 @@ class _ListQuery:
     run: int
     sort: SortKey = "step"
     ascending: bool = False
-    offset: int = Field(0, ge=0)
-    limit: int = Field(50, ge=1, le=500)
+    offset: Annotated[int, Field(ge=0)] = 0
+    limit: Annotated[int, Field(ge=1, le=500)] = 50
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,7 @@ class Guard:
         return self._once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            # Starting and stopping; there is nothing else to connect to.
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            return
+        assert scope["type"] == "http", scope["type"]
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":

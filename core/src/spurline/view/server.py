@@ -37,7 +37,15 @@ def serve(run_dirs: Sequence[Path], port: int, *, opens_browser: bool, say: Call
         token = secrets.token_urlsafe(24)
         guard = Guard(app, token, port)
         config = uvicorn.Config(
-            guard, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_GRACE_S
+            guard,
+            # Nothing is to be started or stopped with the application; Ctrl-C would cut that off with a traceback.
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            # Addresses of requests may hold the token.
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
         )
         address = f"http://{ADDRESS}:{port}/?token="
         say(f"{address}{token}")

@@ -63,7 +63,7 @@ async function show() {
   const { view, query } = place();
   for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== view;
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.hash === "#" + view) link.setAttribute("aria-current", "page");
+    if (link.hash === "#" + (["attempt", "diff"].includes(view) ? "rollouts" : view)) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   try {
@@ -198,7 +198,7 @@ function chart(name, lines) {
       if (!line.steps.length) return;
       const nearest = line.steps.reduce((best, other, index) =>
         Math.abs(other - step) < Math.abs(line.steps[best] - step) ? index : best, 0);
-      readout.append(swatch(number), visible(`${state.runs[number].name} ${short(line.values[nearest])}  `));
+      readout.append(swatch(number), visible(`${state.runs[number].name} ${short(line.values[nearest])}${line.steps[nearest] === step ? "" : ` at ${short(line.steps[nearest])}`}  `));
     });
   };
   svg.addEventListener("pointermove", (event) => {
@@ -436,7 +436,7 @@ async function showDiff(query) {
     make("a", { href: "#attempt?" + at }, `${attempt.uid}, step ${attempt.step}, sample ${attempt.sample}`)), facts(attempt));
   const names = { same: "span", left: "del", right: "ins" };
   byId("diff").replaceChildren(
-    make("div", { class: "sides" }, side(left, own, make("del", {}, "left alone")), side(right, other, make("ins", {}, "right alone"))),
+    make("div", { class: "sides" }, side(left, own, make("del", {}, "left only")), side(right, other, make("ins", {}, "right only"))),
     make("h3", {}, "Responses, token by token"),
     make("div", { class: "tokens" }, ...parts.map((part) => make(names[part.kind], {}, shown(part.pieces.join(""))))));
 }
