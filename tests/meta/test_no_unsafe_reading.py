@@ -49,7 +49,6 @@ UNSAFE = {
 ALLOWED = {
     ("core/src/spurline/ranks/outcomes.py", "pickle.loads"): "what this process has pickled a line before",
     ("core/src/spurline/ranks/ray_node.py", "pickle.loads"): "between the run's own processes, over Ray",
-    ("core/src/spurline/model/loading.py", "AutoModelForCausalLM.from_pretrained"): "with use_safetensors",
     (
         "plugins/collation_fast/src/spurline_collation_fast/tokenization/slice_worker.py",
         "pickle.load",

@@ -148,7 +148,7 @@ def test_weights_that_a_model_reads_in_its_own_way_are_held_wide(tmp_path: Path,
 
 def test_a_weight_whose_dtype_a_model_asks_for_is_held_wide_alone() -> None:
     model: Any = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 7)}).requires_grad_(False)
-    narrow_weights(model, torch.bfloat16)
+    narrow_weights(model, torch.bfloat16, torch.float32)
 
     def run() -> None:
         assert model["head"](model["up"](torch.ones(2, 4)).to(model["head"].weight.dtype)).dtype == torch.float32

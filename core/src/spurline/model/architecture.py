@@ -93,11 +93,17 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
-def build_without_memory(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device: shapes without storage. Raises ModelError for an architecture that is none."""
+def build_without_memory(
+    config: PretrainedConfig, model: ModelConfig, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model on the meta device: shapes without storage. Raises ModelError for an architecture that is none.
+
+    dtype: of its weights; the config's own by default.
+    """
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code, **options)
     except LOADING_ERRORS as error:
         raise ModelError(_cannot_build(config, model, error)) from error
 

@@ -1,22 +1,28 @@
 """Load the causal language model that a run trains, and refuse one that cannot be trained exactly.
 
-Weights come in the profile's dtype on its device. What a model's config alone shows is refused here, also where the
-probe (`probe.py`) is switched off: losses that would be left out, frequencies that would change between samples.
+Weights come in the profile's dtype on its device, each straight from its file: there are never two copies of the
+model. What a model's config alone shows is refused here, also where the probe (`probe.py`) is switched off: losses that
+would be left out, frequencies that would change between samples.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.hub import finding
@@ -25,7 +31,7 @@ from spurline.errors import DataError, ModelError, listing
 from spurline.model.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.positions import rope_settings, rope_type
-from spurline.model.weight_files import check_weight_files
+from spurline.model.weight_files import safetensors_files
 
 _BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
@@ -33,24 +39,36 @@ _logger = logging.getLogger(__name__)
 _NAMES_SHOWN = 3
 
 
+HeldDtypes = Callable[[PreTrainedModel], Mapping[str, torch.dtype]]
+"""Of a model, possibly one without memory: names of the parameters that are held in other dtypes than the profile's."""
+
+
 def load_model(
-    model: ModelConfig, profile: DeviceProfile, seed: int, change: Callable[[PreTrainedModel], None] | None = None
+    model: ModelConfig,
+    profile: DeviceProfile,
+    seed: int,
+    change: Callable[[PreTrainedModel], None] | None = None,
+    *,
+    held_dtypes: HeldDtypes | None = None,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """The model, on the device, in training mode; with `init: random` its weights depend on `seed` alone.
 
-    change: what is done to it while it is on the host, with weights in the profile's dtype.
+    change: what is done to it when weights have their dtypes. They are on the device, but for random ones, which are
+        still on the host; all are with `on_host`.
+    held_dtypes: weights are rounded to these, through fp32, while they are read.
     """
     config = load_model_config(model)
     try:
         with quiet_loading(), finding("model.path", model.path):
-            # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
-            common: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": model.trust_remote_code}
             if model.init == "random":
                 torch.manual_seed(seed)
-                causal = AutoModelForCausalLM.from_config(config, **common)
+                causal = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
+                )
             else:
-                check_weight_files(model)
-                causal = _with_weights(model, config, common)
+                device = torch.device("cpu") if on_host else profile.device
+                causal = _with_weights(model, config, device, held_dtypes)
     except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
         # An architecture that cannot be built at all is another mistake than weights that cannot be read.
         build_without_memory(config, model)
@@ -58,25 +76,103 @@ def load_model(
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
         # The grouped matrix product of experts has no float64 kernel.
         causal.set_experts_implementation("eager")
-    nn.Module.to(causal, dtype=profile.weight_dtype)
+    _cast(causal, profile.weight_dtype, {} if held_dtypes is None else held_dtypes(causal))
     if change is not None:
         change(causal)
     nn.Module.to(causal, device=profile.device)
     return causal.train()
 
 
-def _with_weights(model: ModelConfig, config: PretrainedConfig, common: Mapping[str, Any]) -> PreTrainedModel:
+def _cast(causal: nn.Module, dtype: torch.dtype, held: Mapping[str, torch.dtype]) -> None:
+    """Give weights and buffers their dtypes, one at a time. dtype: of floating point values whose name `held` lacks."""
+    by_parameter = {id(causal.get_parameter(name)): own for name, own in held.items()}
+    for parameter in causal.parameters():
+        if parameter.is_floating_point():
+            # The data, not the parameter: a tied weight has two owners.
+            parameter.data = parameter.data.to(by_parameter.get(id(parameter), dtype))
+    for module in causal.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _with_weights(
+    model: ModelConfig, config: PretrainedConfig, device: torch.device, held_dtypes: HeldDtypes | None
+) -> PreTrainedModel:
     """The pretrained model. Raises ModelError where the files lack weights: they would be random ones."""
-    # Weights of other shapes are asked for too, so that they can be named.
-    options: dict[str, Any] = {"revision": model.revision, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    # Of the hub too no pickle is opened; and the files are those that `check_weight_files` has seen, whatever a config
-    # names besides.
-    options |= {"use_safetensors": True}
-    vars(config).pop("transformers_weights", None)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, config=config, **common, **options)
-    causal, report = loaded
-    check_loaded(model, report["missing_keys"], report["mismatched_keys"], report["unexpected_keys"])
+    # No pickle is opened, of the hub neither; the files are those that were checked, whatever a config names besides.
+    files = safetensors_files(model)
+    if not files:
+        raise ModelError(
+            f"model.path: {model.path} has no safetensors files on the hub. Weights in other files are pickles, which "
+            "can run code when they are opened: choose a revision or a model with safetensors files."
+        )
+    # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
+    causal = build_without_memory(config, model, torch.float32)
+    if held_dtypes is not None:
+        # A parameter is read in the dtype that it has here.
+        _cast(causal, torch.float32, held_dtypes(causal))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        slices: dict[str, Any] = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
+        found, loading = read_into(causal, slices, device)
+    type(causal)._finalize_model_loading(causal, loading, found)
+    check_loaded(model, found.missing_keys, found.mismatched_keys, found.unexpected_keys)
+    if causal.can_generate():
+        causal.generation_config = _generation_config(model, causal)
     return causal
+
+
+def read_into(
+    causal: PreTrainedModel, slices: Mapping[str, Any], device: torch.device | str
+) -> tuple[LoadStateDictInfo, LoadStateDictConfig]:
+    """Read weights into a model on device `meta`, each in the dtype of its parameter and straight to this device.
+
+    slices: of safetensors files, by their names there. Names that have no values afterwards, and others that do not
+    fit, are in what is returned. Files may change afterwards: what would stay mapped from them is copied, except parts
+    of divided parameters on the host.
+    """
+    mapped: set[int] = set()
+    loading = LoadStateDictConfig(
+        # Weights of other shapes are asked for too, so that they can be named.
+        ignore_mismatched_sizes=True,
+        dtype=torch.float32,
+        weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
+        device_map={"": device},
+    )
+    recorded = {name: _Recorded(part, mapped) for name, part in slices.items()}
+    found, _ = convert_and_load_state_dict_in_model(causal, recorded, loading)
+    for value in (*causal.parameters(), *causal.buffers()):
+        # The host's part of a divided parameter has no setter.
+        if not value.is_meta and not isinstance(value, DTensor) and value.untyped_storage().data_ptr() in mapped:
+            value.data = value.data.clone()
+    return found, loading
+
+
+class _Recorded:
+    """A slice of a file that notes where in memory its values are mapped."""
+
+    def __init__(self, part: Any, mapped: set[int]):
+        self._part = part
+        self._mapped = mapped
+
+    def __getitem__(self, place: Any) -> Tensor:
+        values = self._part[place]
+        self._mapped.add(values.untyped_storage().data_ptr())
+        return values
+
+    def get_shape(self) -> list[int]:
+        return self._part.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._part.get_dtype()
+
+
+def _generation_config(model: ModelConfig, causal: PreTrainedModel) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
+    except OSError:  # a model without a generation_config.json
+        return causal.generation_config
 
 
 def check_loaded(
@@ -119,11 +215,6 @@ def _what_may_not_fit(model: ModelConfig) -> str:
 
 
 def _loading_failed(model: ModelConfig, error: Exception) -> str:
-    if "use_safetensors" in str(error):
-        return (
-            f"model.path: {model.path} has no safetensors files on the hub. Weights in other files are pickles, which "
-            "can run code when they are opened: choose a revision or a model with safetensors files."
-        )
     message = describe_missing("model.path", model.path, "weights", error, model.trust_remote_code)
     if model.init == "pretrained":
         message += "\nTo train this architecture from scratch set model.init: random."

@@ -54,7 +54,9 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )
-    dtype = torch.promote_types(causal.dtype, torch.float32)
+    dtype = torch.float32
+    for parameter in causal.parameters():
+        dtype = torch.promote_types(dtype, parameter.dtype)
     try:
         peft.get_peft_model(causal, settings)
     except ValueError as error:
@@ -71,6 +73,16 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
         with torch.no_grad():
             for name, value in initial_adapters(causal, seed):
                 causal.get_parameter(name).copy_(value)
+            if lora.dora:
+                _measure_lengths(causal)
+
+
+def _measure_lengths(causal: nn.Module) -> None:
+    """PEFT measures in the dtype of the weights, which may be narrow."""
+    for _, layer in adapted_layers(causal):
+        base: Any = layer.get_base_layer()
+        lengths: Tensor = getattr(layer, LENGTHS)[ADAPTER].weight
+        lengths.copy_(torch.linalg.norm(base.weight.to(lengths.dtype), dim=1))
 
 
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:

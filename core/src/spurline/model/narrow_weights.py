@@ -44,6 +44,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
+def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What `narrow_weights` will hold in this dtype of a model that is all frozen, by the names of its parameters."""
+    return {f"{name}.weight": dtype for name, _ in narrowable_modules(causal)}
+
+
 def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give every parameter the nearest value of this dtype, in its own dtype; one at a time."""
     for parameter in causal.parameters():

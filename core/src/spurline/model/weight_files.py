@@ -122,10 +122,20 @@ def safetensors_files(model: ModelConfig) -> list[Path]:
     folder = Path(model.path)
     if not folder.is_dir():
         with finding("model.path", model.path):
-            patterns = ["*.json", "*.safetensors"]
-            folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
-    index = folder / "model.safetensors.index.json"
-    return shards_of(index) if index.is_file() else [*folder.glob("model.safetensors")]
+            folder = _download(model)
+    found = next((folder / name for name in _CANDIDATES if (folder / name).is_file()), None)
+    if found is None:
+        return []
+    return shards_of(found) if found.suffix == ".json" else [found]
+
+
+def _download(model: ModelConfig) -> Path:
+    """The folder of a model in the hub's cache. Repositories may hold the weights once more, under other names."""
+    folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(_CANDIDATES)))
+    whole, index = (folder / name for name in _CANDIDATES)
+    if index.is_file() and not whole.is_file():
+        snapshot_download(model.path, revision=model.revision, allow_patterns=_names_in(index))
+    return folder
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
@@ -157,6 +167,18 @@ def _without_memory(path: Path, name: str, tensor: Any) -> Tensor:
 
 def shards_of(index: Path) -> list[Path]:
     """The files that an index names, which lie beside it. Raises ModelError."""
+    names = _names_in(index)
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"model.path: {index} names {len(names)} files, of which {', '.join(missing[:3])}{more} "
+            f"{'is' if len(missing) == 1 else 'are'} not in {index.parent}. Copy or download the rest."
+        )
+    return [index.parent / name for name in names]
+
+
+def _names_in(index: Path) -> list[str]:
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise ModelError(
             f"model.path: {index} has {index.stat().st_size:,} bytes, and no list of weights is as long (at most "
@@ -180,14 +202,7 @@ def shards_of(index: Path) -> list[Path]:
                 f"model.path: {index} names {name!r}, which is no safetensors file beside it. Get the model from its "
                 "makers, or put its files into one folder and name them without folders."
             )
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ModelError(
-            f"model.path: {index} names {len(names)} files, of which {', '.join(missing[:3])}{more} "
-            f"{'is' if len(missing) == 1 else 'are'} not in {index.parent}. Copy or download the rest."
-        )
-    return [index.parent / name for name in names]
+    return names
 
 
 def _checked_header(path: Path) -> int:

@@ -1,14 +1,14 @@
 """Fill a sharded model with weights: each rank reads from the files what it holds.
 
-This is the one module that uses internals of transformers' loading. Models without safetensors files, and those with
-`init: random`, are loaded by the first rank, as the local backend does, and handed out tensor by tensor.
+Models without safetensors files, and those with `init: random`, are loaded by the first rank, as the local backend
+does, and handed out tensor by tensor.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline.model.device_profile import device_profile
-from spurline.model.loading import check_loaded, load_model, quiet_loading
+from spurline.model.loading import check_loaded, load_model, quiet_loading, read_into
 from spurline.model.stream_model import ValueHead
 from spurline.model.weight_files import safetensors_files
 
@@ -49,16 +46,9 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
         head = own and f"{own[0]}.weight"
         if head:
             slices.pop(head, None)
-        loading = LoadStateDictConfig(
-            # Weights of other shapes are asked for too, so that they can be named.
-            ignore_mismatched_sizes=True,
-            dtype=torch.float32,
-            weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
-            device_map={"": device},
-        )
         # What makes transformers leave parameters alone that are sharded already.
         causal._is_distributed_loading_by_transformers = True
-        found, _ = convert_and_load_state_dict_in_model(causal, slices, loading)
+        found, loading = read_into(causal, slices, device)
         if own:
             own[1].to_empty(device=device)
             nn.init.zeros_(own[1].weight)

@@ -35,9 +35,10 @@ from spurline.model.expert_loads import load_metrics
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
 from spurline.model.host_copies import HostCopies
-from spurline.model.loading import check_config, load_model
+from spurline.model.loading import HeldDtypes, check_config, load_model
 from spurline.model.narrow_weights import (
     base_dtype,
+    narrow_dtypes,
     narrow_trained_weights,
     narrow_weights,
     quantize_weights,
@@ -256,8 +257,29 @@ class LocalBackend:
         """The model of the config, with adapters if it asks for them, or with frozen parts; and the fp32 values of
         those trained weights that it holds in bf16, where they are kept."""
         masters: dict[str, Tensor] = {}
-        make_trainable = partial(self._make_trainable, masters=masters)
-        return load_model(self._run.model, self._profile, self._run.seed, make_trainable), masters
+        lora = self._config.lora
+        causal = load_model(
+            self._run.model,
+            self._profile,
+            self._run.seed,
+            partial(self._make_trainable, masters=masters),
+            held_dtypes=None if self._config.keeps_masters else self._held_dtypes(),
+            # There weights are quantized, and masters may stay.
+            on_host=self._config.keeps_masters or (lora is not None and lora.is_quantized),
+        )
+        return causal, masters
+
+    def _held_dtypes(self) -> HeldDtypes | None:
+        """In which weights are read that are held narrow."""
+        dtype = torch.bfloat16 if self._config.narrow_weights else self._base_dtype()
+        return None if dtype is None else partial(narrow_dtypes, dtype=dtype)
+
+    def _base_dtype(self) -> torch.dtype | None:
+        """Of the weights under adapters, where they are held in fewer bytes than is computed with."""
+        if self._config.lora is None:
+            return None
+        dtype = base_dtype(self._config.lora, self._run.model)
+        return dtype if dtype.itemsize < self._profile.weight_dtype.itemsize else None
 
     def _check(self) -> None:
         if self._config.probe:
@@ -275,16 +297,15 @@ class LocalBackend:
             return
         from spurline.model.lora import add_adapters
 
-        dtype = base_dtype(lora, model)
-        is_narrow = dtype.itemsize < self._profile.weight_dtype.itemsize
-        if is_narrow:
+        dtype = self._base_dtype()
+        if dtype is not None:
             # Before adapters: DoRA's lengths begin as those of the rounded weights.
             round_weights(causal, dtype)
         if lora.is_quantized:
             # Before adapters too: quantizing twice does not give the same values.
             quantize_weights(causal, self._profile.weight_dtype)
         add_adapters(causal, lora, self._run.seed)
-        if is_narrow:
+        if dtype is not None:
             narrow_weights(causal, dtype, self._profile.weight_dtype)
 
     def _change_computing(self, causal: PreTrainedModel) -> None:
@@ -388,6 +409,7 @@ class LocalBackend:
                     self._policy.initial_weights,
                     self._config.logits_chunk_tokens,
                     self._make_reference,
+                    self._held_dtypes(),
                 )
                 self._reference.read_as(self._model.reading)
             yield self._reference

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, suggestion
 from spurline.model.device_profile import DeviceProfile
-from spurline.model.loading import load_model
+from spurline.model.loading import HeldDtypes, load_model
 from spurline.model.offloading import DeviceTensors, tensors_in
 from spurline.model.stand_ins import StandIns
 from spurline.model.stream_model import StreamModel
@@ -179,13 +179,14 @@ def load_reference(
     initial_weights: str,
     logits_chunk_tokens: int,
     change: Callable[[PreTrainedModel], None],
+    held_dtypes: HeldDtypes | None,
 ) -> StreamModel:
     """The weights that the run started from, loaded again and frozen; runs with adapters turn those off instead.
 
-    change: as of `load_model`; whatever dtype it holds weights in, they count as the profile's.
+    change, held_dtypes: as of `load_model`; whatever dtype weights are held in, they count as the profile's.
     Raises CheckpointError unless they have `initial_weights`.
     """
     with profile.keeping_generators():
-        causal = load_model(run.model, profile, run.seed, change)
+        causal = load_model(run.model, profile, run.seed, change, held_dtypes=held_dtypes)
     check_initial_weights(weights_digest(causal, profile.weight_dtype), initial_weights, run.model.path)
     return StreamModel(causal.requires_grad_(False).eval(), logits_chunk_tokens)
