@@ -36,12 +36,14 @@ def ids_of(text: str) -> np.ndarray:
 def make_attempt(
     uid: str, sample: int, prompt: str, response: str, step: int, reward: float, old: int = 0
 ) -> Trajectory:
-    """One turn. old: of so many of its first tokens the weights are two updates old, over MAX_STALENESS."""
+    """One turn. old: of so many of its first tokens the weights are two updates old, over MAX_STALENESS; of the next, one."""
     ids = np.append(ids_of(response), END).astype(np.int32)
     rewards = np.zeros(len(ids), np.float32)
     rewards[-1] = reward
     versions = np.full(len(ids), step - 1, np.int32)
-    versions[:old] = step - 3
+    if old:
+        versions[:old] = step - 3
+        versions[old] = step - 2
     turn = Turn(
         ids_of(prompt),
         ids,

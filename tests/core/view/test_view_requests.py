@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from spurline.errors import RunDirectoryError, UserError
 from spurline.rl.kept_rollouts import ROLLOUTS_FILE
 from spurline.rl.kept_rollouts.members import members_of
-from spurline.view import server
+from spurline.view import attempts, server
 from spurline.view.app import make_app
 from spurline.view.guard import Guard
 from spurline.view.runs import open_runs
@@ -248,19 +248,29 @@ def test_an_attempt_is_told_token_by_token(run: Path) -> None:
     response = turn["response"]
     assert "".join(turn["prompt"]["pieces"]) == "Write <b>HTML</b>"
     assert "".join(response["pieces"]).startswith("<img src=x onerror=window.hacked=1>\x1b[31m")
-    assert response["ages"][:5] == [2, 2, 2, 2, 0]
-    assert response["trained"][:5] == [0, 0, 0, 0, 1]
+    assert response["ages"][:6] == [2, 2, 2, 2, 1, 0]
+    assert response["trained"][:6] == [0, 0, 0, 0, 1, 1]
     assert response["special"] == [len(response["pieces"]) - 1]
     assert set(response["gap"]) == {0.0}
     assert all(abs(value - 0.3) < 1e-4 for value in response["advantages"])
 
 
-def test_the_difference_of_two_attempts_puts_both_together_again(run: Path) -> None:
-    parts = client_of(run).get("/api/diff?run=0&step=1&place=0&other_run=0&other_step=2&other_place=1").json()
-    left = "".join(piece for part in parts if part["kind"] != "right" for piece in part["pieces"])
-    right = "".join(piece for part in parts if part["kind"] != "left" for piece in part["pieces"])
-    assert (left, right) == ("1 2 3 at 1<end>", "3 2 1 at 2<end>")
-    assert {"kind": "same", "pieces": list(" 2 ")} in parts
+@pytest.mark.parametrize("most", [attempts.MOST_COMPARED, 1])
+@pytest.mark.parametrize(
+    ("left", "right"), [("1 2 3", "3 2 1"), ("aaa", "aa"), ("", "x"), ("", ""), ("same", "same"), ("ab" * 9, "ba" * 9)]
+)
+def test_the_difference_of_two_attempts_puts_both_together_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, right: str, most: int
+) -> None:
+    monkeypatch.setattr(attempts, "MOST_COMPARED", most)
+    run = write_run(tmp_path / "run", steps=0)
+    (run / ROLLOUTS_FILE).write_bytes(member(1, {"p": [(left, 1.0, 0), (right, 0.0, 0)]}))
+    parts = client_of(run).get("/api/diff?run=0&step=1&place=0&other_run=0&other_step=1&other_place=1").json()
+    of_left = "".join(piece for part in parts if part["kind"] != "right" for piece in part["pieces"])
+    of_right = "".join(piece for part in parts if part["kind"] != "left" for piece in part["pieces"])
+    assert (of_left, of_right) == (f"{left}<end>", f"{right}<end>")
+    assert parts[-1]["kind"] == "same"
+    assert all(part["pieces"] for part in parts)
 
 
 def test_an_answer_is_json_whatever_a_run_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,3 +348,11 @@ def test_a_damaged_file_is_told_and_what_was_read_of_it_stays(run: Path) -> None
 def test_a_run_without_rollouts_has_an_empty_list(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "sft", steps=0)
     assert found(client_of(folder)) == []
+
+
+def test_a_file_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> None:
+    client = client_of(run)
+    assert len(found(client)) == 12
+    (run / ROLLOUTS_FILE).unlink()
+    assert found(client) == []
+    assert client.get("/api/attempt?run=0&step=1&place=0").status_code == 404

@@ -102,7 +102,7 @@ class RolloutIndex:
                     if deadline is not None and time.monotonic() > deadline:
                         break
                 self._error = None
-            except RunDirectoryError as error:
+            except (RunDirectoryError, OSError) as error:
                 # A run that goes on may have put a shorter file in its place meanwhile: the next call looks anew.
                 self._error, self._stat = str(error), None
             attempts = sum(len(columns.reward) for columns in self._steps.values())
@@ -138,7 +138,10 @@ class RolloutIndex:
                 return None
             attempts = self._opened.get((step, size))
             if attempts is None:
-                attempts = list(KeptRollouts(self._run_dir).attempts([step]))
+                try:
+                    attempts = list(KeptRollouts(self._run_dir).attempts([step]))
+                except OSError as error:
+                    raise RunDirectoryError(f"{self._path}: cannot be read: {error.strerror or error}.") from error
                 while len(self._opened) >= _OPENED_STEPS:
                     del self._opened[next(iter(self._opened))]
                 self._opened[step, size] = attempts

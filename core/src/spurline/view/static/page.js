@@ -95,7 +95,13 @@ async function refreshRuns() {
 
 async function poll() {
   try {
-    if (!document.hidden && (await refreshRuns()) && ["curves", "evaluation", "rollouts"].includes(place().view)) await show();
+    if (!document.hidden) {
+      const { view } = place();
+      const isNew = await refreshRuns();
+      if (isNew && ["curves", "evaluation"].includes(view)) await show();
+      // The rollouts of a step may come after its metrics.
+      if (view === "rollouts" && (isNew || state.runs.some((run) => run.status === "running"))) await list();
+    }
   } catch (error) {
     complain(error);
   }
@@ -262,7 +268,10 @@ async function list() {
   // A later question has been asked meanwhile.
   if (number !== state.list) return;
   const limit = state.runs[run].max_age;
-  byId("list").tBodies[0].replaceChildren(...answer.rows.map((row) => listRow(run, row, limit)));
+  // What stays the same keeps the focus of the keyboard.
+  const rows = JSON.stringify([run, limit, answer.rows]);
+  if (rows !== state.rows) byId("list").tBodies[0].replaceChildren(...answer.rows.map((row) => listRow(run, row, limit)));
+  state.rows = rows;
   const end = Math.min(state.offset + PAGE, answer.matching);
   const range = answer.matching ? `${short(state.offset + 1)} to ${short(end)} of ` : "";
   const reading = answer.indexed_steps < answer.steps && !answer.error ? `, reading: ${answer.indexed_steps} of ${answer.steps} steps` : "";
