@@ -36,7 +36,7 @@ def ids_of(text: str) -> np.ndarray:
 def make_attempt(
     uid: str, sample: int, prompt: str, response: str, step: int, reward: float, old: int = 0
 ) -> Trajectory:
-    """One turn. old: of so many of its first tokens the weights are two updates old, over MAX_STALENESS; of the next, one."""
+    """One turn. old: its first tokens, so many, are two updates old, over MAX_STALENESS, and the next is one old."""
     ids = np.append(ids_of(response), END).astype(np.int32)
     rewards = np.zeros(len(ids), np.float32)
     rewards[-1] = reward
