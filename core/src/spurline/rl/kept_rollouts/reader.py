@@ -349,8 +349,7 @@ class _Block:
         }
 
     def text(self, ids: NDArray[np.int32]) -> str:
-        pieces = self.pieces
-        return text_of([pieces[token_id] for token_id in ids.tolist()])
+        return text_of(map(self.pieces.__getitem__, ids.tolist()))
 
 
 _RUN_DTYPES = {"versions": np.int32, "loss_mask": np.uint8}
