@@ -184,6 +184,11 @@ class LocalBackendConfig(BackendConfig):
         notes = list(describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision))
         if self.offload_activations and self._planned_device == "cpu":
             notes.append(OFFLOADS_NOTHING)
+        if self.offload_optimizer and self._planned_device == "cpu":
+            notes.append(
+                "offload_optimizer saves nothing on the CPU, whose memory is that of the host, where the optimizer's "
+                "state is anyway."
+            )
         if self.lora is not None:
             notes += adapter_notes(run.model, self.lora)
         return notes
