@@ -244,7 +244,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="There is no folder .*runs/mth"):
+    with pytest.raises(RunDirectoryError, match=r"There is no folder .*runs/mth"):
         KeptRollouts(tmp_path / "runs" / "mth")
 
 
