@@ -73,7 +73,7 @@ class LocalBackend:
         self._config = config
         self._run = run
         # Before weights are read.
-        config.check_model(run)
+        config.check_libraries()
         self._profile = device_profile(config.device, config.precision)
         causal, masters = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)

@@ -124,11 +124,15 @@ class LocalBackendConfig(BackendConfig):
         return self.offload_optimizer
 
     def check_model(self, run: RunConfig) -> None:
+        self.check_libraries()
+        check_freeze(run.model)
+        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+
+    def check_libraries(self) -> None:
+        """Raise ConfigError for a library that these settings need and that is missing."""
         if self.lora is not None:
             check_peft(self.lora)
-        check_freeze(run.model)
         check_torchao(self.fp8)
-        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
 
     @property
     def _planned_device(self) -> Literal["cpu", "cuda"]:
