@@ -185,9 +185,10 @@ def data(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    from spurline.run.shown_data.page import write_page
-    from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
-    from spurline.run.shown_data.terminal import print_data
+    with importing():
+        from spurline.run.shown_data.page import write_page
+        from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
+        from spurline.run.shown_data.terminal import print_data
 
     try:
         shown = show_data(loaded, rows, None if whole else ROW_LIMIT, start)

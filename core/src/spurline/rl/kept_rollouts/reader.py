@@ -207,9 +207,8 @@ class KeptRollouts:
                     yield LostPrompt(block["step"], prompt["uid"], prompt["draw"], prompt["reason"])
 
     def _blocks(self, steps: Iterable[int] | None) -> Iterator[Mapping[str, Any]]:
-        members = self._members
-        for step in members if steps is None else steps:
-            for line in unpack(self.path, members[step]) if step in members else ():
+        for step in self.steps if steps is None else steps:
+            for line in self._lines(step):
                 block = json.loads(line)
                 if block["format"] > FORMAT:
                     raise RunDirectoryError(
@@ -217,6 +216,15 @@ class KeptRollouts:
                         f"reads up to {FORMAT}. Upgrade spurline."
                     )
                 yield block
+
+    def _lines(self, step: int) -> Iterator[bytes]:
+        while step in self._members:
+            lines = unpack(self.path, self._members[step])
+            if lines is not None:
+                return lines
+            # A run that goes on has thinned the file out: the step lies elsewhere, or is gone.
+            self.refresh()
+        return iter(())
 
 
 class _Block:
