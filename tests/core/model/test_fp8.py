@@ -111,3 +111,5 @@ def test_fp8_that_cannot_be_computed_is_refused(model: Path, settings: dict[str,
 def test_without_the_package_fp8_is_refused_with_the_command_that_installs_it(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"pip install 'spurline\[fp8\]'"):
         LocalBackendConfig(device="cpu", fp8="emulated").check_model(run_config(model))
+    with pytest.raises(ConfigError, match=r"pip install 'spurline\[fp8\]'"):
+        local_backend(model, fp8="emulated")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,10 @@ def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(ModelError, match="share one weight"):
         local_backend(folder, lora=LoraConfig(target_modules=("lm_head",)))
+
+
+def test_adapters_say_nothing_of_what_no_user_can_change(tmp_path: Path) -> None:
+    moe = write_tiny_moe_model(tmp_path / "moe")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local_backend(moe, lora=LoraConfig(rank=4))

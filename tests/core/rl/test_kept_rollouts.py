@@ -259,6 +259,11 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         list(KeptRollouts(tmp_path).attempts())
 
 
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"There is no folder .*runs/mth"):
+        KeptRollouts(tmp_path / "runs" / "mth")
+
+
 def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rollouts = KeptRollouts(tmp_path)
     assert list(rollouts.attempts()) == []

@@ -52,8 +52,8 @@ from spurline.model.quantized_weights import num_parameters
 from spurline.model.router_balance import BalanceLoss, balance_coefficient
 from spurline.model.router_replay import check_replayed
 from spurline.model.stand_ins import StandIns
-from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
-from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
+from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head, vocabulary_size
+from spurline.model.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
 from spurline.model.weight_files import WeightStream, write_weight_files
 from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
@@ -73,6 +73,8 @@ class LocalBackend:
             torch.set_num_threads(config.num_threads)
         self._config = config
         self._run = run
+        # Before weights are read.
+        config.check_libraries()
         self._profile = device_profile(config.device, config.precision)
         causal, masters = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
@@ -350,6 +352,7 @@ class LocalBackend:
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
         check_columns(batch, columns)
+        check_tokens(batch, vocabulary_size(self._model.causal))
         check_replayed(batch, self._model.causal.config)
         for rows in cut_rows(batch, self._config):
             stream = token_stream(batch, rows, columns, self._profile)

@@ -171,10 +171,13 @@ class KeptAttempt:
 class KeptRollouts:
     """The kept rollouts of a run. What a run adds meanwhile is seen after `refresh`.
 
-    Raises RunDirectoryError for a file that something else has changed, here or when that place is read.
+    A run that has kept nothing has no steps. Raises RunDirectoryError for a folder that does not exist; for a file that
+    something else has changed, here or when that place is read.
     """
 
     def __init__(self, run_dir: Path | str) -> None:
+        if not Path(run_dir).is_dir():
+            raise RunDirectoryError(f"There is no folder {run_dir} to read rollouts from. Give a run's run_dir.")
         self.path = Path(run_dir) / ROLLOUTS_FILE
         self.refresh()
 
