@@ -111,6 +111,17 @@ SLOPES: dict[str, tuple[Case, float]] = {
     "LoRA over fp32": (Case(backend(lora={"rank": 1})), 4.0),
     "LoRA over bf16": (Case(backend(lora={"rank": 1}), stored="bfloat16"), 2.0),
     "LoRA over rounded weights": (Case(backend(lora={"rank": 1, "base_dtype": "bf16"})), 2.0),
+    "bf16_masters": (Case(backend(precision="bf16", weights="bf16_masters")), 16.0),
+    "bf16_masters, optimizer on the host": (
+        Case(backend(precision="bf16", weights="bf16_masters", offload_optimizer=True)),
+        16.0,
+    ),
+    "bf16_stochastic": (Case(backend(precision="bf16", weights="bf16_stochastic")), 12.0),
+    "bf16_stochastic, adamw_8bit": (
+        Case({**backend(precision="bf16", weights="bf16_stochastic"), "optimizer": {"name": "adamw_8bit"}}),
+        6.0,
+    ),
+    "LoRA over nf4": (Case(backend(lora={"rank": 1, "base_dtype": "nf4"}), stored="bfloat16"), 0.52),
 }
 """Modes, with the bytes of each parameter of the model. To these come 16 for each of an adapter."""
 
