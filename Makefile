@@ -34,7 +34,7 @@ $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pypro
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.packages pyproject.toml examples/plugin_template/pyproject.toml
-	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,math,optim-8bit,tensorboard,testing]' -e ./examples/plugin_template
+	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,math,optim-8bit,tensorboard,testing,view]' -e ./examples/plugin_template
 	@touch $@
 
 # Tests generate with vLLM itself. A machine with a GPU has, or wants, another build of it.

@@ -390,7 +390,7 @@ def gates_of(figures: dict[str, dict[str, Any]]) -> list[Gate]:
 
 
 def main() -> int:
-    """Print the figures and whether the gates are met; 1 where one is not."""
+    """Print the figures and whether the gates are met; 1 where one is not, or where Spurline itself fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", choices=SHAPES, default="0.6b")
@@ -438,7 +438,8 @@ def main() -> int:
         print(json.dumps({**about, "figures": figures, "gates": gates_as_json(gates)}, indent=2))
     else:
         print_gates(gates)
-    return int(not all(gate.met for gate in gates))
+    failed = any("error" in figure for name, figure in figures.items() if name.startswith("spurline"))
+    return int(failed or not all(gate.met for gate in gates))
 
 
 def line(name: str, figure: dict[str, Any]) -> str:

@@ -86,6 +86,9 @@ def backend(**settings: Any) -> dict[str, Any]:
 
 
 LORA = {"rank": 16}
+MASTERS = {"precision": "bf16", "weights": "bf16_masters"}
+STOCHASTIC = {"precision": "bf16", "weights": "bf16_stochastic"}
+EIGHT_BITS = {"optimizer": {"name": "adamw_8bit"}}
 MANY = {"num_hidden_layers": 8, "vocab_size": 32768}
 """A shape whose logits weigh."""
 
@@ -110,17 +113,11 @@ SLOPES: dict[str, tuple[Case, float]] = {
     "frozen but for the output layer": (Case({"model": {"freeze": ["model.*"]}}), 4.0),
     "LoRA over fp32": (Case(backend(lora={"rank": 1})), 4.0),
     "LoRA over bf16": (Case(backend(lora={"rank": 1}), stored="bfloat16"), 2.0),
+    "bf16 with masters": (Case(backend(**MASTERS)), 16.0),
+    "bf16 with stochastic rounding, 8-bit moments": (Case(backend(**STOCHASTIC) | EIGHT_BITS), 6.1),
     "LoRA over rounded weights": (Case(backend(lora={"rank": 1, "base_dtype": "bf16"})), 2.0),
-    "bf16_masters": (Case(backend(precision="bf16", weights="bf16_masters")), 16.0),
-    "bf16_masters, optimizer on the host": (
-        Case(backend(precision="bf16", weights="bf16_masters", offload_optimizer=True)),
-        16.0,
-    ),
-    "bf16_stochastic": (Case(backend(precision="bf16", weights="bf16_stochastic")), 12.0),
-    "bf16_stochastic, adamw_8bit": (
-        Case({**backend(precision="bf16", weights="bf16_stochastic"), "optimizer": {"name": "adamw_8bit"}}),
-        6.0,
-    ),
+    "bf16 with masters, optimizer on the host": (Case(backend(**MASTERS, offload_optimizer=True)), 16.0),
+    "bf16 with stochastic rounding": (Case(backend(**STOCHASTIC)), 12.0),
     "LoRA over nf4": (Case(backend(lora={"rank": 1, "base_dtype": "nf4"}), stored="bfloat16"), 0.52),
 }
 """Modes, with the bytes of each parameter of the model. To these come 16 for each of an adapter."""

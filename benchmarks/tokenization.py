@@ -3,7 +3,8 @@
     python benchmarks/tokenization.py [--json] [--samples 1000] [--repeats 7]
 
 A byte-level BPE of 16,000 tokens is trained on made-up words, and conversations of about 1.8 KB and 475 tokens are
-made of them (seeded). Compared, in turns within one process:
+made of them (seeded); then four times as many short ones, of two messages and some 75 tokens.
+Compared, in turns within one process:
 
 - two calls: `apply_chat_template(tokenize=True)` of the prompt and of the whole conversation, whose difference in
   length gives the mask. The usual way.
@@ -14,6 +15,7 @@ On two threads and on one, each in a process that is held to so many cores. For 
 eight times the samples, start included. All ways give the same tokens and masks, which is checked first.
 
 Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
+Of short conversations: at most 1.35 x encode_batch, on two threads and on one.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, Parall
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4
+SHORT_WORDS_PER_MESSAGE = 15
+SHORT_MESSAGES = 2
+MORE_SHORT = 4
 MORE_FOR_WORKERS = 8
 
 Chat = list[dict[str, str]]
@@ -51,18 +56,19 @@ Chat = list[dict[str, str]]
 class Inputs:
     """The tokenizer and the conversations; equal in every process."""
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples: int, short: bool = False) -> None:
         self._random = random.Random(0)
         letters = "abcdefghijklmnop"
         self._words = ["".join(self._random.choices(letters, k=self._random.randint(2, 9))) for _ in range(20_000)]
         self.tokenizer = self._train()
+        messages, words = (SHORT_MESSAGES, SHORT_WORDS_PER_MESSAGE) if short else (MESSAGES, WORDS_PER_MESSAGE)
         self.chats: list[Chat] = [
-            [{"role": ("user", "assistant")[turn % 2], "content": self._text()} for turn in range(MESSAGES)]
+            [{"role": ("user", "assistant")[turn % 2], "content": self._text(words)} for turn in range(messages)]
             for _ in range(num_samples)
         ]
         self.texts = [str(self.tokenizer.apply_chat_template(chat, tokenize=False)) for chat in self.chats]
 
-    def _text(self, num_words: int = WORDS_PER_MESSAGE) -> str:
+    def _text(self, num_words: int) -> str:
         return " ".join(self._random.choices(self._words, k=num_words))
 
     def _train(self) -> PreTrainedTokenizerFast:
@@ -120,9 +126,9 @@ def check_equal(inputs: Inputs) -> None:
         assert view.loss_mask(row).tolist() == [0] * prompt + [1] * trained + [0]
 
 
-def measure(num_samples: int, repeats: int) -> dict[str, Timing]:
+def measure(num_samples: int, repeats: int, short: bool) -> dict[str, Timing]:
     """Seconds of each way on all samples."""
-    inputs = Inputs(num_samples)
+    inputs = Inputs(num_samples, short)
     check_equal(inputs)
     functions = {
         "two calls": lambda: two_calls(inputs),
@@ -132,10 +138,10 @@ def measure(num_samples: int, repeats: int) -> dict[str, Timing]:
     return round_robin(functions, {"two calls": min(3, repeats), "encode_batch": repeats, "parallel": repeats})
 
 
-def measure_on(num_threads: int, num_samples: int, repeats: int) -> dict[str, Timing]:
+def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = False) -> dict[str, Timing]:
     """`measure` in a process that has so many cores; the tokenizer's threads are chosen once per process."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "true"}
-    arguments = ["--threads", num_threads, "--samples", num_samples, "--repeats", repeats]
+    arguments = ["--threads", num_threads, "--samples", num_samples, "--repeats", repeats, *["--short"] * short]
     result = subprocess.run(
         [sys.executable, __file__, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, check=True
     )
@@ -153,11 +159,15 @@ def measure_workers(num_samples: int) -> dict[str, float]:
     return rates
 
 
-def gates_of(two: dict[str, Timing], one: dict[str, Timing]) -> list[Gate]:
+def gates_of(
+    two: dict[str, Timing], one: dict[str, Timing], short_two: dict[str, Timing], short_one: dict[str, Timing]
+) -> list[Gate]:
     return [
         speedup_gate("parallel over two calls, 2 threads", two["two calls"], two["parallel"], 2.5),
         speedup_gate("parallel over two calls, 1 thread", one["two calls"], one["parallel"], 1.5),
         cost_gate("parallel against encode_batch, 2 threads", two["parallel"], two["encode_batch"], 1.3),
+        cost_gate("short, against encode_batch, 2 threads", short_two["parallel"], short_two["encode_batch"], 1.35),
+        cost_gate("short, against encode_batch, 1 thread", short_one["parallel"], short_one["encode_batch"], 1.35),
     ]
 
 
@@ -167,28 +177,37 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--short", action="store_true", help="with --threads: short conversations")
     parser.add_argument("--threads", type=int, help="measure in this process, on so many cores, and print JSON")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
-        timings = measure(arguments.samples, arguments.repeats)
+        timings = measure(arguments.samples, arguments.repeats, arguments.short)
         print(json.dumps({name: asdict(timing) for name, timing in timings.items()}))
         return
     two, one = (measure_on(threads, arguments.samples, arguments.repeats) for threads in (2, 1))
+    num_short = arguments.samples * MORE_SHORT
+    short_two, short_one = (measure_on(threads, num_short, arguments.repeats, short=True) for threads in (2, 1))
     workers = measure_workers(arguments.samples * MORE_FOR_WORKERS)
-    gates = gates_of(two, one)
+    gates = gates_of(two, one, short_two, short_one)
+    ways = (
+        ("2 threads", two, arguments.samples),
+        ("1 thread", one, arguments.samples),
+        ("2 threads, short", short_two, num_short),
+        ("1 thread, short", short_one, num_short),
+    )
     per_sample = {
-        f"{name}, {threads}": timing.min_s / arguments.samples * 1e6
-        for threads, timings in (("2 threads", two), ("1 thread", one))
+        f"{name}, {threads}": timing.min_s / samples * 1e6
+        for threads, timings, samples in ways
         for name, timing in timings.items()
     }
     if arguments.json:
         figures = {"us_per_sample": per_sample, "rows_per_s": workers, "samples": arguments.samples}
         print(json.dumps({**figures, "gates": gates_as_json(gates)}, indent=2))
         return
-    print_timings(f"{arguments.samples} samples, 2 threads", two)
-    print_timings(f"{arguments.samples} samples, 1 thread", one)
+    for threads, timings, samples in ways:
+        print_timings(f"{samples} samples, {threads}", timings)
     for name, microseconds in per_sample.items():
         print(f"{name}: {microseconds:.0f} us a sample")
     for name, rate in workers.items():

@@ -307,6 +307,7 @@ def test_a_problem_of_a_dataset_calls_it_by_its_name(tmp_path: Path) -> None:
         ("model:\n  path: m\n data:\n  train: a\n", "Keys of one level begin in the same column"),
         ("model:\n\tpath: m\n", "Indent with spaces, not with tabs."),
         ("run_dir: a: b\n", "text with `: ` needs quotes"),
+        ("model:\n  freeze: [*embed*]\n", "Text that begins with `*` or `&` needs quotes."),
     ],
 )
 def test_broken_indentation_says_how_to_mend_it(tmp_path, text, fix):

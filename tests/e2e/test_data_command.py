@@ -20,7 +20,7 @@ from spurline.run.shown_data.terminal import plain_lines, print_data
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
 
-HOSTILE = "\x1b[31m\x9b<script>alert('x')</script> & \u202e😀"
+HOSTILE = "\x1b[31m\x9b<script>alert('x')</script> & \u202e😀 ⟦"
 
 
 def write_rows(config: dict[str, Any], *rows: dict[str, Any]) -> None:
@@ -121,6 +121,8 @@ def test_no_control_character_reaches_a_terminal_and_no_markup_a_page(
     assert "\x9b" not in plain
     assert r"\x1b[31m" in plain
     assert r"\u202e" in plain
+    # What is said of the marks, and those around the answer in each of three steps.
+    assert plain.count("⟦") == plain.count("⟧") == 1 + 3
     write_page(data, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<script" not in page

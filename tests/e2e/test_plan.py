@@ -15,6 +15,7 @@ from spurline.errors import CheckpointError
 from spurline.run.checkpoint import CheckpointStore
 from spurline.run.fit import peak_memory
 from spurline.run.plan import make_plan
+from spurline.testing.inputs import write_tiny_moe_model
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
@@ -204,3 +205,16 @@ def test_a_library_that_the_backend_lacks_is_a_problem_of_the_plan(
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else name)
     plan = make_plan(load_config(base_config | {"plugins": ["fsdp_backend"], "backend": backend}))
     assert any(fix in str(problem) for problem in plan.problems)
+
+
+def test_a_plan_refuses_what_training_refuses_by_the_config_of_the_model(
+    base_config: dict[str, Any], tmp_path: Path
+) -> None:
+    dense = base_config["model"]
+    base_config["model"] = dense | {"router_aux_loss": 0.1}
+    [problem] = make_plan(load_config(base_config)).problems
+    assert "has no routers to balance" in str(problem)
+    mixture = write_tiny_moe_model(tmp_path / "mixture", output_router_logits=True)
+    base_config["model"] = {"path": str(mixture), "tokenizer": dense["path"]}
+    [problem] = make_plan(load_config(base_config)).problems
+    assert f"{mixture} sets output_router_logits, by which transformers adds" in str(problem)

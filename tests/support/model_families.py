@@ -95,12 +95,14 @@ _SIGHT: dict[str, Any] = {
 @dataclass(frozen=True)
 class Family:
     """model_type: of transformers. reading: where no kernels of other packages are installed. settings: of the tiny
-    model. has: what the family has besides plain attention, for people."""
+    model. has: what the family has besides plain attention, for people. replays: whether its experts, where it has
+    some, can be replayed."""
 
     model_type: str
     reading: Reading = "stream"
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     has: str = ""
+    replays: bool = True
 
 
 FAMILIES = (
@@ -196,6 +198,7 @@ FAMILIES = (
         | _LATENT
         | {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2},
         has="latent attention, experts",
+        replays=False,
     ),
     Family("vaultgemma", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="softcaps of scores and logits, windows"),
     Family(
@@ -261,6 +264,7 @@ FAMILIES = (
             "topk_group": 1,
         },
         has="state spaces (mamba_ssm, causal_conv1d), experts",
+        replays=False,
     ),
     Family(
         "mamba2",
@@ -278,7 +282,7 @@ FAMILIES = (
     Family("cohere", has="a scale of logits"),
     Family("cohere2_moe", settings=_EXPERTS | _WINDOW, has="a scale of logits, windows, experts"),
     Family("exaone_moe", settings=_SHARED_EXPERTS | _WINDOW, has="windows, experts"),
-    Family("deepseek_v2", settings=_SHARED_EXPERTS | _LATENT | {"n_group": 1}, has="latent attention"),
+    Family("deepseek_v2", settings=_SHARED_EXPERTS | _LATENT | {"n_group": 1}, has="latent attention, experts"),
     Family("minicpm3", settings=_LATENT, has="latent attention"),
     Family("qwen2_moe", settings=_EXPERTS | {"shared_expert_intermediate_size": 16}, has="experts"),
     Family("granitemoe", settings=_EXPERTS, has="experts"),
@@ -293,8 +297,14 @@ FAMILIES = (
     Family("olmo"),
     Family("phi"),
     Family("starcoder2", settings=_WINDOW | {"residual_dropout": 0.0}, has="sliding windows"),
-    Family("jamba", "rows", _EXPERTS | {"mamba_d_state": 8}, "state spaces (mamba_ssm, causal_conv1d), experts"),
-    Family("falcon_mamba", "rows", {"state_size": 8}, "state spaces without attention"),
+    Family(
+        "jamba",
+        "rows",
+        _EXPERTS | {"mamba_d_state": 8},
+        "state spaces (mamba_ssm, causal_conv1d), experts",
+        replays=False,
+    ),
+    Family("falcon_mamba", "rows", {"state_size": 8}, "state spaces without attention (mamba_ssm, causal_conv1d)"),
     Family("recurrent_gemma", "rows", {"attention_window_size": 5}, "linear recurrences, windows"),
     Family(
         "llama4",

@@ -185,9 +185,10 @@ def data(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    from spurline.run.shown_data.page import write_page
-    from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
-    from spurline.run.shown_data.terminal import print_data
+    with importing():
+        from spurline.run.shown_data.page import write_page
+        from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
+        from spurline.run.shown_data.terminal import print_data
 
     try:
         shown = show_data(loaded, rows, None if whole else ROW_LIMIT, start)
@@ -261,6 +262,18 @@ def report(run_dir: RunDirArgument) -> None:
     from spurline.run.directory import RunDirectory
 
     typer.echo(write_run_report(_load_run(run_dir), RunDirectory(run_dir)))
+
+
+@app.command()
+def view(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 for a free one.")] = 0,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
+) -> None:
+    """Serve a local page over runs: curves, evaluations, rollouts token by token. Ends at Ctrl-C; writes nothing."""
+    from spurline.view.server import serve
+
+    serve(run_dirs, port, opens_browser=not no_open, say=typer.echo)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,3 +22,9 @@ def importing() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def quiet_bitsandbytes() -> None:
+    """Before bitsandbytes is imported, by PEFT too: it warns of a missing kernel for products on CPUs, which nothing
+    here computes by it."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

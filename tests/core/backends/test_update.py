@@ -313,3 +313,12 @@ def test_metrics_named_max_and_min_are_extremes_over_all_micro_batches(
     assert metrics["logprob/max"] == pytest.approx(float(trained.max()), rel=1e-6)
     assert metrics["logprob/min"] == pytest.approx(float(trained.min()), rel=1e-6)
     assert metrics["logprob/min"] < metrics["logprob"] < metrics["logprob/max"]
+
+
+def test_a_token_that_the_model_does_not_know_is_named(model: Path) -> None:
+    backend = local_backend(model)
+    known = backend._model.causal.config.vocab_size
+    batch = lay_out(make_samples([5, 9]))
+    batch.tokens["input_ids"][0, 2] = known
+    with pytest.raises(DataError, match=rf"has token {known}, and the model knows 0 to {known - 1}\. Is the tokenizer"):
+        backend.update(batch, Objective(CROSS_ENTROPY, 1.0))

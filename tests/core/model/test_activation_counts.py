@@ -50,7 +50,7 @@ def kept_bytes(backend: Any, tokens: int) -> int:
 )
 def test_activations_are_what_autograd_keeps(tmp_path: Path, settings: dict[str, Any], freeze: tuple[str, ...]) -> None:
     folder = write_model_folder(tmp_path, num_hidden_layers=LAYERS)
-    model = ModelConfig(path=str(folder), freeze=freeze)
+    model = ModelConfig(path=str(folder), init="random", freeze=freeze)
     backend = local_backend(folder, run={"model": model}, probe=False, **settings)
     grown = (kept_bytes(backend, 320) - kept_bytes(backend, 64)) / 256
     vocabulary = backend._model.causal.config.vocab_size

@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from backend_batches import lay_out, make_samples
 from model_families import FAMILIES, MARKED, PAGE, Family, table, tiny_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from spurline.config.run_config import ModelConfig
+from spurline.errors import ModelError
+from spurline.model.architecture import build_without_memory
 from spurline.model.device_profile import device_profile
 from spurline.model.probe import check_exactness
 from spurline.model.row_passes import RowPass, idle_pass, row_passes
@@ -91,3 +94,8 @@ def test_families_that_are_not_in_the_table_are_told() -> None:
     """Informative: transformers adds families faster than anybody tries them."""
     unknown = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {family.model_type for family in FAMILIES}
     warnings.warn(f"causal language models that no test trains: {', '.join(sorted(unknown))}", stacklevel=1)
+
+
+def test_a_model_that_sees_and_has_no_causal_language_model_inside_is_refused_with_its_text_part_named() -> None:
+    with pytest.raises(ModelError, match=r"nor of its text part \(qwen3_vl_text\)"):
+        build_without_memory(AutoConfig.for_model("qwen3_vl"), ModelConfig(path="seeing"))

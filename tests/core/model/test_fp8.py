@@ -49,6 +49,12 @@ def test_gradients_are_near_and_do_not_depend_on_the_cut_of_the_batch(model: Pat
 
 
 @needs_torchao
+def test_half_precision_on_a_cpu_has_gradients_too(model: Path) -> None:
+    exact, fp8 = (excite(local_backend(model, fp8=fp8, precision="bf16")) for fp8 in (False, "emulated"))
+    assert 0.01 < worst_difference(exact, fp8) < 0.4
+
+
+@needs_torchao
 def test_the_decoders_linear_layers_alone_compute_in_fp8_and_weights_keep_their_names(model: Path) -> None:
     plain, fp8 = local_backend(model), local_backend(model, fp8="emulated")
     changed = {name for name, module in fp8._model.causal.named_modules() if type(module) is not torch.nn.Linear}
@@ -105,3 +111,5 @@ def test_fp8_that_cannot_be_computed_is_refused(model: Path, settings: dict[str,
 def test_without_the_package_fp8_is_refused_with_the_command_that_installs_it(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"pip install 'spurline\[fp8\]'"):
         LocalBackendConfig(device="cpu", fp8="emulated").check_model(run_config(model))
+    with pytest.raises(ConfigError, match=r"pip install 'spurline\[fp8\]'"):
+        local_backend(model, fp8="emulated")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from expert_models import write_expert_model
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
@@ -127,6 +129,11 @@ def test_rslora_divides_by_the_root_of_the_rank(model: Path, rslora: bool, scale
     assert settings["use_rslora"] is rslora
 
 
+def test_dora_on_stored_experts_is_refused_with_the_fix(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"dora is for linear layers alone: set it to false.*\n.* q_proj"):
+        local_backend(write_expert_model(tmp_path / "experts"), lora=LoraConfig(dora=True))
+
+
 def test_dora_on_what_is_no_linear_layer_is_refused(model: Path) -> None:
     with pytest.raises(ModelError, match=r"dora trains the lengths of linear layers only.*embed_tokens \(Embedding\)"):
         local_backend(model, lora=LoraConfig(dora=True, target_modules=("embed_tokens", "q_proj")))
@@ -136,3 +143,10 @@ def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(ModelError, match="share one weight"):
         local_backend(folder, lora=LoraConfig(target_modules=("lm_head",)))
+
+
+def test_adapters_say_nothing_of_what_no_user_can_change(tmp_path: Path) -> None:
+    moe = write_tiny_moe_model(tmp_path / "moe")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local_backend(moe, lora=LoraConfig(rank=4))

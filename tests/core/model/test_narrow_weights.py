@@ -16,14 +16,17 @@ from torch import nn
 from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.checkpoint import read_weights
 from spurline.backends.local.configs import LocalBackendConfig
-from spurline.config.run_config import ModelConfig
+from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.errors import CheckpointError, ModelError
-from spurline.losses.configs import CrossEntropyConfig
+from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.value import ValueLoss
 from spurline.model.configs import LoraConfig
 from spurline.model.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
+from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.loss import Objective
 from spurline.run.fit import with_changes
+from spurline.update.configs import WholeBatchConfig
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 
@@ -144,6 +147,32 @@ def test_weights_that_a_model_reads_in_its_own_way_are_held_wide(tmp_path: Path,
     run = {"model": ModelConfig(path=str(tmp_path))}
     found, expected = (train(local_backend(tmp_path, lora=lora, run=run, probe=probe), range(2)) for lora in loras)
     assert found == expected
+
+
+def test_a_critic_holds_wide_what_the_policy_does(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.model_type == "mamba")
+    tiny_model(family).bfloat16().save_pretrained(tmp_path)
+    critic = CriticConfig(loss=ValueLossConfig(clip=None), minibatches=WholeBatchConfig(), optimizer=AdamWConfig())
+    batch = lay_out(make_samples([9, 5]))
+    batch = batch.with_tokens(**dict.fromkeys(("values", "returns"), torch.ones(batch.num_rows, batch.length)))
+    norms = [
+        local_backend(
+            tmp_path,
+            lora=LoraConfig(target_modules=("in_proj",), base_dtype=dtype),
+            run={"model": ModelConfig(path=str(tmp_path)), "critic": critic},
+        ).update(batch, Objective(ValueLoss(ValueLossConfig(clip=None)), 9.0), role="critic")["grad_norm"]
+        for dtype in ("auto", "fp32")
+    ]
+    assert norms[0] == norms[1]
+
+
+def test_trained_weights_that_a_model_reads_in_its_own_way_are_refused_with_the_fix(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.model_type == "mamba")
+    tiny_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"Set backend\.weights: fp32"):
+        local_backend(
+            tmp_path, run={"model": ModelConfig(path=str(tmp_path))}, precision="bf16", weights="bf16_masters"
+        )
 
 
 def test_a_weight_whose_dtype_a_model_asks_for_is_held_wide_alone() -> None:

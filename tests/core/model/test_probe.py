@@ -98,6 +98,12 @@ def test_a_model_whose_attention_is_not_told_of_its_window_keeps_its_own(
     assert backend.facts()["reads"] == "a row for each sequence, with attention of its own"
 
 
+def test_a_window_in_the_config_of_a_model_without_windows_costs_nothing(tmp_path: Path) -> None:
+    backend = local_backend(folder(tmp_path, model_type="olmo", sliding_window=64), probe=True)
+    assert backend._model.reading == "stream"
+    assert backend._model.causal.config.sliding_window == 64
+
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from model_families import FAMILIES, tiny_model
 
 from spurline.backends.local.backend import LocalBackend
 from spurline.backends.local.checkpoint import read_weights
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
-from spurline.errors import CheckpointError, ConfigError
+from spurline.errors import CheckpointError, ConfigError, ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import configs
 from spurline.model.configs import LoraConfig, adapter_page
+from spurline.model.narrow_weights import quantize_weights
 from spurline.model.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
 from spurline.protocols.loss import Objective
 
@@ -45,6 +47,12 @@ def adapted() -> Callable[..., LocalBackend]:
 def train(backend: LocalBackend, steps: range) -> list[dict[str, float]]:
     seen = [backend.update(lay_out(make_samples([9, 12, 5], seed=step)), OBJECTIVE) for step in steps]
     return [{name: value for name, value in metrics.items() if not name.startswith("time/")} for metrics in seen]
+
+
+def test_a_model_without_linear_layers_is_not_held_wide_in_silence(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.model_type == "gpt2")
+    with pytest.raises(ModelError, match=r"base_dtype: GPT2LMHeadModel has no linear layers.*base_dtype: bf16"):
+        quantize_weights(tiny_model(family), torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (10, 6), (7, 100), (64, 33), (1000, 77), (300, 64)], ids=str)

@@ -9,6 +9,7 @@ import torch
 from model_families import FAMILIES, Family, tiny_model
 
 from spurline.errors import ModelError
+from spurline.model.architecture import experts_per_token, num_experts
 from spurline.model.device_profile import device_profile
 from spurline.model.probe import check_routers, choose_reading, probe_sequences, probe_stream
 from spurline.model.stream_model import StreamModel, evaluation_mode
@@ -16,21 +17,12 @@ from spurline.model.stream_model import StreamModel, evaluation_mode
 PROFILE = device_profile("cpu")
 EXPERTS = next(family for family in FAMILIES if family.model_type == "qwen3_moe").settings
 LATENT = next(family for family in FAMILIES if family.model_type == "deepseek_v3").settings
-DELTA = next(family for family in FAMILIES if family.model_type == "qwen3_next").settings
-SHARED = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-REPLAYED = (
-    *(family for family in FAMILIES if "experts" in family.has),
-    Family("qwen2_moe", settings=EXPERTS | {"shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}),
-    Family("qwen3_5_moe_text", "rows", DELTA),
-    Family("olmoe", settings=EXPERTS),
-    Family("granitemoe", settings=EXPERTS),
-    Family("ernie4_5_moe", settings=EXPERTS | {"moe_layer_start_index": 0, "moe_num_shared_experts": 1}),
-    Family("hunyuan_v1_moe", settings=EXPERTS | {"moe_topk": 2}),
-    Family("dots1", settings=EXPERTS | SHARED),
-    Family("minimax_m2", settings=EXPERTS),
-    Family("deepseek_v2", settings=LATENT | {"topk_method": "greedy"}),
-    Family("lfm2_moe", "rows", EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0}),
+GEMMA4 = Family(
+    "gemma4_text",
+    settings=next(family for family in FAMILIES if family.model_type == "gemma4_text").settings
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 )
+REPLAYED = [*(family for family in FAMILIES if "experts" in family.has and family.replays), GEMMA4]
 REFUSED = {
     "phimoe": (EXPERTS, "PhimoeTopKRouter, which does not choose its experts with one call of topk"),
     "nemotron_h": (
@@ -99,6 +91,17 @@ def test_routers_that_cannot_be_replayed_are_refused_by_name(model_type: str) ->
         check_routers(model, PROFILE, model_type, replays=True, balances=False)
 
 
+def test_a_router_that_reads_its_sizes_from_its_config_is_balanced_and_measured() -> None:
+    model = read(GEMMA4)
+    check_routers(model, PROFILE, GEMMA4.model_type, replays=False, balances=True)
+    stream = probe_stream(probe_sequences(128, (5, 5)), PROFILE)
+    with model.counting_experts() as loads:
+        model.hidden(stream.input_ids, stream.position_ids, stream.plan)
+    assert {layer: int(load.tokens.sum()) for layer, load in loads.fetch().items()} == {0: 20, 1: 20}
+    config = model.causal.config.get_text_config()
+    assert (num_experts(config), experts_per_token(config)) == (4, 2)
+
+
 def test_a_pass_that_ended_before_its_routers_leaves_nothing_to_the_next() -> None:
     model = read(FAMILIES[[family.model_type for family in FAMILIES].index("qwen3_moe")])
     stream = probe_stream(probe_sequences(128, (5, 5)), PROFILE)
@@ -117,3 +120,16 @@ def test_a_pass_that_ended_before_its_routers_leaves_nothing_to_the_next() -> No
             hidden(others)
         handle.remove()
         assert torch.equal(hidden(), own)
+
+
+def test_layers_that_a_backend_compiles_itself_are_not_compiled_while_it_generates() -> None:
+    model = read(FAMILIES[[family.model_type for family in FAMILIES].index("qwen3_moe")])
+    layer = model.decoder.get_submodule("layers.1")
+    layer.compile(dynamic=True)
+    compiled = layer._compiled_call_impl
+    with model.uncompiled():
+        assert layer._compiled_call_impl is None
+    assert layer._compiled_call_impl is compiled
+    with model.counting_experts() as loads:
+        assert model.__dict__.get("routing") is None
+    assert not loads.fetch()

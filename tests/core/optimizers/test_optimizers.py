@@ -188,6 +188,12 @@ def test_8_bit_moments_name_the_extra_they_need(monkeypatch: pytest.MonkeyPatch)
         load_config({**BASE, "optimizer": "adamw_8bit"})
 
 
+def test_a_plan_refuses_8_bit_moments_of_double_precision() -> None:
+    run = run_config("m", backend=LocalBackendConfig(precision="fp64"))
+    found = [problem for problem in AdamW8BitConfig().problems(run) if "no kernel for float64" in problem.message]
+    assert [problem.key for problem in found] == ["name"]
+
+
 def test_paged_moments_are_refused_without_a_gpu_with_the_reason() -> None:
     pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
     with pytest.raises(ConfigError, match=r"optimizer\.paged is true, but moments are paged between"):

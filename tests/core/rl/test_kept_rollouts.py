@@ -185,6 +185,22 @@ def test_any_program_that_reads_gzip_reads_the_lines(tmp_path: Path, tokenizer: 
     assert [(line["step"], line["status"]) for line in lines] == [(1, "trained"), (2, "trained"), (2, "given_up")]
 
 
+def test_what_an_environment_tells_is_json_whatever_it_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    step = make_step(1, prompts=1)
+    told = [{"score": float("nan"), "plain": 1}, {(1, 2): "tuple"}]
+    attempts = [replace(attempt, info=info) for attempt, info in zip(step.groups[0].trajectories, told, strict=True)]
+    write(tmp_path, tokenizer, [replace(step, groups=[replace(step.groups[0], trajectories=tuple(attempts))])])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    [line] = gzip.decompress((tmp_path / ROLLOUTS_FILE).read_bytes()).splitlines()
+    assert json.loads(line, parse_constant=refuse)["attempts"]["info"] == [
+        {"score": "nan", "plain": "1"},
+        {"(1, 2)": "tuple"},
+    ]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     folder = tmp_path_factory.mktemp("whole")
@@ -243,12 +259,33 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         list(KeptRollouts(tmp_path).attempts())
 
 
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"There is no folder .*runs/mth"):
+        KeptRollouts(tmp_path / "runs" / "mth")
+
+
 def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rollouts = KeptRollouts(tmp_path)
     assert list(rollouts.attempts()) == []
     write(tmp_path, tokenizer, [make_step(1)])
     rollouts.refresh()
     assert list(rollouts.steps) == [1]
+
+
+def test_a_reader_never_takes_one_step_for_another_when_the_file_was_thinned_out(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write(tmp_path, tokenizer, [make_step(step) for step in range(1, 9)])
+    found, whole = KeptRollouts(tmp_path), (tmp_path / ROLLOUTS_FILE).stat().st_size
+    file = MemberFile(tmp_path / ROLLOUTS_FILE, whole)
+    file.append(9, pack(9, []))
+    file.close()
+    now = KeptRollouts(tmp_path).steps
+    assert 1 < len(now) < 8
+    for step in range(1, 9):
+        assert {attempt.step for attempt in found.attempts([step])} == ({step} if step in now else set())
+    (tmp_path / ROLLOUTS_FILE).unlink()
+    assert list(found.attempts([1])) == []
 
 
 @given(
@@ -347,4 +384,5 @@ def test_a_removed_file_is_no_place_to_write(tmp_path: Path, tokenizer: PreTrain
 
 def test_short_values_of_a_row_are_its_tags() -> None:
     row = {"answer": "4", "level": np.int64(3), "hard": True, "prompt": "x" * 500, "messages": [{}], "none": None}
-    assert tags_of(row) == {"answer": "4", "level": 3, "hard": True}
+    row |= {"missing": float("nan"), "endless": np.float32("inf"), "long": 10**400}
+    assert tags_of(row) == {"answer": "4", "level": 3, "hard": True, "long": 10**400}

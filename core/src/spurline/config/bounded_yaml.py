@@ -138,6 +138,8 @@ def _first_line(error: Exception) -> str:
 def _fix(error: YAMLError) -> str:
     """What is usually wrong behind an error of the parser."""
     problem = str(getattr(error, "problem", ""))
+    if "alias" in f"{problem} {getattr(error, 'context', '')}":
+        return " Text that begins with `*` or `&` needs quotes."
     if "'\\t'" in problem:
         return " Indent with spaces, not with tabs."
     if "block" in problem or "mapping values" in problem:

@@ -106,11 +106,11 @@ def _parse_toml(text: str, place: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """One value as YAML reads it, so `1e-5` is a float and `[1]` a list. Raises ValueError with the parser's words."""
+    """One value as YAML reads it, so `1e-5` is a float and `[1]` a list. Raises ValueError in sentences."""
     try:
         return plain(parse_yaml(text))
     except BadYamlError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{error}.{error.fix}") from None
 
 
 def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
@@ -164,7 +164,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         try:
             value = parse_value(text)
         except ValueError as error:
-            raise _error(key, f"value {text!r} is not valid YAML: {error}.") from None
+            raise _error(key, f"value {text!r} is not valid YAML: {error}") from None
         node: Any = document.values
         path = key.split(".")
         for part, following in pairwise(path):

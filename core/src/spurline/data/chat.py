@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -23,11 +24,9 @@ from spurline.data.formats import Conversation
 from spurline.data.messages import Message, assistant_turns
 from spurline.data.rows import BadRowError
 from spurline.data.template_budget import TemplateTooCostlyError
+from spurline.data.token_bytes import Span
 from spurline.data.tokenizer import template_name
 from spurline.errors import ModelError
-
-Span = tuple[int, int]
-"""Characters `[start, stop)` of a text."""
 
 
 def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:
@@ -71,6 +70,13 @@ def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
 
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@lru_cache(maxsize=32)
+def _has_generation_blocks(template: str) -> bool:
+    return _GENERATION_BLOCK.search(template) is not None
+
+
 _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """What data sets call the thinking of a turn."""
@@ -86,10 +92,14 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
         return True
     last = max(assistant_turns(conversation.messages), default=None)
     for index, message in enumerate(conversation.messages):
-        if message.get("tool_calls") or (index == last and any(message.get(key) for key in REASONING_KEYS)):
+        if message.get("tool_calls"):
             return True
+        if index == last and any([message.get(key) for key in REASONING_KEYS]):  # noqa: C419 - twice as fast
+            return True
+        if message["role"] in SPOKEN:
+            continue
         said = message.get("content", "").strip()
-        if message["role"] not in SPOKEN and said and (len(said) < _CHANCE_CHARACTERS or said not in text):
+        if said and (len(said) < _CHANCE_CHARACTERS or said not in text):
             return True
     return False
 
@@ -126,7 +136,7 @@ class ChatRenderer:
         placed exactly.
         """
         template = self._template(conversation.tools)
-        marked = _GENERATION_BLOCK.search(template) is not None
+        marked = _has_generation_blocks(template)
         text, indices = self._render(conversation.messages, conversation.tools, track_generation=marked)
         if marked:
             return RenderedChat(text, tuple(self._marked_spans(text, indices, conversation, train_on)))

@@ -413,15 +413,37 @@ def compile_template(template: str) -> jinja2.Template:
         raise ValueError("its expressions or blocks are nested too deeply") from error
 
 
-def _plain_message(message: Mapping[str, Any]) -> Any:
-    """What transformers makes of the message, faster for one of texts alone."""
-    if type(message) is dict:
-        for value in message.values():
-            if type(value) is not str:
-                break
+_TEXT, _SCALARS = {str}, {str, bool}
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields that transformers gives to templates under each other's names."""
+
+
+def _plain_chat(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What transformers makes of the messages, faster for those of texts alone."""
+    chat: list[Any] = []
+    for message in messages:
+        if type(message) is dict and set(map(type, message.values())) <= _TEXT:
+            plain: Any = message.copy()
         else:
-            return message.copy()
-    return _plain_template_data(message)
+            plain = _plain_template_data(message)
+        if type(plain) is not dict or not plain.keys().isdisjoint(_REASONING):
+            [plain] = _alias_reasoning_fields([plain])
+        chat.append(plain)
+    return chat
+
+
+@lru_cache(maxsize=32)
+def _globals_of(compiled: jinja2.Template) -> tuple[dict[str, Any], frozenset[str]]:
+    """What every rendering of a template has beside its variables, and the names of that."""
+    return dict(compiled.globals), frozenset(compiled.globals)
+
+
+def _context_of(compiled: jinja2.Template, variables: Mapping[str, Any]) -> _BudgetContext:
+    """What `compiled.new_context(variables)` makes, without going through the globals for each rendering."""
+    defaults, names = _globals_of(compiled)
+    context = _BudgetContext(compiled.environment, {**defaults, **variables}, compiled.name, compiled.blocks)
+    context.globals_keys = set(names)
+    return context
 
 
 def render_template(
@@ -438,11 +460,17 @@ def render_template(
     be compiled, TemplateTooCostlyError when a rendering spends its budget, and whatever else a template raises.
     """
     compiled = compile_template(template)
-    chat = _alias_reasoning_fields([_plain_message(message) for message in messages])
-    given = {**_plain_template_data(dict(variables)), "messages": chat, "tools": _plain_template_data(tools)}
-    context = cast("_BudgetContext", compiled.new_context({"documents": None, **given}))
-    texts = [content for message in chat if isinstance(content := message.get("content"), str)]
-    context.budget = Budget(_STEPS + _STEPS_PER_MESSAGE * len(chat) + _STEPS_PER_CHARACTER * sum(map(len, texts)))
+    chat = _plain_chat(messages)
+    is_plain = set(map(type, variables.values())) <= _SCALARS
+    plain = variables if is_plain else _plain_template_data(dict(variables))
+    given = {"documents": None, **plain, "messages": chat, "tools": tools and _plain_template_data(tools)}
+    context = _context_of(compiled, given)
+    size = 0
+    for message in chat:
+        content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+    context.budget = Budget(_STEPS + _STEPS_PER_MESSAGE * len(chat) + _STEPS_PER_CHARACTER * size)
     if not track_generation:
         return "".join(compiled.root_render_func(context)), []
     blocks: list[str] = []

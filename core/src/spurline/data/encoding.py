@@ -16,10 +16,11 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.chat import ChatRenderer, Span, TemplateRewritesHistory, is_doubtful, mask_of_spans
+from spurline.data.chat import ChatRenderer, TemplateRewritesHistory, is_doubtful, mask_of_spans
 from spurline.data.formats import FormatName, Row, TextPair, TokenRow, format_of, read_row
 from spurline.data.left_out import find_left_out, refuse_left_out
 from spurline.data.rows import BadRowError, require_text
+from spurline.data.token_bytes import Masked, Span, TokenBytes
 from spurline.errors import DataError, ModelError
 from spurline.protocols.tokenization import DatasetToTokenize
 
@@ -28,6 +29,9 @@ NO_LOSS_TOKENS = "no_loss_tokens"
 NO_LOSS_TOKENS_AFTER_TRUNCATION = "no_loss_tokens_after_truncation"
 TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
 TOO_LONG = "too_long"
+
+_MOST_DECLINED = 4
+"""One text in so many may take a second encoding; with more, the first costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,6 @@ class _Text:
     ignored: tuple[str, ...] = ()
 
 
-Encoded = tuple[list[int], Encoding]
-"""Token ids of a text, and which characters each token covers."""
-
-
 @dataclass(frozen=True)
 class PreparedRows:
     """Rows read and rendered, waiting for their texts to be encoded. error: why the row after the last is not here."""
@@ -89,6 +89,7 @@ class RowEncoder:
         self._chat = ChatRenderer(tokenizer)
         self._vocabulary = len(tokenizer)
         require_offsets(tokenizer)
+        self._token_bytes = TokenBytes(tokenizer) if TokenBytes.fits(tokenizer) else None
         self.format: FormatName = format_of(source)
         self._too_long = data.too_long or ("split" if self.format == "text" else "truncate")
 
@@ -110,16 +111,36 @@ class RowEncoder:
                 return PreparedRows(rows[: len(items)], items, error)
         return PreparedRows(rows, items)
 
-    def encode_texts(self, prepared: PreparedRows) -> list[Encoded]:
-        """Encode the texts, one tokenizer call per kind of text. Needs only the tokenizer, so any thread may do it."""
+    def encode_texts(self, prepared: PreparedRows) -> list[Masked]:
+        """Encode the texts and mask their spans, one tokenizer call per kind of text.
+
+        Needs only the tokenizer, so any thread may do it, one at a time.
+        """
         texts = [item for item in prepared.items if isinstance(item, _Text)]
-        encoded = {
-            is_chat: iter(_call(self._tokenizer, [item.text for item in texts if item.is_chat == is_chat], is_chat))
-            for is_chat in (True, False)
-        }
+        chats = [item for item in texts if item.is_chat]
+        encoded = {True: iter(self._encode_chats(chats)), False: iter(self._encode_by_offsets(texts, is_chat=False))}
         return [next(encoded[item.is_chat]) for item in texts]
 
-    def finish(self, prepared: PreparedRows, encoded: Iterable[Encoded]) -> list[Sample | Dropped]:
+    def _encode_chats(self, chats: Sequence[_Text]) -> list[Masked]:
+        if self._token_bytes is None or not chats:
+            return self._encode_by_offsets(chats, is_chat=True)
+        found = self._token_bytes.encode([item.text for item in chats], [item.spans for item in chats])
+        declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
+        if len(declined) * _MOST_DECLINED > len(chats):
+            # What such a tokenizer does with most texts it will do with those to come.
+            self._token_bytes = None
+        others = iter(self._encode_by_offsets(declined, is_chat=True))
+        return [masked if masked is not None else next(others) for masked in found]
+
+    def _encode_by_offsets(self, items: Sequence[_Text], *, is_chat: bool) -> list[Masked]:
+        chosen = [item for item in items if item.is_chat == is_chat]
+        encoded = _call(self._tokenizer, [item.text for item in chosen], is_chat)
+        return [
+            (tokens, mask_of_spans(encoding, item.spans))
+            for item, (tokens, encoding) in zip(chosen, encoded, strict=True)
+        ]
+
+    def finish(self, prepared: PreparedRows, encoded: Iterable[Masked]) -> list[Sample | Dropped]:
         """As of `encode`. Raises what went wrong with the first row that is an error."""
         of_text = iter(encoded)
         outcomes: list[Sample | Dropped] = []
@@ -129,7 +150,7 @@ class RowEncoder:
             elif isinstance(item, TokenRow):
                 outcomes += self._finish(row, item.input_ids, np.asarray(item.loss_mask, dtype=np.uint8))
             else:
-                outcomes += self._finish(row, *self._masked(item, next(of_text)), item.ignored)
+                outcomes += self._finish(row, *self._ended(item, next(of_text)), item.ignored)
         if prepared.error is not None:
             raise prepared.error
         return outcomes
@@ -181,10 +202,8 @@ class RowEncoder:
                 f"is {largest}, but the tokenizer has {self._vocabulary} tokens. Was the data made with another one?",
             )
 
-    def _masked(self, item: _Text, encoded: Encoded) -> tuple[list[int], NDArray[np.uint8]]:
-        tokens, encoding = encoded
-        mask = mask_of_spans(encoding, item.spans)
-        return _end_with(self._tokenizer.eos_token_id, tokens, mask) if item.ends else (tokens, mask)
+    def _ended(self, item: _Text, encoded: Masked) -> Masked:
+        return _end_with(self._tokenizer.eos_token_id, *encoded) if item.ends else encoded
 
     def _finish(
         self, row: int, tokens: Sequence[int], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
@@ -233,7 +252,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: 
     return [encoding for _, encoding in _call(tokenizer, texts, is_chat)]
 
 
-def _call(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoded]:
+def _call(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[tuple[list[int], Encoding]]:
     if not texts:
         return []
     batch = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)

@@ -30,6 +30,8 @@ SHAREGPT_ROLES = {
 }
 """Other names in use, and the role each stands for."""
 
+_PLAIN = {"role", "content"}
+
 
 def read_messages(value: Any, field: str) -> list[Message]:
     """The messages of one field. Raises BadRowError naming the message and key that is malformed."""
@@ -83,6 +85,9 @@ def _parsed(value: Any, field: str) -> Any:
 def _message(item: Any, field: str) -> Message:
     if not isinstance(item, Mapping):
         raise BadRowError(field, f"is {describe(item)}, expected an object with role and content.")
+    if item.keys() == _PLAIN and item["role"] in ROLES and type(item["content"]) is str:
+        # Nearly all messages of most data.
+        return {"role": item["role"], "content": item["content"]}
     message = {key: value for key, value in item.items() if value is not None}
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     if role_key not in message:

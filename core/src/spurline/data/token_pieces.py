@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,11 @@ class TokenPieces:
             piece = self._known[token_id] = self._bytes(token_id)
         return piece
 
+    @property
+    def are_bytes(self) -> bool:
+        """Whether the vocabulary writes every byte of a text as a sign of its own."""
+        return self._kind == "bytes"
+
     def is_special(self, token_id: int) -> bool:
         """Whether it is a mark of the template or the model, such as `<|im_end|>`, and no text."""
         return token_id in self._special
@@ -45,9 +51,8 @@ class TokenPieces:
         if token is None:
             return f"<token {token_id}>".encode()
         if self._kind == "bytes":
-            table = _byte_of_sign()
-            if all(sign in table for sign in token):
-                return bytes(table[sign] for sign in token)
+            with suppress(UnicodeEncodeError):
+                return str(token).translate(_byte_of_sign()).encode("latin-1")
         elif self._kind == "sentencepiece":
             byte = _BYTE.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode(errors="backslashreplace")
@@ -73,8 +78,12 @@ def _names(decoder: Any) -> set[str]:
 
 
 @cache
-def _byte_of_sign() -> dict[str, int]:
-    """The sign that byte-level vocabularies write for each byte (GPT-2): printable ones stand for themselves."""
+def _byte_of_sign() -> dict[int, int]:
+    """The byte of the sign that byte-level vocabularies write for it (GPT-2): printable ones stand for themselves.
+
+    Characters of one byte that are no signs get a number that is no byte.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    signs = {byte: byte for byte in printable} | {256 + place: byte for place, byte in enumerate(others)}
+    return dict.fromkeys(others, 256) | signs

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,7 +169,7 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
             counts[fate] = replace(seen, count=seen.count + 1)
     return SampleBlock(
         source,
-        tokens=joined([np.array(sample.tokens, dtype=np.int32) for sample in samples], np.int32),
+        tokens=np.fromiter(chain.from_iterable([sample.tokens for sample in samples]), np.int32),
         loss_mask=joined([sample.loss_mask for sample in samples], np.uint8),
         lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
         rows=np.array([sample.row for sample in samples], dtype=np.int64),

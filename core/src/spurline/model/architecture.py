@@ -49,7 +49,7 @@ _COUNTS = (
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What models call the number of experts of a layer."""
 
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 """What models call the experts that a token of a layer gets."""
 
 
@@ -124,6 +124,12 @@ def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception
                 f"model.path: {model.path} ({type(config).__name__}) also sees or hears, and transformers has no "
                 f"causal language model of it. Its text part is of type {text.model_type}, which has one: save it by "
                 "itself, as docs/models.md shows (Models that also see or hear), and train that folder."
+            )
+        if text is not config:
+            return (
+                f"model.path: {model.path} ({type(config).__name__}) also sees or hears, and transformers has no "
+                f"causal language model of it, nor of its text part ({text.model_type}). Choose a text model, such as "
+                "the one that its text part was made from."
             )
         return (
             f"model.path: {model.path} ({type(config).__name__}) is not a causal language model. "

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spurline.errors import ConfigError
@@ -56,7 +56,16 @@ def use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
     convert: Callable[..., Any] = convert_to_float8_training
     convert(causal, config=replace(config, emulate=emulated), module_filter_fn=fits)
     for name in names:
-        note_own_forward(causal.get_submodule(name), nn.Linear.forward, FP8)
+        module = causal.get_submodule(name)
+        note_own_forward(module, nn.Linear.forward, FP8)
+        module.register_forward_pre_hook(_as_under_autocast)
+
+
+def _as_under_autocast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """torchao asks for the autocast of GPUs alone, and multiplies gradients with what it was given."""
+    (hidden,) = inputs
+    kind = hidden.device.type
+    return (hidden.to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else None
 
 
 def check_device(profile: DeviceProfile) -> None:

@@ -258,15 +258,20 @@ def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthL
 
     max_length: tokens of the longest sample that the run's data may have.
     """
-    name = f"model.path: {path} ({type(causal).__name__})"
-    for config in (causal.config, causal.config.get_text_config()):
-        if getattr(config, "output_router_logits", False):
+    return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
+
+
+def check_settings(config: PretrainedConfig, name: str, max_length: int) -> LengthLimit | None:
+    """As `check_config`, for a model that is not loaded. name: of the model, for errors."""
+    name = f"model.path: {name}"
+    for part in (config, config.get_text_config()):
+        if getattr(part, "output_router_logits", False):
             raise ModelError(
                 f"{name} sets output_router_logits, by which transformers adds an auxiliary loss for routers over the "
                 "tokens of a batch: its gradient depends on how that is cut. Set model.config_overrides: "
                 "{output_router_logits: false}; model.router_aux_loss: config balances routers sequence by sequence."
             )
-    limit = length_limit(causal.config)
+    limit = length_limit(config)
     if limit is not None and max_length > limit.tokens:
         raise ModelError(
             f"{name} has rotary frequencies of type '{limit.rope_type}', which switch for all samples of a micro-batch "

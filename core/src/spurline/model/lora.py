@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +21,11 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing
+from spurline.importing import quiet_bitsandbytes
 from spurline.model.adapter_targets import is_target, unadaptable
 from spurline.model.configs import LoraConfig
 
+quiet_bitsandbytes()
 try:
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -57,11 +60,21 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     dtype = torch.float32
     for parameter in causal.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype)
+    linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
     try:
-        peft.get_peft_model(causal, settings)
+        with warnings.catch_warnings():
+            # Of PEFT's own calls and settings, which no user can change.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+            peft.get_peft_model(causal, settings)
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
-        raise ModelError(f"backend.lora.target_modules: {error}\nLinear modules: {listing(linear)}.") from error
+        # PEFT puts adapters on experts that are stored as one tensor too, but not of this kind.
+        advice = (
+            " backend.lora.dora is for linear layers alone: set it to false, or let target_modules name some."
+            if lora.dora
+            else ""
+        )
+        raise ModelError(f"backend.lora.target_modules: {error}{advice}\nLinear modules: {listing(linear)}.") from error
     _refuse_adapted_tied_weights(causal)
     if lora.dora:
         _refuse_lengths_of_others(causal)

@@ -119,8 +119,17 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
 
 
 def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
-    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for."""
-    for _, module in list(quantizable_modules(causal)):
+    """Hold the weights of linear layers quantized, one at a time. wide: the dtype of the values that they stand for.
+
+    Raises ModelError where there are none.
+    """
+    modules = [module for _, module in quantizable_modules(causal)]
+    if not modules:
+        raise ModelError(
+            f"backend.lora.base_dtype: {type(causal).__name__} has no linear layers that could be quantized: its "
+            "weights are in layers of other kinds. Set backend.lora.base_dtype: bf16."
+        )
+    for module in modules:
         # Not a new module: names and hooks stay.
         module.__class__ = QuantizedLinear
         assert isinstance(module, QuantizedLinear)
@@ -139,13 +148,25 @@ def widen_where_read(causal: nn.Module, check: Callable[[], None]) -> None:
             return check()
         except _DtypeError as error:
             error.module.widen()
-        except (ModelError, RuntimeError):
+        except (ModelError, RuntimeError) as error:
             linear = [module for module in causal.modules() if isinstance(module, _NarrowLinear)]
             narrow = [module for module in linear if not module.weight.requires_grad]
+            if not narrow and linear:
+                raise ModelError(
+                    "Trained weights are held in bf16, which this model may read in ways of its own. Set "
+                    f"backend.weights: fp32. What failed: {error}"
+                ) from error
             if not narrow:
                 raise
             for module in narrow:
                 module.widen()
+
+
+def widen_as(causal: nn.Module, seen: nn.Module) -> None:
+    """Hold wide what `seen` does, a model of the same layers that has been through `widen_where_read`."""
+    for name, module in causal.named_modules():
+        if isinstance(module, _NarrowLinear) and not isinstance(seen.get_submodule(name), _NarrowLinear):
+            module.widen()
 
 
 class _DtypeError(ModelError):

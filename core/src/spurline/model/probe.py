@@ -16,6 +16,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from spurline.errors import ModelError, SpurlineError
 from spurline.model.computing import in_full_precision, own_code
@@ -285,7 +286,7 @@ class _Probe:
         config = self._model.causal.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         if kinds is None:
-            kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+            kind = "sliding_attention" if self._has_window(config) else "full_attention"
             kinds = [kind] * len(windows)
         limited = [_ATTENTION_KINDS[kind] for kind in kinds if kind in _ATTENTION_KINDS]
         told = sum(window is not None for window in windows)
@@ -296,6 +297,22 @@ class _Probe:
             f"{len(windows)} of them use the packed attention, {told} with a window. Choose a model whose attention "
             "is full, sliding-window or chunked."
         )
+
+    def _has_window(self, config: PretrainedConfig) -> bool:
+        """Whether the model limits attention by `sliding_window`, a field that configs may have for nothing.
+
+        Where a window of one token changes nothing, and no module has noted one, there is none.
+        """
+        window = getattr(config, "sliding_window", None)
+        if not window or any(getattr(module, "sliding_window", None) for module in self._model.causal.modules()):
+            return bool(window)
+        config.sliding_window = 1
+        try:
+            with self._computing_exactly(), own_code(self._model.causal):
+                logits, _ = self._own_forward()
+        finally:
+            config.sliding_window = window
+        return not all(torch.equal(one, other) for one, other in zip(logits, self._logits, strict=True))
 
     def _compare_half_precision(self, reference: list[Tensor]) -> str | None:
         """The half-precision attention kernel is another one; it must agree up to rounding."""

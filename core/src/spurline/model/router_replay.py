@@ -28,7 +28,7 @@ from spurline.errors import DataError, ModelError
 from spurline.model.architecture import decoder_layers, experts_per_token, num_experts
 from spurline.model.expert_loads import ExpertLoads
 from spurline.model.router_balance import StreamBalance
-from spurline.model.routers import Choice, RouterTest, RouterWatch, find_routers
+from spurline.model.routers import Choice, RouterTest, RouterWatch, find_routers, sizes_of
 
 
 class ExpertRouting:
@@ -57,8 +57,8 @@ class ExpertRouting:
         self.routers = find_routers(causal)
         if not self.routers:
             raise no_routers(f"{causal.config.name_or_path} ({type(causal).__name__})")
-        self.top_k: int = _attribute(next(iter(self.routers.values())), "top_k")
-        self.num_experts: int = min(_attribute(router, "num_experts") for router in self.routers.values())
+        self.top_k = sizes_of(next(iter(self.routers.values()))).top_k
+        self.num_experts = min(sizes_of(router).num_experts for router in self.routers.values())
         for number, layer in enumerate(layers):
             # What is inside a layer and gets its keywords. Hooks of the layer itself do not run when its activations
             # are computed again in the backward pass, those of what is inside do.
@@ -142,7 +142,7 @@ class ExpertRouting:
         if self.loads is not None:
             with torch.no_grad():
                 shares = choice.shares() if choice.kind else None
-            self.loads.add(number, choice.experts, _attribute(router, "num_experts"), self.counted, shares)
+            self.loads.add(number, choice.experts, sizes_of(router).num_experts, self.counted, shares)
         if self.balance is not None and choice.kind:
             self._to_balance[number] = choice
 
@@ -151,11 +151,6 @@ class ExpertRouting:
         choice = self._to_balance.pop(number, None)
         if choice is not None and self.balance is not None:
             self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
-
-
-def _attribute(module: Any, name: str) -> int:
-    """Modules have no typed attributes."""
-    return getattr(module, name)
 
 
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
@@ -195,5 +190,5 @@ def no_routers(model: str) -> ModelError:
     """The error of a model whose experts cannot be replayed. model: its path, for the message."""
     return ModelError(
         f"source.router_replay is true, and the model {model} has no router that it knows. Set it to false, or choose "
-        "a mixture-of-experts model, whose layers have a module with `top_k` and `num_experts`."
+        "a mixture-of-experts model, whose layers have a router that says its `top_k` and `num_experts`."
     )

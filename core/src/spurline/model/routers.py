@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from spurline.model.architecture import decoder_layers
+from spurline.model.architecture import decoder_layers, experts_per_token, num_experts
 
 
 def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
-    """Decoder layer, from 0 -> its router: the innermost module that has a `top_k` of `num_experts`.
+    """Decoder layer, from 0 -> its router: the innermost module that has `router_sizes`.
 
     A layer with several, as where attention has experts too, is left out: what engines record does not tell them apart.
     """
@@ -30,12 +30,36 @@ def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _routers_of(layer: nn.Module) -> list[nn.Module]:
-    found = [module for module in layer.modules() if _chooses(module)]
-    return [module for module in found if not any(_chooses(part) for part in module.modules() if part is not module)]
+    found = [module for module in layer.modules() if router_sizes(module)]
+    return [
+        module for module in found if not any(router_sizes(part) for part in module.modules() if part is not module)
+    ]
 
 
-def _chooses(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), int) for name in ("top_k", "num_experts"))
+class RouterSizes(NamedTuple):
+    """top_k: experts of a token. num_experts: that it chooses from."""
+
+    top_k: int
+    num_experts: int
+
+
+def router_sizes(module: nn.Module) -> RouterSizes | None:
+    """From its attributes `top_k` and `num_experts`, else, of a class named as a router, from its config (Gemma 4).
+
+    None for a module that is no router.
+    """
+    top_k, count = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+    config = getattr(module, "config", None)
+    if top_k is None and count is None and config is not None and type(module).__name__.endswith("Router"):
+        top_k, count = experts_per_token(config), num_experts(config)
+    return RouterSizes(top_k, count) if isinstance(top_k, int) and isinstance(count, int) else None
+
+
+def sizes_of(router: nn.Module) -> RouterSizes:
+    """Of one that `find_routers` found."""
+    sizes = router_sizes(router)
+    assert sizes is not None, f"{type(router).__name__} is no router"
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ class RouterWatch(TorchFunctionMode):
 
     def __init__(self, router: nn.Module, given: Tensor | None = None) -> None:
         super().__init__()
-        self._router: Any = router
+        self._sizes = sizes_of(router)
         self._given = given
         self._scores: tuple[Tensor, Literal["softmax", "sigmoid"]] | None = None
         self._chosen_from: Tensor | None = None
@@ -99,11 +123,11 @@ class RouterWatch(TorchFunctionMode):
         return Choice(self._experts[0], self._chosen_from, "logits" if is_logits else "")
 
     def _is_over_experts(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self._router.num_experts
+        return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self._sizes.num_experts
 
     def _is_choice(self, scores: Any, result: Any) -> bool:
         # Groups of experts are chosen before them in some, by scores of another shape.
-        return self._is_over_experts(scores) and result[1].shape[1] == self._router.top_k
+        return self._is_over_experts(scores) and result[1].shape[1] == self._sizes.top_k
 
     def _choose(self, scores: Tensor, own: Any) -> Any:
         experts = own[1]
@@ -143,7 +167,7 @@ class RouterTest:
             return f"has {num_routers} routers, of which it uses {self.tried}"
         return next((f"has a {name}, which {reason}" for name, reason in sorted(self.failed.items())), None)
 
-    def _what_fails(self, router: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    def _what_fails(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
         own, choice = _run(router, forward, args, kwargs, None)
         if choice is None:
             return "does not choose its experts with one call of topk"
@@ -151,7 +175,7 @@ class RouterTest:
         if not all(torch.equal(one, other) for one, other in zip(_tensors(own), _tensors(again), strict=True)):
             return "gives other results for the experts that it chose itself"
         # Neighbours of its choice are other experts, as different from each other as those.
-        others = (choice.experts + 1) % router.num_experts
+        others = (choice.experts + 1) % sizes_of(router).num_experts
         replaced, _ = _run(router, forward, args, kwargs, others)
         weights = [one for one in _tensors(replaced) if one.shape == others.shape and one.is_floating_point()]
         if not all(bool((one.isfinite() & (one != 0)).all()) for one in weights):

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.model.activation_offloading import ActivationOffloading
-from spurline.model.architecture import decoder_layers, has_experts
+from spurline.model.architecture import decoder_layers
 from spurline.model.device_profile import DeviceProfile, slots_per_pass
 from spurline.model.expert_loads import ExpertLoads
 from spurline.model.kernels import kernels_of
@@ -65,7 +65,6 @@ class StreamModel:
         self.decoder = find_decoder(causal)
         self.head: nn.Module = head
         self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens)
-        self._compiled: list[nn.Module] = []
         self._offloading: ActivationOffloading | None = None
         taken = inspect.signature(self.decoder.forward).parameters
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
@@ -88,22 +87,25 @@ class StreamModel:
 
         Layers of one kind share what is compiled, for any number of tokens.
         """
-        self._compiled = decoder_layers(self.causal) or [self.decoder]
-        for layer in self._compiled:
+        for layer in decoder_layers(self.causal) or [self.decoder]:
             layer.compile(dynamic=True)
-        self.counts_experts = False
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """A context for generation, whose caches and single tokens would be compiled anew."""
-        calls = [layer._compiled_call_impl for layer in self._compiled]
-        for layer in self._compiled:
+        compiled = self._compiled()
+        calls = [layer._compiled_call_impl for layer in compiled]
+        for layer in compiled:
             layer._compiled_call_impl = None
         try:
             yield
         finally:
-            for layer, call in zip(self._compiled, calls, strict=True):
+            for layer, call in zip(compiled, calls, strict=True):
                 layer._compiled_call_impl = call
+
+    def _compiled(self) -> list[nn.Module]:
+        # Asked of the modules: not every backend compiles by `compile`.
+        return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
 
     @property
     def reading(self) -> Reading:
@@ -130,14 +132,12 @@ class StreamModel:
             facts["draws"] = ", ".join(drawn)
         return facts
 
-    counts_experts = True
-    """Whether `counting_experts` counts; compiled layers have no hooks."""
-
     @contextmanager
     def counting_experts(self) -> Iterator[ExpertLoads]:
-        """A context in which the tokens that each expert gets are counted; none of a model without experts."""
+        """A context in which the tokens that each expert gets are counted; none of a model without experts, and none in
+        compiled layers, which have no hooks."""
         loads = ExpertLoads()
-        if not (self.counts_experts and self._has_routers):
+        if not self._has_routers or self._compiled():
             yield loads
             return
         self.routing.loads = loads
@@ -148,7 +148,7 @@ class StreamModel:
 
     @cached_property
     def _has_routers(self) -> bool:
-        return has_experts(self.causal.config.get_text_config()) and bool(find_routers(self.causal))
+        return bool(find_routers(self.causal))
 
     @contextmanager
     def balancing(self, stream: TokenStream) -> Iterator[StreamBalance]:

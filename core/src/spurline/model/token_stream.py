@@ -148,6 +148,17 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
         )
 
 
+def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
+    """Raise DataError for a token that the model has no embedding of. vocabulary: how many it has."""
+    largest = int(batch.tokens["input_ids"].max())
+    if largest >= vocabulary:
+        raise DataError(
+            f"The batch has token {largest}, and the model knows 0 to {vocabulary - 1}. Is the tokenizer another "
+            "model's, or does it have tokens that the model never got embeddings for? Set model.tokenizer to the "
+            "model's own, or leave these tokens out of data and chat template."
+        )
+
+
 def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
     """Tokens of each row, padding not counted, int64 [R]."""
     lengths = batch.segments["length"]

@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from spurline.errors import ConfigError
+from spurline.importing import quiet_bitsandbytes
 from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig
 from spurline.optimizers.groups import parameter_groups
 
@@ -22,6 +23,7 @@ def make_adamw(config: AdamWConfig, named_parameters: Mapping[str, Parameter]) -
 
 def make_adamw_8bit(config: AdamW8BitConfig, named_parameters: Mapping[str, Parameter]) -> torch.optim.Optimizer:
     """Optimizer `adamw_8bit`. Raises ConfigError where bitsandbytes is missing or cannot train these parameters."""
+    quiet_bitsandbytes()
     try:
         from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -117,6 +117,10 @@ class AdamW8BitConfig(AdamWConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if find_spec("bitsandbytes") is None:
             yield Problem("name", f"is {self.name}, which needs bitsandbytes. Run `pip install spurline[optim-8bit]`.")
+        if run.backend.computes_in == "fp64":
+            yield Problem(
+                "name", f"is {self.name}, which has no kernel for float64. Use adamw, or backend.precision: fp32."
+            )
         if self.paged and run.backend.stays_on_cpu:
             yield Problem(
                 "paged", "is true, and the backend trains on the CPU, whose memory no other can relieve. Remove it."

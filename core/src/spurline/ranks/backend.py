@@ -27,7 +27,7 @@ from spurline.model.loading import length_limit
 from spurline.model.offloading import refuse
 from spurline.model.router_replay import check_replayed
 from spurline.model.stream_model import ENTROPY
-from spurline.model.token_stream import check_columns
+from spurline.model.token_stream import check_columns, check_tokens
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role, check_trained
 from spurline.protocols.loss import Objective
@@ -178,6 +178,7 @@ class RankBackend:
         columns = [name for name in needs if name != ENTROPY]
         # Before ranks see it: one that raised between exchanges would end them all.
         check_columns(batch, columns)
+        check_tokens(batch, self._model_config.get_text_config().vocab_size)
         check_replayed(batch, self._model_config)
         if self._length_limit is not None:
             self._length_limit.check(int(batch.segments["length"].values.max(initial=0)))

@@ -39,12 +39,13 @@ def read_record(run_dir: Path) -> RunRecord:
     return RunRecord(
         run_dir=run_dir,
         metrics=read_json_lines(run_dir / METRICS_FILE),
-        config=_read_mapping(run_dir / CONFIG_FILE),
-        summary=_read_mapping(run_dir / SUMMARY_FILE),
+        config=read_mapping(run_dir / CONFIG_FILE),
+        summary=read_mapping(run_dir / SUMMARY_FILE),
     )
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; a missing one is empty. Raises RunDirectoryError for anything else."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -312,11 +312,13 @@ def _task_of(prompt: Draw, sample: int) -> Task:
 
 
 def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:
-    """The values of a row that are numbers or short texts, such as an answer or a level."""
+    """The values of a row that are finite numbers or short texts, such as an answer or a level."""
     found: dict[str, str | float] = {}
     for name, value in row.items():
         plain = value.item() if isinstance(value, np.generic) else value
-        if isinstance(plain, (int, float)) or (isinstance(plain, str) and len(plain) <= _LONGEST_TAG):
+        # What a column of a table lacks is often NaN.
+        is_number = isinstance(plain, int) or (isinstance(plain, float) and math.isfinite(plain))
+        if is_number or (isinstance(plain, str) and len(plain) <= _LONGEST_TAG):
             found[name] = plain
             if len(found) == _MOST_TAGS:
                 break

@@ -19,9 +19,11 @@ from spurline.data.dealing import deal
 from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
 from spurline.errors import ConfigError, Problem, UserError
-from spurline.model.architecture import load_model_config
+from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.loading import check_settings
 from spurline.model.memory import count_parameters, describe_count
 from spurline.model.positions import position_limit
+from spurline.model.router_balance import balance_coefficient
 from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
@@ -76,6 +78,7 @@ def make_plan(
         progress("reading the model's config")
         model = _attempt(plan, lambda: _model(loaded))
         if model is not None:
+            _attempt(plan, lambda: _check_settings(loaded.config))
             _attempt(plan, lambda: loaded.config.backend.check_model(loaded.config))
         if loaded.config.backend.rank_request() is not None:
             _attempt(plan, lambda: check_losses(loaded.config, loaded.host.registry))
@@ -133,6 +136,14 @@ def _model(loaded: LoadedConfig) -> _Model:
     return _Model(count_parameters(model), limit.tokens if ends and limit is not None else None)
 
 
+def _check_settings(config: RunConfig) -> None:
+    """Raise ModelError for what training refuses when the model is loaded, as far as its config tells."""
+    architecture = load_model_config(config.model)
+    check_settings(architecture, str(config.model.path), config.data.max_length)
+    if config.model.router_aux_loss is not None:
+        balance_coefficient(config.model, build_without_memory(architecture, config.model))
+
+
 def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
     """One sentence, as far as data and model could be read: what is trained on what, how long, and what it writes."""
     config = loaded.config
@@ -163,11 +174,15 @@ def _attempt(plan: Plan, part: Callable[[], T]) -> T | None:
 def _plugins(loaded: LoadedConfig) -> list[str]:
     lines: list[str] = []
     for name, plugin in loaded.host.plugins.items():
+        if name == CORE:
+            # What core has is the same in every run, and long; `spurline plugins` lists it.
+            lines.append(f"{name} {plugin.version} ({plugin.distribution})")
+            continue
         provided = group_by_kind(loaded.host.registry.entries(name))
         components = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in provided.items())
         lines.append(f"{name} {plugin.version} ({plugin.distribution}) provides {components or 'no components'}")
         hooks = [hook for hook in plugin.hooks if hook != "register_components"]
-        if name != CORE and hooks:
+        if hooks:
             lines.append(f"  hooks: {', '.join(hooks)}")
     return lines
 

@@ -517,7 +517,8 @@ class Run:
         try:
             self._take_written(wait=True)
         except Exception as failure:  # noqa: BLE001 - it must not hide the error that ended the run
-            error.add_note(f"The checkpoint under way failed too: {failure}")
+            # It may be whole: a hook that was told of it fails here as well.
+            error.add_note(f"Ending the checkpoint under way failed too: {failure}")
 
     def _loss_behind(self, error: BaseException) -> RunDirectoryLostError | None:
         """The loss of the run directory, when that is why something else failed between two updates."""

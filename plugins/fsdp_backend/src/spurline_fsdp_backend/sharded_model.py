@@ -97,7 +97,6 @@ class ShardedValueModel(_ThroughRoot, ValueModel):
 def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
     """The model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
     built = ShardedStreamModel(_build_trained(model, config, meshes, seed, _no_change), config.logits_chunk_tokens)
-    built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
     if config.offload_activations:
         built.offload_activations(device_profile(config.on))
@@ -107,7 +106,6 @@ def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
     """The same with a value head in the place of the output layer."""
     built = ShardedValueModel(_build_trained(model, config, meshes, seed, _put_exact_head))
-    built.counts_experts = not config.compile
     built.sharing = sharing_of(config, meshes)
     if config.offload_activations:
         built.offload_activations(device_profile(config.on))

@@ -43,6 +43,7 @@ from spurline.model.narrow_weights import (
     narrow_weights,
     quantize_weights,
     round_weights,
+    widen_as,
     widen_where_read,
 )
 from spurline.model.offloading import DeviceMemory, DeviceTensors
@@ -51,8 +52,8 @@ from spurline.model.quantized_weights import num_parameters
 from spurline.model.router_balance import BalanceLoss, balance_coefficient
 from spurline.model.router_replay import check_replayed
 from spurline.model.stand_ins import StandIns
-from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head
-from spurline.model.token_stream import TokenStream, check_columns, token_stream, tokens_per_row
+from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head, vocabulary_size
+from spurline.model.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
 from spurline.model.weight_files import WeightStream, write_weight_files
 from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
@@ -72,6 +73,8 @@ class LocalBackend:
             torch.set_num_threads(config.num_threads)
         self._config = config
         self._run = run
+        # Before weights are read.
+        config.check_libraries()
         self._profile = device_profile(config.device, config.precision)
         causal, masters = self._load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
@@ -87,6 +90,7 @@ class LocalBackend:
         if run.critic is not None:
             causal, masters = self._load_trainable()
             put_value_head(causal, self._profile.weight_dtype)
+            widen_as(causal, self._model.causal)
             critic = ValueModel(causal)
             critic.read_as(self._model.reading)
             self._critic = self._trained(critic, critic_optimization(run.critic, registry), masters)
@@ -348,6 +352,7 @@ class LocalBackend:
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:
         columns = [name for name in needs if name != ENTROPY]
         check_columns(batch, columns)
+        check_tokens(batch, vocabulary_size(self._model.causal))
         check_replayed(batch, self._model.causal.config)
         for rows in cut_rows(batch, self._config):
             stream = token_stream(batch, rows, columns, self._profile)

@@ -124,11 +124,15 @@ class LocalBackendConfig(BackendConfig):
         return self.offload_optimizer
 
     def check_model(self, run: RunConfig) -> None:
+        self.check_libraries()
+        check_freeze(run.model)
+        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
+
+    def check_libraries(self) -> None:
+        """Raise ConfigError for a library that these settings need and that is missing."""
         if self.lora is not None:
             check_peft(self.lora)
-        check_freeze(run.model)
         check_torchao(self.fp8)
-        check_kernels(self.kernels, run.model, self._planned_device, self.precision)
 
     @property
     def _planned_device(self) -> Literal["cpu", "cuda"]:
@@ -184,6 +188,11 @@ class LocalBackendConfig(BackendConfig):
         notes = list(describe_computing(self.kernels, self.fp8, run.model, self._planned_device, self.precision))
         if self.offload_activations and self._planned_device == "cpu":
             notes.append(OFFLOADS_NOTHING)
+        if self.offload_optimizer and self._planned_device == "cpu":
+            notes.append(
+                "offload_optimizer saves nothing on the CPU, whose memory is that of the host, where the optimizer's "
+                "state is anyway."
+            )
         if self.lora is not None:
             notes += adapter_notes(run.model, self.lora)
         return notes

@@ -167,7 +167,8 @@ def _line(block: Mapping[str, Any]) -> bytes:
 def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
     """What an environment tells may look like anything; what JSON has no form for becomes text."""
     try:
-        json.dumps(info, default=str)
+        # JSON has no infinity and no NaN either, though Python writes them.
+        json.dumps(info, default=str, allow_nan=False)
     except (TypeError, ValueError):
         return {str(name): str(value) for name, value in info.items()}
     return dict(info)

@@ -60,6 +60,12 @@ def pack(step: int, lines: Iterable[bytes]) -> bytes:
     return b"".join([header, *parts])
 
 
+def _said_by(header: bytes) -> tuple[int, int] | None:
+    """(step, bytes) of the member that begins with these bytes; None where none begins."""
+    magic, _, _, _, _, name, _, step, size = _HEADER.unpack(header)
+    return (step, size) if magic == _MAGIC and name == _NAME and size > _HEADER.size else None
+
+
 def members_of(path: Path) -> list[Member]:
     """The complete members in order; one that was cut short at the end is left out, a missing file has none.
 
@@ -78,23 +84,32 @@ def _members(file: BinaryIO, path: Path) -> Iterator[Member]:
     end, offset = os.fstat(file.fileno()).st_size, 0
     while offset + _HEADER.size <= end:
         file.seek(offset)
-        magic, _, _, _, _, name, _, step, size = _HEADER.unpack(file.read(_HEADER.size))
-        if magic != _MAGIC or name != _NAME or size <= _HEADER.size:
+        said = _said_by(file.read(_HEADER.size))
+        if said is None:
             raise RunDirectoryError(
                 f"{path}: at byte {offset:,} no rollouts of a step begin. Only the end of this file may be cut off by "
                 "a kill; it was changed by something else. Move it away; the run goes on without it."
             )
+        step, size = said
         if offset + size > end:
             return
         yield Member(step, offset, size)
         offset += size
 
 
-def unpack(path: Path, member: Member) -> Iterator[bytes]:
-    """The lines of a member, without their newlines. Raises RunDirectoryError when it is damaged."""
-    with path.open("rb") as file:
-        file.seek(member.offset)
-        packed = file.read(member.size)
+def unpack(path: Path, member: Member) -> Iterator[bytes] | None:
+    """The lines of a member, without their newlines; None where it lies elsewhere or is gone, as the run has thinned
+    the file out since it was found. Raises RunDirectoryError when it is damaged."""
+    try:
+        with path.open("rb") as file:
+            file.seek(member.offset)
+            packed = file.read(member.size)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    if len(packed) < member.size or _said_by(packed[: _HEADER.size]) != (member.step, member.size):
+        return None
     try:
         content = zlib.decompress(packed, 16 + zlib.MAX_WBITS)
     except zlib.error as error:

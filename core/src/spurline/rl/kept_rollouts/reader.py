@@ -171,10 +171,13 @@ class KeptAttempt:
 class KeptRollouts:
     """The kept rollouts of a run. What a run adds meanwhile is seen after `refresh`.
 
-    Raises RunDirectoryError for a file that something else has changed, here or when that place is read.
+    A run that has kept nothing has no steps. Raises RunDirectoryError for a folder that does not exist; for a file that
+    something else has changed, here or when that place is read.
     """
 
     def __init__(self, run_dir: Path | str) -> None:
+        if not Path(run_dir).is_dir():
+            raise RunDirectoryError(f"There is no folder {run_dir} to read rollouts from. Give a run's run_dir.")
         self.path = Path(run_dir) / ROLLOUTS_FILE
         self.refresh()
 
@@ -204,9 +207,8 @@ class KeptRollouts:
                     yield LostPrompt(block["step"], prompt["uid"], prompt["draw"], prompt["reason"])
 
     def _blocks(self, steps: Iterable[int] | None) -> Iterator[Mapping[str, Any]]:
-        members = self._members
-        for step in members if steps is None else steps:
-            for line in unpack(self.path, members[step]) if step in members else ():
+        for step in self.steps if steps is None else steps:
+            for line in self._lines(step):
                 block = json.loads(line)
                 if block["format"] > FORMAT:
                     raise RunDirectoryError(
@@ -214,6 +216,15 @@ class KeptRollouts:
                         f"reads up to {FORMAT}. Upgrade spurline."
                     )
                 yield block
+
+    def _lines(self, step: int) -> Iterator[bytes]:
+        while step in self._members:
+            lines = unpack(self.path, self._members[step])
+            if lines is not None:
+                return lines
+            # A run that goes on has thinned the file out: the step lies elsewhere, or is gone.
+            self.refresh()
+        return iter(())
 
 
 class _Block:
@@ -341,8 +352,7 @@ class _Block:
         }
 
     def text(self, ids: NDArray[np.int32]) -> str:
-        pieces = self.pieces
-        return text_of([pieces[token_id] for token_id in ids.tolist()])
+        return text_of(map(self.pieces.__getitem__, ids.tolist()))
 
 
 _RUN_DTYPES = {"versions": np.int32, "loss_mask": np.uint8}

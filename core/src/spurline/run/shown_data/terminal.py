@@ -100,9 +100,14 @@ def marked(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> str:
     """The text of tokens, with ⟦ ⟧ around those that are trained. most: tokens that are shown."""
     parts: list[str] = []
     for is_trained, run in groupby(_shortened(tokens, most), key=lambda item: item[1] and item[1].is_trained):
-        for_run = [f" [... {number:,} tokens ...] " if token is None else _visible(token.text) for number, token in run]
+        for_run = [f" [... {number:,} tokens ...] " if token is None else _unmarked(token) for number, token in run]
         parts.append(f"⟦{''.join(for_run)}⟧" if is_trained else "".join(for_run))
     return "".join(parts)
+
+
+def _unmarked(token: ShownToken) -> str:
+    """The token's text, which cannot look like the marks around trained ones."""
+    return _visible(token.text).replace("⟦", r"\u27e6").replace("⟧", r"\u27e7")
 
 
 def _shortened(tokens: Sequence[ShownToken], most: int = _MOST_TOKENS) -> Iterable[tuple[int, ShownToken | None]]:

@@ -43,6 +43,8 @@ TOKEN_MODULES = (
     "spurline.data.rows",
     "spurline.data.table_checks",
     "spurline.data.template_budget",
+    "spurline.data.token_bytes",
+    "spurline.data.token_pieces",
     "spurline.data.token_store",
     "spurline.data.tokenization",
     "spurline.data.tokenizer",

@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, ModelError, RunFailedError
+from spurline.model.architecture import has_experts
 from spurline.model.generation import model_stop_tokens
 from spurline.model.router_replay import ExpertRouting
 from spurline.model.stream_model import OutputLogits, find_decoder, vocabulary_size
@@ -310,8 +311,10 @@ def probed_decoder(
             _check_cache(slow)
         return slow
     with generating(causal, decoder.attention):
+        # Tokens of all responses that choose one expert are computed together there, in whatever number they come.
         if deterministic and (
-            _has_experts(causal) or not all(_computes_rows_alike(decoder, seed) for seed in range(_SHAPE_PROBES))
+            has_experts(causal.config.get_text_config())
+            or not all(_computes_rows_alike(decoder, seed) for seed in range(_SHAPE_PROBES))
         ):
             return make_decoder(1)
     return decoder
@@ -372,8 +375,3 @@ def _probe(prompt: list[int], tokens: int, *, temperature: float = 0.0, seed: in
 def _random_prompt(decoder: Decoder, length: int, seed: int) -> list[int]:
     size = vocabulary_size(decoder.model.causal)
     return torch.randint(size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _has_experts(causal: PreTrainedModel) -> bool:
-    """Tokens of all responses that choose one expert are computed together there, in whatever number they come."""
-    return any("experts" in name for name in causal.config.get_text_config().to_dict())

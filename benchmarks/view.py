@@ -1,0 +1,148 @@
+"""How soon `spurline view` shows 10,000 rollouts of 500 tokens, and how soon it filters them.
+
+    python benchmarks/view.py [--json] [--attempts 10000] [--repeats 5]
+
+Writes a file of kept rollouts, and asks the page's application in this process, as a browser does: for the first list,
+again until all steps are read, then by reward, by prompt, and by a text that no response has, which reads all of them.
+Gates: all are there in 2 s, and every filter answers in 200 ms, by wall clock or by process time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from starlette.testclient import TestClient
+from timing import Gate, Timing, gates_as_json, print_gates, print_timings, round_robin, timings_as_json
+
+from spurline.rl.kept_rollouts import ROLLOUTS_FILE
+from spurline.rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, split_groups
+from spurline.rl.kept_rollouts.members import pack
+from spurline.rl.trajectory import Group, Trajectory, Turn
+from spurline.view.app import make_app
+from spurline.view.runs import open_runs
+
+PROMPT, RESPONSE, SAMPLES, PROMPTS_PER_STEP = 200, 500, 8, 32
+VOCABULARY = 50_000
+TOKENS_OF_A_LINE = 1 << 16
+OPEN_S, FILTER_S = 2.0, 0.2
+FILTERS = {
+    "filter: reward range": {"min_reward": "0.5", "max_reward": "1"},
+    "filter: prompt": {"prompt": "word77 "},
+    "filter: tag": {"tag": "answer=42"},
+    "filter: text of no response": {"text": "nothing says this"},
+    "order: largest gap": {"sort": "max_gap"},
+}
+
+
+class Words:
+    """What tokens stand for: words of 4 to 10 bytes."""
+
+    def of(self, token_id: int) -> bytes:
+        return b" word%d" % token_id
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 0
+
+
+def write_rollouts(folder: Path, attempts: int) -> None:
+    """A run directory with so many attempts, with frequent tokens and rare ones as in text."""
+    rng = np.random.default_rng(0)
+    tokens = np.minimum(rng.zipf(1.3, 1 << 20), VOCABULARY).astype(np.int32)
+    pieces = PieceTable(Words())
+    (folder / "config.json").write_text("{}")
+    with (folder / ROLLOUTS_FILE).open("wb") as file:
+        for step, first in enumerate(range(0, attempts // SAMPLES, PROMPTS_PER_STEP), start=1):
+            draws = range(first, min(first + PROMPTS_PER_STEP, attempts // SAMPLES))
+            groups = [make_group(rng, tokens, draw, step) for draw in draws]
+            lines: list[bytes] = []
+            for part in split_groups(groups, TOKENS_OF_A_LINE):
+                count = sum(len(group.trajectories) for group in groups[part]) * RESPONSE
+                gaps = rng.normal(0, 0.02, count).astype(np.float32) - 0.5
+                scores = TokenScores(gaps, np.repeat(rng.normal(0, 1, count // RESPONSE), RESPONSE).astype(np.float32))
+                lines.append(encode(step, "trained", groups[part], scores, pieces, prompts_per_epoch=1000))
+            file.write(pack(step, lines))
+
+
+def make_group(rng: np.random.Generator, tokens: np.ndarray, draw: int, step: int) -> Group:
+    """One prompt with its attempts."""
+    uid, prompt = f"train:{draw}@{draw}", rng.choice(tokens, PROMPT)
+    attempts: list[Trajectory] = []
+    for sample in range(SAMPLES):
+        rewards = np.zeros(RESPONSE, np.float32)
+        rewards[-1] = rng.integers(2)
+        turn = Turn(
+            prompt,
+            rng.choice(tokens, RESPONSE),
+            np.ones(RESPONSE, np.uint8),
+            logprobs=np.full(RESPONSE, -0.5, np.float32),
+            versions=np.full(RESPONSE, step - 1, np.int32),
+            rewards=rewards,
+        )
+        attempts.append(Trajectory(uid, sample, (turn,), {"right": float(rewards[-1])}))
+    return Group(uid, draw, tuple(attempts), {}, {"answer": "42"})
+
+
+def open_all(folder: Path) -> float:
+    """Asks until all steps are read; returns the seconds until the first list."""
+    start = time.perf_counter()
+    client = TestClient(make_app(open_runs([folder])))
+    answer = client.get("/api/rollouts", params={"run": 0}).json()
+    first = time.perf_counter() - start
+    while answer["indexed_steps"] < answer["steps"]:
+        answer = client.get("/api/rollouts", params={"run": 0}).json()
+    return first
+
+
+def main() -> int:
+    """Returns 1 when a gate is not met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--attempts", type=int, default=10_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rollouts(folder, arguments.attempts)
+        size_mb = (folder / ROLLOUTS_FILE).stat().st_size / 1e6
+        firsts: list[float] = []
+        client = TestClient(make_app(open_runs([folder])))
+        while (state := client.get("/api/rollouts", params={"run": 0}).json())["indexed_steps"] < state["steps"]:
+            pass
+        timings: dict[str, Timing] = round_robin(
+            {
+                "open": lambda: firsts.append(open_all(folder)),
+                **{
+                    label: partial(client.get, "/api/rollouts", params={"run": 0, **query})
+                    for label, query in FILTERS.items()
+                },
+            },
+            arguments.repeats,
+        )
+    gates = [
+        Gate(f"{label}, s", timing.min_s, OPEN_S if label == "open" else FILTER_S, False, timing.min_cpu_s)
+        for label, timing in timings.items()
+    ]
+    if arguments.json:
+        figures = {
+            "attempts": arguments.attempts,
+            "file_mb": size_mb,
+            "first_list_s": min(firsts),
+            "timings": timings_as_json(timings),
+            "gates": gates_as_json(gates),
+        }
+        print(json.dumps(figures, indent=2))
+    else:
+        print(f"{arguments.attempts:,} attempts, {size_mb:.1f} MB; the first list after {min(firsts):.2f} s")
+        print_timings("spurline view", timings)
+        print_gates(gates)
+    return 0 if all(gate.met for gate in gates) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

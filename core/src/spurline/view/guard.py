@@ -1,0 +1,83 @@
+"""Who may read the page: the browser that has been given the token, under a name of this machine.
+
+An ASGI application around another. A request passes with the cookie that the first visit sets; the first visit brings
+the token in its address and is sent on to the same one without it. Every answer forbids scripts and styles of others,
+frames, and that other sites read it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from urllib.parse import parse_qs, urlencode
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HOSTS = ("127.0.0.1", "localhost")
+"""Names under which the page is served: a name that somebody else makes point here is none of them."""
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class Guard:
+    """Lets requests to `app` pass that have the token. port: where it listens; it tells its cookie from others'."""
+
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
+        self._app = app
+        self._token = token
+        self._cookie = f"spurline_view_{port}"
+        self._once = secrets.token_urlsafe(24)
+
+    @property
+    def one_visit(self) -> str:
+        """A token for one visit: other users of the machine can see the address that a browser is started with."""
+        return self._once
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", scope["type"]
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer = self._refusal(Request(scope))
+        await (answer or self._app)(scope, receive, send_guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """The answer to a request that does not pass, or None."""
+        if request.headers.get("host", "").rpartition(":")[0] not in HOSTS:
+            return PlainTextResponse("This page is served to this machine alone.", 400)
+        query = parse_qs(request.url.query)
+        given = query.pop("token", [""])[0]
+        if given and self._is_let_in(given):
+            rest = urlencode(query, doseq=True)
+            answer = RedirectResponse("/" + (f"?{rest}" if rest else ""), 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
+            return answer
+        if _same(request.cookies.get(self._cookie, ""), self._token):
+            return None
+        return PlainTextResponse("Open the address that `spurline view` has printed: it has the token.", 403)
+
+    def _is_let_in(self, given: str) -> bool:
+        if _same(given, self._once):
+            self._once = secrets.token_urlsafe(24)
+            return True
+        return _same(given, self._token)
+
+
+def _same(given: str, expected: str) -> bool:
+    """Compares in a time that does not tell how much of it is right."""
+    return secrets.compare_digest(given.encode(errors="replace"), expected.encode())

@@ -1,0 +1,110 @@
+"""`spurline view` as a person uses it: a process, a browser, Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from headless_browser import CHROMIUM, Browser
+from viewed_runs import add_step, write_run
+
+pytestmark = pytest.mark.processes
+pytest.importorskip("uvicorn", reason="needs the extra spurline[view]")
+
+
+@contextmanager
+def viewing(*folders: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The command over these runs: the address that it prints, and its process."""
+    command = [sys.executable, "-m", "spurline.cli", "view", *map(str, folders), "--no-open"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip(), process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
+    with viewing(write_run(tmp_path / "run")) as (address, process):
+        assert address.startswith("http://127.0.0.1:")
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(address.partition("?")[0], timeout=30)
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Ctrl-C ends the page" in said
+    assert complained == ""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")
+def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_path: Path) -> None:
+    pytest.importorskip("websockets", reason="drives the browser")
+    runs = [write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=2, loss=3.0)]
+    with viewing(*runs) as (address, _), closing(Browser(tmp_path / "profile")) as page:
+        page.go(address)
+        page.wait("document.querySelectorAll('#charts figure').length >= 3")
+        assert page.run("location.href").rstrip("/").endswith(address.partition("/?")[0].rpartition("//")[2])
+        assert page.run("document.querySelectorAll('#charts figure:first-child path.line').length") == 2
+        page.run("document.querySelector('#metrics input').click()")
+        page.wait("location.hash.includes('m=')")
+
+        page.run("location.hash = 'evaluation'")
+        page.wait("document.querySelectorAll('#evaluation table').length === 4")
+
+        page.run("location.hash = 'rollouts'")
+        page.wait("document.querySelectorAll('#list tbody tr').length === 12")
+        page.run(
+            "const reward = document.querySelector('[name=max_reward]'); reward.value = '0.3';"
+            "document.querySelector('[name=min_reward]').value = '0.2';"
+            "reward.dispatchEvent(new Event('input', {bubbles: true}))"
+        )
+        page.wait("document.querySelectorAll('#list tbody tr').length === 3")
+        assert "min_reward=0.2" in page.run("location.hash")
+        assert page.run("document.querySelector('#list .marked').textContent") == "2"
+
+        page.run("document.querySelector('#list a').click()")
+        page.wait("document.querySelectorAll('#turns .response span').length > 50")
+        shown = page.run("document.querySelector('#turns .response').textContent")
+        assert shown.startswith("<img src=x onerror=window.hacked=1>\\x1b[31m")
+        assert "\\u202e" in shown
+        assert page.run("document.querySelectorAll('#turns img, #list img').length") == 0
+        assert page.run("window.hacked === undefined")
+        page.run("document.querySelector('#next-over').click()")
+        page.wait("document.querySelector('#token').textContent.startsWith('token 1 of')")
+        page.run("document.querySelector('#next-over').click()")
+        page.wait("document.querySelector('#token').textContent.startsWith('token 2 of')")
+        assert "age 2, not trained on" in page.run("document.querySelector('#token').textContent")
+        assert page.run("document.querySelector('#over').textContent") == "4 tokens over the limit"
+        page.run(
+            "const kind = document.querySelector('#colour'); kind.value = 'ages';"
+            "kind.dispatchEvent(new Event('change'))"
+        )
+        assert page.run("document.querySelectorAll('#turns .h2').length") == 4
+
+        page.wait("document.querySelector('#siblings a[href^=\"#diff\"]') !== null")
+        page.run("document.querySelector('#siblings a[href^=\"#diff\"]').click()")
+        page.wait("document.querySelectorAll('#diff .tokens del').length > 0")
+
+        page.run("location.hash = 'rollouts?run=0&prompt=sort&min_step=4'")
+        page.wait("document.querySelector('#found').textContent.startsWith('0 attempts')")
+        add_step(runs[0], 4)
+        page.wait("document.querySelectorAll('#list tbody tr').length === 2")
+
+        unnamed = (
+            "[...document.querySelectorAll('input, select, button')].filter(e => !e.labels?.length && !e.textContent)"
+        )
+        assert page.run(f"{unnamed}.length") == 0
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        for view in ("curves", "evaluation", "rollouts"):
+            page.run(f"location.hash = '{view}'")
+            page.wait(f"!document.getElementById('{view}').hidden")
+            assert page.run("document.documentElement.scrollWidth") <= 390
+        assert page.complaints == []
