@@ -116,6 +116,9 @@ SLOPES: dict[str, tuple[Case, float]] = {
     "bf16 with masters": (Case(backend(**MASTERS)), 16.0),
     "bf16 with stochastic rounding, 8-bit moments": (Case(backend(**STOCHASTIC) | EIGHT_BITS), 6.1),
     "LoRA over rounded weights": (Case(backend(lora={"rank": 1, "base_dtype": "bf16"})), 2.0),
+    "bf16 with masters, optimizer on the host": (Case(backend(**MASTERS, offload_optimizer=True)), 16.0),
+    "bf16 with stochastic rounding": (Case(backend(**STOCHASTIC)), 12.0),
+    "LoRA over nf4": (Case(backend(lora={"rank": 1, "base_dtype": "nf4"}), stored="bfloat16"), 0.52),
 }
 """Modes, with the bytes of each parameter of the model. To these come 16 for each of an adapter."""
 

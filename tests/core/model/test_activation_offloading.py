@@ -150,7 +150,7 @@ def test_a_plan_counts_two_layers_on_a_gpu_and_the_rest_on_the_host(tmp_path: Pa
         before, after = (config.estimate_memory(run, 100, 100)["activations"] for config in (kept, moved))
         assert kept.estimate_offloaded_activations(run, 100, 100) == 0
         assert moved.estimate_offloaded_activations(run, 100, 100) == before - after
-        assert after < (0.85 if checkpointing else 0.26) * before
+        assert after < (0.85 if checkpointing else 0.27) * before
     assert {"offload_activations": True} in list(kept.savings(run, 100, 100))
     assert {"offload_activations": True} not in list(moved.savings(run, 100, 100))
     lines = memory_lines(run.model_copy(update={"backend": moved}), Load(100, 100), 80 << 30)

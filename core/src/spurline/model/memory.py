@@ -1,7 +1,8 @@
 """Estimate the device memory of a run without loading a weight, for `spurline plan`.
 
-Weights, gradients and optimizer are exact sums of shapes, read from the model on the meta device; activations are a
-rule of thumb over the shapes of the linear layers.
+Weights, gradients and optimizer are exact sums of shapes, read from the model on the meta device. Activations are what
+autograd keeps of a token, counted on the same model, or a rule of thumb over its linear layers where that is not
+possible. Not all parts are there at once: the total is that of the fullest moment of an update.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
+from spurline.model.activation_counts import TokenActivations, count_activations
 from spurline.model.adapter_targets import is_target, unadaptable
 from spurline.model.architecture import build_without_memory, decoder_layers, load_model_config
 from spurline.model.configs import LoraConfig
-from spurline.model.freezing import frozen_names
+from spurline.model.freezing import freeze_parameters, frozen_names
 from spurline.model.narrow_weights import base_dtype, narrowable_modules, quantizable_modules
 from spurline.model.quantized_weights import quantized_bytes
 from spurline.model.stepping_memory import step_buckets
@@ -35,6 +39,9 @@ _COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
 _HALF_BYTES = 2
+
+NOT_AT_ONCE = "never there at once"
+"""Of the parts of an update; taken off."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,8 @@ class Shapes:
     layers.
     linear: inputs and outputs of all linear layers but the output layer, whose cost is that of the logits; of stored
     experts, those that a token sees.
-    cached: elements of keys and values that generation keeps for each token.
+    cached: elements of keys and values that generation keeps for each token. head: name of the output layer's weights.
+    is_tied: whether these are the embedding's.
     """
 
     parameters: int
@@ -90,19 +98,49 @@ class Shapes:
     vocabulary: int
     linear: int
     cached: int
+    head: str
+    is_tied: bool
 
-    def activations_per_token(self, checkpointing: bool, offloading: bool = False) -> int:
-        """Elements kept on the device for the backward pass. checkpointing: whether layers are recomputed there.
-        offloading: whether those of all but two layers are on the host meanwhile.
-        """
-        everything = self.linear + self.layers * self.hidden * _ELEMENTWISE_TENSORS_PER_LAYER
-        layers = min(self.layers, 2) if offloading else self.layers
-        # Each layer keeps its input only; one layer at a time is recomputed in full.
-        return layers * self.hidden + everything // self.layers if checkpointing else everything * layers // self.layers
+    def usual_activations(self, element_bytes: int) -> TokenActivations:
+        """By rule of thumb, the same for all layers."""
+        layer = self.linear // self.layers + self.hidden * _ELEMENTWISE_TENSORS_PER_LAYER
+        return TokenActivations((layer * element_bytes,) * self.layers, 0, self.hidden * element_bytes)
 
-    def offloaded_per_token(self, checkpointing: bool) -> int:
-        """Elements that are on the host meanwhile."""
-        return self.activations_per_token(checkpointing) - self.activations_per_token(checkpointing, offloading=True)
+
+def token_activations(
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    precision: Literal["fp32", "bf16", "fp64"],
+    *,
+    autocast: bool = True,
+) -> TokenActivations:
+    """What is kept of each token for the backward pass. Raises ModelError.
+
+    autocast: whether bf16 is computed so, from fp32 weights; otherwise weights are bf16 as well.
+    """
+    key = load_model_config(model).to_json_string(use_diff=False)
+    return _token_activations(key, model.model_dump_json(), lora and lora.model_dump_json(), precision, autocast)
+
+
+@lru_cache(maxsize=64)
+def _token_activations(
+    _: str, model_json: str, lora_json: str | None, precision: Literal["fp32", "bf16", "fp64"], autocast: bool
+) -> TokenActivations:
+    model = ModelConfig.model_validate_json(model_json)
+    lora = None if lora_json is None else LoraConfig.model_validate_json(lora_json)
+    autocast = autocast and precision == "bf16"
+    dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    causal = build_without_memory(load_model_config(model), model)
+    # What is held narrow is computed with as wide, and what is quantized keeps what linear layers keep.
+    nn.Module.to(causal, dtype=torch.float32 if autocast else dtype)
+    if lora is None:
+        freeze_parameters(causal, model.freeze)
+    else:
+        from spurline.model.lora import add_adapters
+
+        add_adapters(causal, lora, 0)
+    counted = count_activations(causal, autocast=autocast)
+    return counted or model_shapes(model, lora).usual_activations(_COMPUTED_BYTES[precision])
 
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
@@ -119,6 +157,8 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     adapters = {} if lora is None else _adapter_shapes(adaptable, lora)
     frozen = set(base) if adapters else frozen_names(base, model.freeze)
     text = config.get_text_config()
+    names = {id(parameter): name for name, parameter in causal.named_parameters()}
+    output = None if head is None else getattr(head, "weight", None)
     return Shapes(
         parameters=num_values(base) + num_values(adapters),
         trained=adapters or {name: shape for name, shape in base.items() if name not in frozen},
@@ -131,6 +171,8 @@ def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
         vocabulary=vocabulary_size(causal),
         linear=sum(module.in_features + module.out_features for module in linear.values()) + _seen_experts(base, text),
         cached=_cached_per_token(text),
+        head=names.get(id(output), ""),
+        is_tied=output is not None and output is causal.get_input_embeddings().weight,
     )
 
 
@@ -184,7 +226,7 @@ def estimate_memory(
     critic_optimizer: OptimizerConfig | None,
     reference: bool,
 ) -> dict[str, int]:
-    """Bytes by part in one process, at the peak of an update.
+    """Bytes by part in one process; their sum is the peak of an update. One part is negative: `NOT_AT_ONCE`.
 
     tokens: non-padding tokens of one micro-batch, all of which are taken to carry loss.
     holding: how trained weights are held; what is on the host is not counted.
@@ -207,8 +249,12 @@ def estimate_memory(
     trained = _narrow_trained(shapes, holding)
     wide = shapes.parameters - num_values(narrow) - num_values(quantized) - num_values(trained)
     wide_trained = num_values(shapes.trained) - num_values(trained)
-    # At the peak, in backward: log-softmax and its gradient, then the gradient of the logits in compute precision.
-    bytes_per_logit = 2 * weight_bytes + computed_bytes
+    kept = token_activations(model, lora, precision)
+    forward = kept.kept(checkpointing=activation_checkpointing, offloading=offload_activations)
+    recomputed = kept.recomputed if activation_checkpointing else 0
+    # In backward: log-softmax, the gradient of it and that of the logits, at full precision.
+    bytes_per_logit = 3 * weight_bytes
+    scored = min(tokens, logits_chunk_tokens)
     parts = {
         "weights": wide * weight_bytes
         + (num_values(narrow) + num_values(trained)) * narrow_bytes
@@ -217,10 +263,8 @@ def estimate_memory(
         "gradients": wide_trained * weight_bytes
         + num_values(trained) * (weight_bytes if holding.sums_gradients else _HALF_BYTES),
         "optimizer": 0 if holding.leaves_device else optimizer.state_bytes(shapes.trained, weight_bytes),
-        "activations": tokens
-        * shapes.activations_per_token(activation_checkpointing, offload_activations)
-        * computed_bytes,
-        "logits": min(tokens, logits_chunk_tokens) * shapes.vocabulary * bytes_per_logit,
+        "activations": tokens * (forward + recomputed),
+        "logits": scored * shapes.vocabulary * bytes_per_logit,
     }
     masters = 0 if holding.leaves_device else _master_bytes(shapes, holding, weight_bytes)
     if masters:
@@ -228,9 +272,7 @@ def estimate_memory(
     if trained and not holding.leaves_device:
         # For the step, when activations and logits are gone.
         stepped = _largest_bucket(shapes.trained, apart=optimizer.steps_apart) * holding.wide_tensors * weight_bytes
-        beyond = stepped - parts["activations"] - parts["logits"]
-        if beyond > 0:
-            parts["stepping"] = beyond
+        parts["stepping"] = stepped
     if computed_bytes < weight_bytes:
         # Autocast keeps what it rounded for the backward pass; frozen layers drop it one by one when recomputed.
         kept_by_layer = activation_checkpointing and lora is not None
@@ -241,6 +283,9 @@ def estimate_memory(
     if narrow or quantized:
         # The matrix that is computed with, and its gradient's copy of it, are widened one at a time.
         parts["widened weights"] = max(map(math.prod, [*narrow.values(), *quantized.values()])) * computed_bytes
+    spared = _spared(shapes, parts, tokens, logits_chunk_tokens, recomputed * tokens, holding, trained, weight_bytes)
+    if spared:
+        parts[NOT_AT_ONCE] = -spared
     if reference and lora is None:
         parts["reference"] = parts["weights"]
     if critic_optimizer is not None:
@@ -248,6 +293,41 @@ def estimate_memory(
         state = 0 if holding.leaves_device else critic_optimizer.state_bytes(shapes.trained, weight_bytes)
         parts["critic"] = parts["weights"] + masters + state
     return parts
+
+
+def _spared(
+    shapes: Shapes,
+    parts: Mapping[str, int],
+    tokens: int,
+    chunk_tokens: int,
+    recomputed: int,
+    holding: WeightHolding,
+    narrow: Mapping[str, tuple[int, ...]],
+    weight_bytes: int,
+) -> int:
+    """Bytes by which the parts of an update exceed its fullest moment.
+
+    recomputed: of the activations, those of one layer that is recomputed.
+    """
+    gradients, logits = parts["gradients"], parts["logits"]
+    rounded, widened = parts.get("rounded weights", 0), parts.get("widened weights", 0)
+    kept = parts["activations"] - recomputed + rounded
+    head = math.prod(shapes.trained.get(shapes.head, (0,)))
+    head *= _HALF_BYTES if shapes.head in narrow else weight_bytes
+    chunked = tokens > chunk_tokens
+    # Those of other micro-batches stay; of a first one gradients come while activations go.
+    before = gradients if holding.sums_gradients else 0
+    first = 0 if holding.sums_gradients else head
+    moments = {
+        "loss": before + kept + logits + (first if chunked else 0),
+        # A chunk's gradient of the output layer is added to that of the others.
+        "output layer": before + kept + logits // 3 + head * (2 if chunked and not before else 1),
+        "last layer": before + first + kept + recomputed + widened,
+        "first layer": gradients + recomputed + widened + (head if shapes.is_tied else 0),
+        "step": gradients + parts.get("stepping", 0),
+    }
+    update = ("gradients", "activations", "logits", "rounded weights", "widened weights", "stepping")
+    return sum(parts.get(name, 0) for name in update) - max(moments.values())
 
 
 def estimate_checkpoint_copy(
@@ -279,7 +359,7 @@ def estimate_offloaded_activations(
     activation_checkpointing: bool,
 ) -> int:
     """Bytes of activations of a micro-batch that `offload_activations` keeps on the host. Raises ModelError."""
-    return tokens * model_shapes(model, lora).offloaded_per_token(activation_checkpointing) * _COMPUTED_BYTES[precision]
+    return tokens * token_activations(model, lora, precision).offloaded(checkpointing=activation_checkpointing)
 
 
 def estimate_stepped_on_host(

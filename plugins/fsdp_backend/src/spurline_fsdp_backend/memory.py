@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
-from spurline.model.memory import Shapes, model_shapes
+from spurline.model.memory import Shapes, model_shapes, token_activations
 from spurline.model.narrow_weights import base_dtype
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import num_values
@@ -43,8 +43,9 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     # The gradients of the group that is done are summed over the ranks in fp32 while they are there as computed.
     groups = _groups(shapes, _gathered(config, shapes.trained))
     parts["gradients on their way"] = (computed + 4) * max(map(num_values, groups))
-    per_token = shapes.activations_per_token(config.activation_checkpointing, _offloads(config))
-    parts["activations"] = tokens * per_token * computed
+    kept = token_activations(run.model, config.lora, config.computes_in, autocast=False)
+    per_token = kept.kept(checkpointing=config.activation_checkpointing, offloading=_offloads(config))
+    parts["activations"] = tokens * (per_token + (kept.recomputed if config.activation_checkpointing else 0))
     # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
     parts["logits"] = min(tokens, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed)
     return parts
@@ -63,8 +64,9 @@ def estimate_offloaded_activations(config: FsdpBackendConfig, run: RunConfig, ro
     local = ranks_of_machine(config)
     if not _offloads(config) or local is None:
         return 0
-    per_token = model_shapes(run.model, config.lora).offloaded_per_token(config.activation_checkpointing)
-    return local * tokens_of_microbatch(config, row_length, tokens) * per_token * _COMPUTED_BYTES[config.computes_in]
+    kept = token_activations(run.model, config.lora, config.computes_in, autocast=False)
+    per_token = kept.offloaded(checkpointing=config.activation_checkpointing)
+    return local * tokens_of_microbatch(config, row_length, tokens) * per_token
 
 
 def _offloads(config: FsdpBackendConfig) -> bool:

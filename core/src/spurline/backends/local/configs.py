@@ -44,7 +44,7 @@ class LocalBackendConfig(BackendConfig):
         "fsdp_backend."
     )
     update_parts: ClassVar[frozenset[str]] = frozenset(
-        {"gradients", "activations", "logits", "rounded weights", "widened weights", "stepping"}
+        {"gradients", "activations", "logits", "rounded weights", "widened weights", "stepping", "never there at once"}
     )
 
     name: str = "local"
