@@ -322,3 +322,12 @@ def test_a_token_that_the_model_does_not_know_is_named(model: Path) -> None:
     batch.tokens["input_ids"][0, 2] = known
     with pytest.raises(DataError, match=rf"has token {known}, and the model knows 0 to {known - 1}\. Is the tokenizer"):
         backend.update(batch, Objective(CROSS_ENTROPY, 1.0))
+
+
+def test_padding_may_be_any_token_and_a_batch_may_have_no_rows(model: Path) -> None:
+    backend = local_backend(model)
+    batch = lay_out(make_samples([5, 9]))
+    expected = backend.logprobs(batch)
+    batch.tokens["input_ids"][batch.tokens["segment_ids"] == 0] = backend._model.causal.config.vocab_size + 7
+    assert torch.equal(backend.logprobs(batch), expected)
+    assert backend.logprobs(batch.between(0, 0)).numel() == 0

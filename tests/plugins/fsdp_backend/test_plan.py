@@ -90,11 +90,13 @@ def test_a_plan_counts_micro_batches_in_which_a_rank_has_nothing_to_do(config: d
 
 
 def test_a_plan_says_what_evens_out_rows_that_make_ranks_wait(config: dict[str, Any]) -> None:
-    uneven = planned(config | {"collator": {"name": "packed", "max_tokens": 4096}}).sections["dealt to ranks"]
+    packed = {"name": "packed", "max_tokens": 4096}
+    uneven = planned(config | {"collator": packed | {"algorithm": "ffd"}}).sections["dealt to ranks"]
     assert "4.84 times the time of an even share" in uneven[0]
     assert uneven[-1].startswith("ranks wait for each other")
-    even = planned(config | {"collator": {"name": "padded"}}).sections["dealt to ranks"]
-    assert not any(line.startswith("ranks wait") for line in even)
+    for collator in ({"name": "padded"}, packed):
+        even = planned(config | {"collator": collator}).sections["dealt to ranks"]
+        assert not any(line.startswith("ranks wait") for line in even)
 
 
 def test_a_plan_says_how_copies_of_a_model_lie_on_the_machines_of_a_cluster(config: dict[str, Any]) -> None:

@@ -150,7 +150,11 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
 
 def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
     """Raise DataError for a token that the model has no embedding of. vocabulary: how many it has."""
-    largest = int(batch.tokens["input_ids"].max())
+    tokens = batch.tokens["input_ids"]
+    if not tokens.numel() or int(tokens.max()) < vocabulary:
+        return
+    # Padding is dropped before the model sees it, and may be any number.
+    largest = int(torch.where(batch.tokens["segment_ids"] > 0, tokens, 0).max())
     if largest >= vocabulary:
         raise DataError(
             f"The batch has token {largest}, and the model knows 0 to {vocabulary - 1}. Is the tokenizer another "

@@ -273,8 +273,9 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents) -> Load:
         plan.sections["dealt to ranks"] = list(dealt)
         if max(dealt.values()) > UNEVEN:
             plan.sections["dealt to ranks"].append(
-                "ranks wait for each other, as there are few rows and they are unlike. For packed rows set "
-                "collator.max_tokens nearer to the longest sample; or take more samples in a step"
+                "ranks wait for each other, as there are few rows and they are unlike. For packed rows leave "
+                "collator.algorithm at auto, or set collator.max_tokens nearer to the longest sample; or take more "
+                "samples in a step"
             )
     return largest
 
