@@ -1,4 +1,4 @@
-"""Give memory that was freed back to the system, for loops over tensors that together are larger than the process may be.
+"""Give memory that was freed back to the system, for loops over tensors that are larger together than a process may be.
 
 The C library keeps freed tensors of up to 32 MiB for later ones, and what is small and stays among them keeps it from
 joining them: a process that reads a model tensor by tensor grows to any part of its size.
