@@ -30,6 +30,7 @@ from spurline.model.adapter_weights import AdapterStream, AdapterWeights
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import device_profile
+from spurline.model.freed_memory import return_freed_memory
 from spurline.model.freezing import freeze_parameters
 from spurline.model.joined_weights import joined_weights
 from spurline.model.loading import load_model
@@ -139,6 +140,8 @@ def _weights(
                     else:
                         tensors[source] = saved.read(source)
             yield from named.weights_of(group, tensors).items()
+            tensors.clear()
+            return_freed_memory()
         if frozen:
             check_frozen(saved.where, saved.frozen_weights, digest_of_samples(samples))
 

@@ -8,7 +8,6 @@ generates with the backend's model, or with a copy of its own that takes publish
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import RunConfig
 from spurline.errors import RunFailedError
 from spurline.model.device_profile import DeviceProfile, device_profile
+from spurline.model.freed_memory import return_freed_memory
 from spurline.model.generation import generation_model
 from spurline.model.loading import check_config, load_model
 from spurline.model.offloading import DeviceMemory, DeviceTensors
@@ -105,18 +105,11 @@ class OwnMemory:
             given = DeviceTensors(weights=weights) if keep_weights else DeviceTensors(weights=(), scratch=weights)
             self._memory.give(given, keep_weights=False)
         if on_host:
-            _return_to_system()
+            return_freed_memory()
 
     def take(self) -> None:
         """Have room for the weights again, with their values where they were kept."""
         self._memory.take()
-
-
-def _return_to_system() -> None:
-    """The C library keeps what is freed for itself, in parts; one that does not offer this gives it back by itself."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class InProcessEngine(TakesWeights):
