@@ -46,7 +46,8 @@ function complain(error) {
 function short(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
+  // Ticks below 0 are rounded up to -0.
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return (value || 0).toLocaleString("en");
   return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
