@@ -41,7 +41,7 @@ def bomb(levels: int, fan_out: int = 10) -> str:
 def test_aliases_count_as_everything_they_stand_for(tmp_path: Path) -> None:
     assert refused(tmp_path, bomb(9)) == (
         "run.yaml:5: is not valid YAML: there are more than 50000 values, those that aliases repeat counted each time; "
-        "long lists belong into a data file."
+        "long lists belong into a data file. Text that begins with `*` or `&` needs quotes."
     )
 
 

@@ -37,10 +37,12 @@ def test_it_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
         assert address.startswith("http://127.0.0.1:")
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(address.partition("?")[0], timeout=30)
+        # Not `communicate`, which does not see what has been read together with the first line.
+        assert process.stdout is not None
+        assert "Ctrl-C ends the page" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        said, complained = process.communicate(timeout=30)
+        _, complained = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert "Ctrl-C ends the page" in said
     assert complained == ""
 
 
