@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
-from safetensors.torch import load_file, save_file
+from held_weights import OBJECTIVE, round_files, train, write_fp32_files
 from torch import Tensor
 
 from spurline.backends.local.backend import LocalBackend
@@ -19,8 +19,7 @@ from spurline.backends.local.checkpoint import read_weights
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.errors import CheckpointError
-from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
-from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.configs import ValueLossConfig
 from spurline.losses.value import ValueLoss
 from spurline.model import stepping_memory
 from spurline.model.configs import LoraConfig
@@ -29,7 +28,6 @@ from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective
 from spurline.update.configs import WholeBatchConfig
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 HALF = {"precision": "bf16"}
 MASTERS = {**HALF, "weights": "bf16_masters"}
 STOCHASTIC = {**HALF, "weights": "bf16_stochastic"}
@@ -51,27 +49,18 @@ def modes(*parameters: Mapping[str, Any]) -> Any:
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A model whose files hold fp32 values that bf16 does not have."""
-    folder = write_model_folder(tmp_path / "model")
-    local_backend(folder)._model.causal.save_pretrained(folder)
-    return folder
+    return write_fp32_files(tmp_path / "model")
 
 
 @pytest.fixture
 def half_files(files: Path) -> Path:
-    (path,) = files.glob("*.safetensors")
-    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
-    return files
+    return round_files(files)
 
 
 def opened(folder: Path, freeze: tuple[str, ...] = (), **settings: Any) -> LocalBackend:
     run = settings.pop("run", {})
     model = ModelConfig(path=str(folder), freeze=freeze)
     return local_backend(folder, run={"model": model, **run}, **settings)
-
-
-def train(backend: LocalBackend, steps: range) -> list[dict[str, float]]:
-    seen = [backend.update(lay_out(make_samples([9, 12, 5], seed=step)), OBJECTIVE) for step in steps]
-    return [{name: value for name, value in metrics.items() if not name.startswith("time/")} for metrics in seen]
 
 
 def copied(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import held_weights
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import lay_out, local_backend, make_samples, run_config
+from held_weights import OBJECTIVE, round_files, train, write_fp32_files
 from model_families import FAMILIES, tiny_model
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spurline.backends.local.backend import LocalBackend
@@ -18,8 +19,7 @@ from spurline.backends.local.checkpoint import read_weights
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.errors import CheckpointError, ModelError
-from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
-from spurline.losses.cross_entropy import CrossEntropy
+from spurline.losses.configs import ValueLossConfig
 from spurline.losses.value import ValueLoss
 from spurline.model.configs import LoraConfig
 from spurline.model.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
@@ -28,36 +28,21 @@ from spurline.protocols.loss import Objective
 from spurline.run.fit import with_changes
 from spurline.update.configs import WholeBatchConfig
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
-
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A model whose files hold fp32."""
-    folder = write_model_folder(tmp_path / "model")
-    local_backend(folder)._model.causal.save_pretrained(folder)
-    return folder
+    return write_fp32_files(tmp_path / "model")
 
 
 @pytest.fixture
 def half_files(files: Path) -> Path:
-    (path,) = files.glob("*.safetensors")
-    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
-    return files
+    return round_files(files)
 
 
 @pytest.fixture
 def adapted() -> Callable[..., LocalBackend]:
-    def make(folder: Path, base_dtype: str = "auto", dora: bool = False, **settings: Any) -> LocalBackend:
-        lora = LoraConfig.model_validate({"rank": 4, "alpha": 8.0, "base_dtype": base_dtype, "dora": dora})
-        return local_backend(folder, lora=lora, run={"model": ModelConfig(path=str(folder))}, **settings)
-
-    return make
-
-
-def train(backend: LocalBackend, steps: range) -> list[dict[str, float]]:
-    seen = [backend.update(lay_out(make_samples([9, 12, 5], seed=step)), OBJECTIVE) for step in steps]
-    return [{name: value for name, value in metrics.items() if not name.startswith("time/")} for metrics in seen]
+    return held_weights.adapted
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import held_weights
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import lay_out, make_samples, run_config, write_model_folder
+from held_weights import OBJECTIVE, train, write_fp32_files
 from model_families import FAMILIES, tiny_model
 
 from spurline.backends.local.backend import LocalBackend
@@ -16,37 +18,24 @@ from spurline.backends.local.checkpoint import read_weights
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError, ModelError
-from spurline.losses.configs import CrossEntropyConfig
-from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import configs
 from spurline.model.configs import LoraConfig, adapter_page
 from spurline.model.narrow_weights import quantize_weights
 from spurline.model.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
-from spurline.protocols.loss import Objective
-
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A model whose files hold fp32, with biases."""
-    folder = write_model_folder(tmp_path / "model", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-    local_backend(folder)._model.causal.save_pretrained(folder)
-    return folder
+    return write_fp32_files(tmp_path / "model", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
 
 
 @pytest.fixture
 def adapted() -> Callable[..., LocalBackend]:
     def make(folder: Path, base_dtype: str = "nf4", dora: bool = False, **settings: Any) -> LocalBackend:
-        lora = LoraConfig.model_validate({"rank": 4, "alpha": 8.0, "base_dtype": base_dtype, "dora": dora})
-        return local_backend(folder, lora=lora, run={"model": ModelConfig(path=str(folder))}, **settings)
+        return held_weights.adapted(folder, base_dtype, dora, **settings)
 
     return make
-
-
-def train(backend: LocalBackend, steps: range) -> list[dict[str, float]]:
-    seen = [backend.update(lay_out(make_samples([9, 12, 5], seed=step)), OBJECTIVE) for step in steps]
-    return [{name: value for name, value in metrics.items() if not name.startswith("time/")} for metrics in seen]
 
 
 def test_a_model_without_linear_layers_is_not_held_wide_in_silence(tmp_path: Path) -> None:
