@@ -85,7 +85,8 @@ def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBa
     """What is timed, by name; all return equal batches."""
     if layout == "packed":
         packed = PackedCollatorConfig(max_tokens=inputs.capacity)
-        rows = pack(inputs.lengths.tolist(), inputs.capacity, RANKS)
+        algorithm = packed.algorithm_for(RANKS)
+        rows = pack(inputs.lengths.tolist(), inputs.capacity, RANKS, algorithm)
         length = max(sum(int(inputs.lengths[position]) for position in row) for row in rows)
         collators: list[Any] = [
             PackedCollator(packed, PAD, LAYOUT),
@@ -94,7 +95,7 @@ def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBa
         ]
 
         def plan() -> list[list[int]]:
-            return pack(inputs.lengths.tolist(), inputs.capacity, RANKS)
+            return pack(inputs.lengths.tolist(), inputs.capacity, RANKS, algorithm)
 
     elif layout == "padded":
         padded = PaddedCollatorConfig()
