@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from spurline.cli import _importing  # pyright: ignore[reportPrivateUsage]
 
 PROGRAM = """
 import atexit, sys, threading, types
@@ -42,3 +45,10 @@ def test_threads_and_exit_handlers_end_before_the_command_leaves_what_it_importe
 def test_a_command_without_torch_and_one_that_is_traced_end_as_python_does() -> None:
     assert left("--version") == (0, ["thread done", "handler done", "taken apart"])
     assert left("--version", "torch", "traced") == (0, ["thread done", "handler done", "taken apart"])
+
+
+def test_what_a_program_holds_when_it_calls_a_command_may_become_garbage() -> None:
+    frozen = gc.get_freeze_count()
+    with _importing():
+        pass
+    assert gc.get_freeze_count() == frozen

@@ -12,6 +12,8 @@ import shlex
 import sys
 import threading
 import traceback
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -129,7 +131,7 @@ def train(
     start = StartLines.of(loaded)
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
-    with importing(for_good=True):
+    with _importing():
         from spurline.run.run import Run
 
     try:
@@ -155,7 +157,7 @@ def plan(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing(for_good=True):
+    with _importing():
         from spurline.run.plan import make_plan
 
     made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
@@ -187,7 +189,7 @@ def data(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing(for_good=True):
+    with _importing():
         from spurline.run.shown_data.page import write_page
         from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
         from spurline.run.shown_data.terminal import print_data
@@ -214,7 +216,7 @@ def diagnose_run(
     from spurline.trackers.start_lines import StartLines
 
     StartLines.of(loaded)("loading PyTorch and transformers")
-    with importing(for_good=True):
+    with _importing():
         from spurline.run.doctor import find
 
     findings: list[Finding] = []
@@ -289,7 +291,7 @@ def export(
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
-    with importing(for_good=True):
+    with _importing():
         from spurline.run.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
@@ -304,6 +306,14 @@ def schema(
     from spurline.plugins.host import PluginHost
 
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
+
+
+def _importing() -> AbstractContextManager[None]:
+    """What is imported here stays for good, unless a program called the command: its garbage would stay as well."""
+    return importing(for_good=_OWNS_PROCESS.get())
+
+
+_OWNS_PROCESS = ContextVar("_OWNS_PROCESS", default=False)
 
 
 def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
@@ -389,6 +399,7 @@ def _leave(code: int) -> None:
 def _run_command(arguments: list[str] | None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
+        _OWNS_PROCESS.set(True)
         _end_at_second_signal()
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
