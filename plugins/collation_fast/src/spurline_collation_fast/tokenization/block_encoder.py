@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +23,9 @@ from spurline.data.token_store import Count, SampleBlock
 from spurline.data.tokenization import arrow_rows, block_of_outcomes
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.tokenization.chunks import Chunk
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 class BlockEncoder:
@@ -128,6 +131,8 @@ class TokenColumns:
         if column.null_count == len(column):
             return None
         _require(column.null_count == 0)
+        import pyarrow
+
         return column.chunk(0) if column.num_chunks == 1 else pyarrow.concat_arrays(column.chunks)
 
     def _ids(self, table: pyarrow.Table) -> _Ragged:
@@ -208,6 +213,8 @@ def _counts(fates: list[tuple[str, NDArray[np.bool_]]], first_row: int) -> tuple
 
 
 def _ragged(column: pyarrow.Array, *, flags: bool = False) -> _Ragged:
+    import pyarrow
+
     if not isinstance(column, (pyarrow.ListArray, pyarrow.LargeListArray)):
         raise _Unusual
     offsets = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -218,6 +225,8 @@ def _ragged(column: pyarrow.Array, *, flags: bool = False) -> _Ragged:
 
 def _integers(column: pyarrow.Array, *, flags: bool = False) -> Integers:
     """Whole numbers, or also booleans where they stand for 0 and 1."""
+    import pyarrow
+
     is_flag = flags and pyarrow.types.is_boolean(column.type)
     _require(is_flag or (pyarrow.types.is_integer(column.type) and column.type != pyarrow.uint64()))
     _require(column.null_count == 0)
