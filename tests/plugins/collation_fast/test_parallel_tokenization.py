@@ -21,6 +21,7 @@ from worker_rows import TrappedRows, chat_rows, data_config, source
 from spurline import load_config
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
+from spurline.data.encoding import RowEncoder
 from spurline.data.hf_dataset import HfDataset
 from spurline.data.token_store import summarize
 from spurline.data.tokenization import SequentialTokenization, open_datasets
@@ -63,6 +64,12 @@ class TestInWorkers(TokenizationContract):
     def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
         config = ParallelTokenizationConfig(workers=2, disable_cache=True)
         return ParallelTokenization(config, tokenizer=tokenizer, data=data)
+
+
+def of_rows(patch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """Let chunks have so many rows, however short those are."""
+    patch.setattr(block_source, "ROWS_PER_CHUNK", num_rows)
+    patch.setattr(block_source, "TOKENS_PER_CHUNK", 0)
 
 
 def sequential(sources: Sequence[DatasetToTokenize], tokenizer: Any = TOKENIZER, **config: Any) -> Tokenized:
@@ -125,7 +132,7 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp
 @pytest.mark.processes
 def test_rows_measured_here_and_rows_of_workers_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = mixed_files(tmp_path)
-    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 70)
+    of_rows(monkeypatch, 70)
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     left: list[int] = []
     monkeypatch.setattr(
@@ -167,7 +174,7 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
 
     expected = outcome(sequential)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_source, "ROWS_PER_CHUNK", chunk)
+        of_rows(patch, chunk)
         result = outcome(parallel, {"workers": 0})
     if isinstance(expected, str) or isinstance(result, str):
         assert result == expected
@@ -178,7 +185,7 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
 def test_the_first_bad_row_is_the_error_though_later_rows_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = chat_rows(30)
     rows[3] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * 500}]}
-    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 4)
+    of_rows(monkeypatch, 4)
     sources = [source(TrappedRows(rows, {4: "cannot be read"}))]
     for tokenize in (sequential, lambda *a, **k: parallel(*a, {"workers": 0}, **k)):
         with pytest.raises(DataError, match=r"rows\.jsonl:4: the sample has"):
@@ -191,7 +198,7 @@ def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_for
     dataset = TrappedRows(chat_rows(20))
     dataset.open = lambda: None  # type: ignore[attr-defined]
     sources = [source(dataset)]
-    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 4)
+    of_rows(monkeypatch, 4)
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
     result = parallel(sources, {"workers": "auto"})
@@ -304,9 +311,23 @@ def test_workers_are_started_only_where_they_are_clearly_sooner(
 
 def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:
     line = RowLine([3, 0, 4])
-    assert list(line.chunks(range(1, 7), 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
-    assert list(line.chunks(range(2, 4), 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 1)]
-    assert list(line.chunks(range(0), 2)) == []
+    assert list(line.chunks(range(1, 7), lambda: 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
+    assert list(line.chunks(range(2, 4), lambda: 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 1)]
+    assert list(line.chunks(range(0), lambda: 2)) == []
+
+
+def test_chunks_of_short_rows_have_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_source, "TOKENS_PER_CHUNK", 100 * 512)
+    chunks: list[int] = []
+    encode = RowEncoder.encode_texts
+    monkeypatch.setattr(
+        RowEncoder, "encode_texts", lambda self, prepared: chunks.append(len(prepared.rows)) or encode(self, prepared)
+    )
+    rows = [{"prompt": "p" * 50, "completion": "c" * 49} for _ in range(4000)]
+    sources = [source(TrappedRows(rows), format="prompt_completion")]
+    assert_equal(parallel(sources, {"workers": 0}), sequential(sources))
+    assert chunks[0] == 256
+    assert 500 < chunks[5] < 520
 
 
 def test_data_that_changes_under_the_tokenization_is_an_error_and_not_an_entry(

@@ -7,6 +7,7 @@ TokenColumns follows the rules of RowEncoder and of `spurline.data.formats` on w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from spurline.data.token_store import Count, SampleBlock
 from spurline.data.tokenization import arrow_rows, block_of_outcomes
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.tokenization.chunks import Chunk
+
+_STARTED = 2
+"""Chunks that the tokenizer is given before the first of them is waited for."""
 
 
 class BlockEncoder:
@@ -44,17 +48,17 @@ class BlockEncoder:
         """The block of each chunk, in order. Datasets are touched by the calling thread only.
 
         While the tokenizer encodes one chunk on threads of its own, the rows of the next are read and rendered and
-        the masks of the one before are made. The first row in order that is an error is the one raised.
+        the masks of the one before are made; another chunk is ready then, so that its threads never wait. The first row
+        in order that is an error is the one raised.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
-            finish: Callable[[], SampleBlock] | None = None
+            started: deque[Callable[[], SampleBlock]] = deque()
             for chunk in chunks:
-                finish_next = self._start(chunk, executor)
-                if finish is not None:
-                    yield finish()
-                finish = finish_next
-            if finish is not None:
-                yield finish()
+                started.append(self._start(chunk, executor))
+                if len(started) > _STARTED:
+                    yield started.popleft()()
+            while started:
+                yield started.popleft()()
 
     def _start(self, chunk: Chunk, executor: ThreadPoolExecutor) -> Callable[[], SampleBlock]:
         """Begin with a chunk; the result waits for it and gives its block, or raises its error."""

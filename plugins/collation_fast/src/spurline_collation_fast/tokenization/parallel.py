@@ -131,7 +131,10 @@ class ParallelTokenization:
 
 
 ROWS_PER_CHUNK = 256
-"""Enough to keep the tokenizer's own threads busy."""
+"""Enough to keep the tokenizer's own threads busy, unless rows are short."""
+MOST_ROWS_PER_CHUNK = 1024
+TOKENS_PER_CHUNK = 1 << 16
+"""Of short rows so many: the tokenizer's threads stand still for a moment after each chunk."""
 
 Advance = Callable[[int], None]
 
@@ -145,6 +148,7 @@ class BlockSource:
         self._encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
         self._encoder.check_formats()
         self._line = RowLine([len(source.dataset) for source in task.datasets])
+        self._rows_per_chunk = ROWS_PER_CHUNK
         self.notes: list[str] = []
 
     @property
@@ -158,12 +162,12 @@ class BlockSource:
         if self._config.workers == "auto":
             return self._soonest(advance)
         if self._config.workers == 0 or not rows:
-            return self._here(self._line.chunks(rows, ROWS_PER_CHUNK), advance)
+            return self._here(self._chunks(rows), advance)
         return self._forced(rows, self._config.workers, advance)
 
     def _soonest(self, advance: Advance) -> Generator[SampleBlock, None, None]:
         """Encode the first rows here, with the clock running, and the rest where it will be done sooner."""
-        chunks = self._line.chunks(range(self.num_rows), ROWS_PER_CHUNK)
+        chunks = self._chunks(range(self.num_rows))
         done = 0
         # The first chunk also compiles the template and starts threads; it says nothing about the others.
         for block in self._here(islice(chunks, 1), advance):
@@ -185,7 +189,7 @@ class BlockSource:
                 self.notes.append(
                     f"tokenized in one process instead of {workers}: the data cannot be given to another one ({error})."
                 )
-        yield from self._here(self._line.chunks(range(done, self.num_rows), ROWS_PER_CHUNK), advance)
+        yield from self._here(self._chunks(range(done, self.num_rows)), advance)
 
     def _forced(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
         try:
@@ -196,9 +200,14 @@ class BlockSource:
                 "dataset in a module that can be imported and let it be pickled, or set tokenization.workers: 0."
             ) from error
 
+    def _chunks(self, rows: range) -> Iterator[Chunk]:
+        return self._line.chunks(rows, lambda: self._rows_per_chunk)
+
     def _here(self, chunks: Iterator[Chunk], advance: Advance) -> Generator[SampleBlock, None, None]:
         for block in self._encoder.blocks(chunks):
             advance(block.num_rows)
+            rows = TOKENS_PER_CHUNK * block.num_rows // max(1, len(block.tokens))
+            self._rows_per_chunk = min(max(ROWS_PER_CHUNK, rows), max(ROWS_PER_CHUNK, MOST_ROWS_PER_CHUNK))
             yield block
 
     def _in_workers(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
