@@ -10,9 +10,11 @@ Compared, in turns within one process:
   length gives the mask. The usual way.
 - encode_batch: the tokenizer alone on texts that are rendered already, in chunks. The floor.
 - parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
+- sequential: the same by `core/sequential`, for information.
 
-On two threads and on one, each in a process that is held to so many cores. For information: two worker processes on
-eight times the samples, start included. All ways give the same tokens and masks, which is checked first.
+On two threads and on one, each in a process that is held to so many cores. For information: `auto` and two worker
+processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the measured
+cost of a row. All ways give the same tokens and masks, which is checked first.
 
 Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
 Of short conversations: at most 1.35 x encode_batch, on two threads and on one.
@@ -28,20 +30,23 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from timing import Gate, Timing, cost_gate, gates_as_json, print_gates, print_timings, round_robin, speedup_gate
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from spurline.config.run_config import DataConfig
+from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.token_store import TokenStore
+from spurline.data.tokenization import SequentialTokenization
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
+from spurline_collation_fast.tokenization.worker_choice import RowCost, workers_worth_starting
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4
@@ -103,7 +108,7 @@ def encode_batch(inputs: Inputs) -> None:
         inputs.tokenizer.backend_tokenizer.encode_batch(inputs.texts[start : start + ROWS_PER_CHUNK])
 
 
-def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
+def parallel(inputs: Inputs, workers: int | Literal["auto"] = 0) -> TokenStore:
     """Rows to a token store in memory."""
     config = DatasetConfig(name="rows", format="chat")
     tokenization = ParallelTokenization(
@@ -113,6 +118,16 @@ def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
     )
     rows = ListDataset([{"messages": chat} for chat in inputs.chats])
     return tokenization.tokenize([DatasetToTokenize(rows, config)]).store
+
+
+def sequential(inputs: Inputs) -> TokenStore:
+    """As `parallel`, by core's tokenization."""
+    config = DatasetConfig(name="rows", format="chat")
+    data = DataConfig(train=(config,), max_length=100_000)
+    tokenization = SequentialTokenization(SequentialTokenizationConfig(), tokenizer=inputs.tokenizer, data=data)
+    return tokenization.tokenize(
+        [DatasetToTokenize(ListDataset([{"messages": chat} for chat in inputs.chats]), config)]
+    ).store
 
 
 def check_equal(inputs: Inputs) -> None:
@@ -134,8 +149,9 @@ def measure(num_samples: int, repeats: int, short: bool) -> dict[str, Timing]:
         "two calls": lambda: two_calls(inputs),
         "encode_batch": lambda: encode_batch(inputs),
         "parallel": lambda: parallel(inputs),
+        "sequential": lambda: sequential(inputs),
     }
-    return round_robin(functions, {"two calls": min(3, repeats), "encode_batch": repeats, "parallel": repeats})
+    return round_robin(functions, dict.fromkeys(functions, repeats) | {"two calls": min(3, repeats)})
 
 
 def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = False) -> dict[str, Timing]:
@@ -152,11 +168,18 @@ def measure_workers(num_samples: int) -> dict[str, float]:
     """Rows a second of two worker processes, and of this process, once, on more samples."""
     inputs = Inputs(num_samples)
     rates: dict[str, float] = {}
-    for name, workers in (("workers: 0", 0), ("workers: 2", 2)):
+    for workers in (0, "auto", 2):
         begin = time.perf_counter()
         parallel(inputs, workers)
-        rates[name] = num_samples / (time.perf_counter() - begin)
+        rates[f"workers: {workers}"] = num_samples / (time.perf_counter() - begin)
     return rates
+
+
+def rows_worth_workers(timing: Timing, num_samples: int, num_cores: int) -> int | None:
+    """From how many rows on `auto` starts workers when a row costs what it was measured to, None for never."""
+    cost = RowCost(timing.min_s / num_samples, timing.min_cpu_s / num_samples)
+    sizes = (1 << power for power in range(10, 34))
+    return next((rows for rows in sizes if workers_worth_starting(rows, cost, num_cores)), None)
 
 
 def gates_of(
@@ -212,6 +235,10 @@ def main() -> None:
         print(f"{name}: {microseconds:.0f} us a sample")
     for name, rate in workers.items():
         print(f"{name}, start included, {arguments.samples * MORE_FOR_WORKERS} samples: {rate:,.0f} rows/s")
+    for threads, timings, samples in ways:
+        for cores in (4, 16, 64):
+            rows = rows_worth_workers(timings["parallel"], samples, cores)
+            print(f"{threads}: on {cores} cores workers are started from {rows or 'no number of'} rows on")
     print_gates(gates)
 
 

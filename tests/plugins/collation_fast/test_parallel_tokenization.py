@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from worker_rows import TrappedRows, chat_rows, data_config, source
+from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
 from spurline import load_config
 from spurline.config.run_config import DataConfig
@@ -34,7 +34,8 @@ from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokeniz
 from spurline_collation_fast.tokenization import parallel as block_source
 from spurline_collation_fast.tokenization import worker_choice
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
-from spurline_collation_fast.tokenization.parallel import ParallelTokenization
+from spurline_collation_fast.tokenization.parallel import BlockSource, ParallelTokenization
+from spurline_collation_fast.tokenization.slice_worker import SliceTask
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
     RowCost,
@@ -130,7 +131,10 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp
 
 
 @pytest.mark.processes
-def test_rows_measured_here_and_rows_of_workers_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("meanwhile", [200, 10_000])
+def test_rows_measured_here_and_rows_of_workers_make_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: int
+) -> None:
     sources = mixed_files(tmp_path)
     of_rows(monkeypatch, 70)
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
@@ -138,8 +142,44 @@ def test_rows_measured_here_and_rows_of_workers_make_one_whole(tmp_path: Path, m
     monkeypatch.setattr(
         block_source, "workers_worth_starting", lambda num_rows, cost, cores: left.append(num_rows) or 2
     )
+    started: list[range] = []
+    make = SliceWorkers.__init__
+    monkeypatch.setattr(SliceWorkers, "__init__", lambda self, *args: started.append(args[2]) or make(self, *args))
+    monkeypatch.setattr(block_source, "rows_while_they_start", lambda cost: meanwhile)
     assert_equal(parallel(sources, {"workers": "auto"}), sequential(sources))
     assert left == [880 - 2 * 70]
+    # Every worker has a row at least, whatever is encoded here while they start.
+    assert started == [range(140 + min(meanwhile, 740 - 2), 880)]
+
+
+@pytest.mark.processes
+def test_whatever_ends_the_rows_encoded_while_workers_start_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rows(monkeypatch, 4)
+    monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
+    monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
+    monkeypatch.setattr(block_source, "rows_while_they_start", lambda cost: 20)
+    running: list[SliceWorkers] = []
+    enter = SliceWorkers.__enter__
+    monkeypatch.setattr(SliceWorkers, "__enter__", lambda self: running.append(self) or enter(self))
+
+    def interrupt(rows: int) -> None:
+        if running:
+            # Ctrl-C while they import what they need.
+            raise KeyboardInterrupt
+
+    for rows, advance, error in (
+        (TrappedRows(chat_rows(40), {14: "is broken"}), lambda rows: None, DataError),
+        (TrappedRows(chat_rows(40)), interrupt, KeyboardInterrupt),
+    ):
+        running.clear()
+        item = source(rows)
+        blocks = BlockSource(SliceTask([item], TOKENIZER, data_config(item)), ParallelTokenizationConfig())
+        with pytest.raises(error):
+            list(blocks.blocks(advance))
+        [workers] = running
+        assert len(workers.process_ids) == 2
+        assert not any(map(is_alive, workers.process_ids))
+        assert not workers._folder.exists()
 
 
 ROWS = st.one_of(

@@ -37,6 +37,7 @@ from spurline_collation_fast.tokenization.worker_choice import (
     CostMeter,
     available_cores,
     for_seconds,
+    rows_while_they_start,
     workers_worth_starting,
 )
 
@@ -177,11 +178,12 @@ class BlockSource:
         for block in self._here(for_seconds(chunks, MEASURE_S), advance):
             done += block.num_rows
             yield block
-        left = self.num_rows - done
-        workers = workers_worth_starting(left, meter.cost(done - unmeasured), available_cores()) if left else 0
+        left, cost = self.num_rows - done, meter.cost(max(1, done - unmeasured))
+        workers = workers_worth_starting(left, cost, available_cores()) if left else 0
         if workers:
+            meanwhile = min(left - workers, rows_while_they_start(cost))
             try:
-                with closing(self._in_workers(range(done, self.num_rows), workers, advance)) as blocks:
+                with closing(self._in_workers(range(done, self.num_rows), workers, advance, meanwhile)) as blocks:
                     for block in blocks:
                         done += block.num_rows
                         yield block
@@ -210,7 +212,13 @@ class BlockSource:
             self._rows_per_chunk = min(max(ROWS_PER_CHUNK, rows), max(ROWS_PER_CHUNK, MOST_ROWS_PER_CHUNK))
             yield block
 
-    def _in_workers(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
+    def _in_workers(
+        self, rows: range, workers: int, advance: Advance, meanwhile: int = 0
+    ) -> Generator[SampleBlock, None, None]:
+        """meanwhile: the first rows, which are encoded here while the workers start with the others."""
+        here, there = rows[:meanwhile], rows[meanwhile:]
         timeout_s = self._config.stall_timeout_s
-        with SliceWorkers(self._task, self._line, rows, workers, timeout_s, advance, self._folder) as running:
+        with SliceWorkers(self._task, self._line, there, workers, timeout_s, advance, self._folder) as running:
+            with closing(self._here(self._chunks(here), advance)) as blocks:
+                yield from blocks
             yield from running.blocks()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spurline_collation_fast.tokenization.chunks import Chunk
 
-WORKER_START_S = 6.0
+WORKER_START_S = 3.0
 """Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
 
 CLEARLY = 1.25
@@ -66,6 +66,11 @@ def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
     # All start at once, each on a core of its own.
     there = WORKER_START_S + num_rows * cost.cpu_s / workers
     return workers if there * CLEARLY < here else 0
+
+
+def rows_while_they_start(cost: RowCost) -> int:
+    """Rows that this process encodes until workers encode theirs: it has half of the cores' time for so long."""
+    return int(WORKER_START_S / (2 * cost.wall_s))
 
 
 def available_cores() -> int:
