@@ -46,7 +46,7 @@ from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
-from spurline_collation_fast.tokenization.worker_choice import RowCost, workers_worth_starting
+from spurline_collation_fast.tokenization.worker_choice import CostMeter, available_cores, workers_worth_starting
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4
@@ -164,22 +164,20 @@ def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = F
     return {name: Timing(**timing) for name, timing in json.loads(result.stdout).items()}
 
 
-def measure_workers(num_samples: int) -> dict[str, float]:
-    """Rows a second of two worker processes, and of this process, once, on more samples."""
+def measure_workers(num_samples: int) -> tuple[dict[str, float], int | None]:
+    """Rows a second with and without worker processes, once, on more samples and all cores, and from how many rows on
+    `auto` starts some at the cost that a row then has here; None for never."""
     inputs = Inputs(num_samples)
     rates: dict[str, float] = {}
+    meter = CostMeter()
+    parallel(inputs)
+    cost = meter.cost(num_samples)
     for workers in (0, "auto", 2):
         begin = time.perf_counter()
         parallel(inputs, workers)
         rates[f"workers: {workers}"] = num_samples / (time.perf_counter() - begin)
-    return rates
-
-
-def rows_worth_workers(timing: Timing, num_samples: int, num_cores: int) -> int | None:
-    """From how many rows on `auto` starts workers when a row costs what it was measured to, None for never."""
-    cost = RowCost(timing.min_s / num_samples, timing.min_cpu_s / num_samples)
     sizes = (1 << power for power in range(10, 34))
-    return next((rows for rows in sizes if workers_worth_starting(rows, cost, num_cores)), None)
+    return rates, next((rows for rows in sizes if workers_worth_starting(rows, cost, available_cores())), None)
 
 
 def gates_of(
@@ -212,7 +210,7 @@ def main() -> None:
     two, one = (measure_on(threads, arguments.samples, arguments.repeats) for threads in (2, 1))
     num_short = arguments.samples * MORE_SHORT
     short_two, short_one = (measure_on(threads, num_short, arguments.repeats, short=True) for threads in (2, 1))
-    workers = measure_workers(arguments.samples * MORE_FOR_WORKERS)
+    workers, worth = measure_workers(arguments.samples * MORE_FOR_WORKERS)
     gates = gates_of(two, one, short_two, short_one)
     ways = (
         ("2 threads", two, arguments.samples),
@@ -226,7 +224,12 @@ def main() -> None:
         for name, timing in timings.items()
     }
     if arguments.json:
-        figures = {"us_per_sample": per_sample, "rows_per_s": workers, "samples": arguments.samples}
+        figures = {
+            "us_per_sample": per_sample,
+            "rows_per_s": workers,
+            "rows_worth_workers": worth,
+            "samples": arguments.samples,
+        }
         print(json.dumps({**figures, "gates": gates_as_json(gates)}, indent=2))
         return
     for threads, timings, samples in ways:
@@ -235,10 +238,7 @@ def main() -> None:
         print(f"{name}: {microseconds:.0f} us a sample")
     for name, rate in workers.items():
         print(f"{name}, start included, {arguments.samples * MORE_FOR_WORKERS} samples: {rate:,.0f} rows/s")
-    for threads, timings, samples in ways:
-        for cores in (4, 16, 64):
-            rows = rows_worth_workers(timings["parallel"], samples, cores)
-            print(f"{threads}: on {cores} cores workers are started from {rows or 'no number of'} rows on")
+    print(f"auto starts workers on {available_cores()} cores: {f'from some {worth:,} rows on' if worth else 'never'}")
     print_gates(gates)
 
 

@@ -31,8 +31,8 @@ from spurline.testing import TokenizationContract
 from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
+from spurline_collation_fast.tokenization import block_encoder, worker_choice
 from spurline_collation_fast.tokenization import parallel as block_source
-from spurline_collation_fast.tokenization import worker_choice
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
 from spurline_collation_fast.tokenization.parallel import BlockSource, ParallelTokenization
 from spurline_collation_fast.tokenization.slice_worker import SliceTask
@@ -193,12 +193,13 @@ ROWS = st.one_of(
 @given(
     row_lists=st.lists(st.lists(ROWS, min_size=1, max_size=12), min_size=1, max_size=3),
     chunk=st.integers(1, 5),
+    cores=st.sampled_from([1, 2]),
     max_length=st.integers(2, 20),
     too_long=st.sampled_from(["truncate", "drop", "error"]),
     on_bad_row=st.sampled_from(["skip", "error"]),
 )
 def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
-    row_lists: list[list[dict[str, str]]], chunk: int, max_length: int, too_long: str, on_bad_row: str
+    row_lists: list[list[dict[str, str]]], chunk: int, cores: int, max_length: int, too_long: str, on_bad_row: str
 ) -> None:
     sources = [
         source(TrappedRows(rows, label=f"d{number}"), format="prompt_completion", on_bad_row=on_bad_row)
@@ -215,6 +216,7 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
     expected = outcome(sequential)
     with pytest.MonkeyPatch.context() as patch:
         of_rows(patch, chunk)
+        patch.setattr(block_encoder, "available_cores", lambda: cores)
         result = outcome(parallel, {"workers": 0})
     if isinstance(expected, str) or isinstance(result, str):
         assert result == expected

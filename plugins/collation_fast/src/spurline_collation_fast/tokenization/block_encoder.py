@@ -24,6 +24,7 @@ from spurline.data.token_store import Count, SampleBlock
 from spurline.data.tokenization import arrow_rows, block_of_outcomes
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.tokenization.chunks import Chunk
+from spurline_collation_fast.tokenization.worker_choice import available_cores
 
 _STARTED = 2
 """Chunks that the tokenizer is given before the first of them is waited for."""
@@ -51,6 +52,11 @@ class BlockEncoder:
         the masks of the one before are made; another chunk is ready then, so that its threads never wait. The first row
         in order that is an error is the one raised.
         """
+        if available_cores() < 2:
+            # Threads would only take turns.
+            for chunk in chunks:
+                yield self._start(chunk, None)()
+            return
         with ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
             started: deque[Callable[[], SampleBlock]] = deque()
             for chunk in chunks:
@@ -60,14 +66,17 @@ class BlockEncoder:
             while started:
                 yield started.popleft()()
 
-    def _start(self, chunk: Chunk, executor: ThreadPoolExecutor) -> Callable[[], SampleBlock]:
-        """Begin with a chunk; the result waits for it and gives its block, or raises its error."""
+    def _start(self, chunk: Chunk, executor: ThreadPoolExecutor | None) -> Callable[[], SampleBlock]:
+        """Begin with a chunk; the result waits for it and gives its block, or raises its error. executor: encodes the
+        texts meanwhile; None leaves that to the result."""
         encoder = self._encoder(chunk.source)
         columns = self._columns.get(chunk.source)
         block = columns.read(chunk) if columns is not None else None
         if block is not None:
             return lambda: block
         prepared = encoder.prepare(chunk.rows)
+        if executor is None:
+            return lambda: block_of_outcomes(chunk.source, encoder.finish(prepared, encoder.encode_texts(prepared)))
         encoded = executor.submit(encoder.encode_texts, prepared)
         # No time limit on the result: it is computed in this process and cannot get lost.
         return lambda: block_of_outcomes(chunk.source, encoder.finish(prepared, encoded.result()))
