@@ -20,10 +20,10 @@ from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
 from spurline.errors import ConfigError, Problem, UserError
 from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.experts.router_balance import balance_coefficient
 from spurline.model.loading import check_settings
 from spurline.model.memory import count_parameters, describe_count
-from spurline.model.positions import position_limit
-from spurline.model.router_balance import balance_coefficient
+from spurline.model.streams.positions import position_limit
 from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
