@@ -324,9 +324,13 @@ def _load_run(run_dir: Path) -> LoadedConfig:
 
 def _print_result(result: RunResult) -> None:
     if result.status == "finished" and not result.metrics:
-        typer.echo(f"Nothing to do: the run already finished at step {result.step:,}. Raise steps or epochs to go on.")
+        early = f" early: {result.stop_reason}" if result.stop_reason else ""
+        fix = "Change or remove stop_when" if early else "Raise steps or epochs"
+        where = f"{printable(early)} at step {result.step:,}"
+        typer.echo(f"Nothing to do: the run already finished{where}. {fix} to go on.")
     else:
-        verb = "Finished" if result.status == "finished" else "Stopped on request"
+        finished = "Finished early" if result.stop_reason else "Finished"
+        verb = finished if result.status == "finished" else "Stopped on request"
         why = f": {result.stop_reason}" if result.stop_reason else ""
         typer.echo(f"{verb} at step {result.step:,}{printable(why)}{', with warnings:' if result.warnings else '.'}")
         for warning in result.warnings:
@@ -338,6 +342,8 @@ def _print_result(result: RunResult) -> None:
         typer.echo(
             "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
         )
+    if result.best is not None:
+        typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
     for name, path in (("checkpoint", result.checkpoint), ("report", result.report)):
         if path is not None:
             typer.echo(f"  {name}: {path}")
