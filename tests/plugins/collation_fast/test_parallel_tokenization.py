@@ -351,6 +351,14 @@ def test_workers_are_started_only_where_they_are_clearly_sooner(
     assert workers_worth_starting(num_rows, cost, cores) == expected
 
 
+def test_cores_that_others_use_are_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(worker_choice, "available_cores", lambda: 8)
+    for load, cores in ((0.5, 8), (11.2, 4), (15.5, 1), (100.0, 1)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert worker_choice.idle_cores() == cores
+
+
 def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:
     line = RowLine([3, 0, 4])
     assert list(line.chunks(range(1, 7), lambda: 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]

@@ -35,8 +35,8 @@ from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
     MEASURE_S,
     CostMeter,
-    available_cores,
     for_seconds,
+    idle_cores,
     rows_while_they_start,
     workers_worth_starting,
 )
@@ -179,7 +179,7 @@ class BlockSource:
             done += block.num_rows
             yield block
         left, cost = self.num_rows - done, meter.cost(max(1, done - unmeasured))
-        workers = workers_worth_starting(left, cost, available_cores()) if left else 0
+        workers = workers_worth_starting(left, cost, idle_cores()) if left else 0
         if workers:
             meanwhile = min(left - workers, rows_while_they_start(cost))
             try:

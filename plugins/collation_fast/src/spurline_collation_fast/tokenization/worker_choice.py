@@ -79,6 +79,12 @@ def available_cores() -> int:
     return max(1, math.floor(min(cores, cores_of_quota())))
 
 
+def idle_cores() -> int:
+    """Those of them that others leave: on a busy machine rows take long here, and would in workers as well."""
+    idle = (os.cpu_count() or 1) - os.getloadavg()[0]
+    return max(1, min(available_cores(), math.floor(idle)))
+
+
 def cores_of_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """Cores' worth of time that the control groups (v2) of this process grant; infinite without a quota.
 
