@@ -10,9 +10,10 @@ import os
 import shlex
 import sys
 import traceback
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import typer.core
@@ -201,6 +202,45 @@ def data(
         typer.echo(html)
 
 
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write the config.")] = Path("run.yaml"),
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Folder of a model, or its name on the hub.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="sft|dpo|rl", help="What to train; otherwise the rows decide.")
+    ] = None,
+    held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
+    reward: Annotated[str | None, typer.Option(metavar="REWARD", help="For rl: a name, or file.py:function.")] = None,
+    lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters, or all weights.")] = None,
+    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what is usual.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run that was written.")] = False,
+) -> None:
+    """Write a commented config for a model and data, and plan it. Asks for what is not given."""
+    if task not in (None, "sft", "dpo", "rl"):
+        raise UserError(f"--task {task}: is none of sft, dpo, rl.{suggestion(str(task), ['sft', 'dpo', 'rl'])}")
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines(quiet=False)
+    start("loading PyTorch and transformers")
+    with importing():
+        from spurline.first_config.command import Wishes, write_first_config
+
+    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps)
+    for line in write_first_config(file, wishes, start, force=force, may_ask=not yes):
+        typer.echo(line)
+    typer.echo(f"Wrote {file}.")
+    if not no_plan:
+        plan(file)
+
+
 @app.command(name="doctor")
 def diagnose_run(
     config: ConfigArgument,
@@ -291,6 +331,55 @@ def export(
         from spurline.run.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Argument(help="Folder of a run, or of a model, or a model's name on the hub.")],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Without one: standard input, or a conversation.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON lines with `messages`, `prompt` or other data rows.")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: latest, best, or the path of a checkpoint folder.")
+    ] = "latest",
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from plain text, without a chat template.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be given again.")] = None,
+    count: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
+) -> None:
+    """Answer prompts with a run's checkpoint or a model; how a run samples is what answers are sampled with."""
+    from spurline.trackers.start_lines import StartLines
+
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    with ExitStack() as stack:
+        start = StartLines(quiet=as_json)
+        start("loading PyTorch and transformers")
+        with importing():
+            from spurline.answering import command
+
+        found = command.opened(target, _load_run, checkpoint, stack, start)
+        sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
+        asked = command.Prompts(found, system, raw=raw)
+        typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
+        if not prompts and file is None and sys.stdin.isatty():
+            if as_json or raw or count > 1:
+                raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
+            command.talk(found, asked, sampling, seed)
+            return
+        texts = list(prompts or ()) or ([] if file is not None else [sys.stdin.read().rstrip("\n")])
+        every = [(text, asked.of_text(text)) for text in texts]
+        every += [] if file is None else asked.of_file(file)
+        command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
 
 
 @app.command()

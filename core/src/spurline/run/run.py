@@ -45,7 +45,7 @@ from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.early_stop import EarlyStop
 from spurline.run.evaluation import ScheduledEvaluation, run_all
 from spurline.run.export import export_adapter, export_hf
-from spurline.run.health import findings
+from spurline.run.health import findings, trained_steps
 from spurline.run.hook_state import HookStates
 from spurline.run.rescue import rescue
 from spurline.run.resume import CheckpointContents, Course, Resume, find_resume, restore, save_state
@@ -529,7 +529,7 @@ class Run:
     def _warnings(self) -> list[dict[str, Any]]:
         """What was off at any step, as the report says it."""
         lines = read_json_lines(self.directory.metrics)
-        steps = [int(line["step"]) for line in lines]
+        steps = trained_steps(lines)
         return [
             {"kind": found.kind, "words": f"{found.words} {found.when(steps)}.", "lasts": found.lasts}
             for found in findings(lines, self.loaded.resolved())
