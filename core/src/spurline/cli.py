@@ -5,12 +5,15 @@ Heavy libraries are imported inside the commands that need them, so that `--help
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shlex
 import sys
+import threading
 import traceback
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -128,7 +131,7 @@ def train(
     start = StartLines.of(loaded)
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.run import Run
 
     try:
@@ -154,7 +157,7 @@ def plan(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.plan import make_plan
 
     made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
@@ -186,7 +189,7 @@ def data(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.shown_data.page import write_page
         from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
         from spurline.run.shown_data.terminal import print_data
@@ -230,7 +233,7 @@ def init(
 
     start = StartLines(quiet=False)
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.first_config.command import Wishes, write_first_config
 
     wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps)
@@ -252,7 +255,7 @@ def diagnose_run(
     from spurline.trackers.start_lines import StartLines
 
     StartLines.of(loaded)("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.doctor import find
 
     findings: list[Finding] = []
@@ -327,7 +330,7 @@ def export(
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
-    with importing():
+    with _importing():
         from spurline.run.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
@@ -364,7 +367,7 @@ def generate(
     with ExitStack() as stack:
         start = StartLines(quiet=as_json)
         start("loading PyTorch and transformers")
-        with importing():
+        with _importing():
             from spurline.answering import command
 
         found = command.opened(target, _load_run, checkpoint, stack, start)
@@ -393,10 +396,19 @@ def schema(
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
 
 
-def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
-    from spurline.config.loading import load_config
+def _importing() -> AbstractContextManager[None]:
+    """What is imported here stays for good, unless a program called the command: its garbage would stay as well."""
+    return importing(for_good=_OWNS_PROCESS.get())
 
-    return load_config(config, overrides or [])
+
+_OWNS_PROCESS = ContextVar("_OWNS_PROCESS", default=False)
+
+
+def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
+    with importing():
+        from spurline.config.loading import load_config
+
+        return load_config(config, overrides or [])
 
 
 def _load_run(run_dir: Path) -> LoadedConfig:
@@ -443,10 +455,39 @@ def _print_result(result: RunResult) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
 
-    arguments: those of this process by default, which then ends at a second signal, whatever it is doing.
+    arguments: those of this process by default, which then ends at a second signal, whatever it is doing, and here.
     """
+    try:
+        _run_command(arguments)
+    except SystemExit as end:
+        if arguments is None and (end.code is None or isinstance(end.code, int)):
+            _leave(end.code or 0)
+        raise
+
+
+def _leave(code: int) -> None:
+    """End the process as Python does, but for taking apart what was imported, which takes torch a second.
+
+    Returns where something watches the process, or the output cannot be written: Python then ends it.
+    """
+    monitoring: Any = getattr(sys, "monitoring", None)
+    watched = sys.getprofile() or sys.gettrace() or (monitoring and any(map(monitoring.get_tool, range(6))))
+    if "torch" not in sys.modules or watched or sys.flags.inspect:
+        return
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - joins threads, and ends pools of them
+    atexit._run_exitfuncs()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code)
+
+
+def _run_command(arguments: list[str] | None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
+        _OWNS_PROCESS.set(True)
         _end_at_second_signal()
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words
