@@ -19,12 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TOKEN_COLUMNS: dict[str, torch.dtype] = {
-    "input_ids": torch.int64,
+    "input_ids": torch.int32,
     "segment_ids": torch.int32,
-    "position_ids": torch.int64,
+    "position_ids": torch.int32,
     "loss_weights": torch.float32,
 }
 """Columns every batch has, `[rows, length]`, aligned to the token position."""
+
+MAY_BE_WIDE = ("input_ids", "position_ids")
+"""Columns that may be int64 too. Models read both as int64: `token_stream` widens them on the device, so that half the
+bytes are written, kept and sent."""
 
 OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "rollout_logprobs": torch.float32,
@@ -55,7 +59,7 @@ SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np
 class TrainingBatch:
     """Rows of tokens with everything that belongs to them. Read-only; valid until `release()`.
 
-    tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS.
+    tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS, in their dtypes; see MAY_BE_WIDE.
         `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each.
         `loss_weights[r, t]` weighs the loss on predicting the token AT t: 0 on prompts, on the first token of each
         segment and on padding.
@@ -201,12 +205,13 @@ def _widen(column: Tensor, length: int) -> Tensor:
 
 def _check_columns(batch: TrainingBatch) -> None:
     shape = (batch.num_rows, batch.length)
-    for name, dtype in TOKEN_COLUMNS.items():
+    for name in TOKEN_COLUMNS:
         assert name in batch.tokens, f"column {name} is missing"
-        assert batch.tokens[name].dtype == dtype, (name, batch.tokens[name].dtype, dtype)
     for name, column in batch.tokens.items():
         assert tuple(column.shape[:2]) == shape, (name, tuple(column.shape), shape)
-        assert column.dtype == (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype), (name, column.dtype)
+        wide = (torch.int64,) if name in MAY_BE_WIDE else ()
+        expected = (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype)
+        assert column.dtype in (expected, *wide), (name, column.dtype, expected)
     for name in SEGMENT_COLUMNS:
         assert len(batch.segments[name]) == batch.num_rows, (name, len(batch.segments[name]), batch.num_rows)
     for column, dtype in ((batch.unit_ids, torch.int64), (batch.is_padding_row, torch.bool)):

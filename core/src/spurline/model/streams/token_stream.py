@@ -85,9 +85,9 @@ class SegmentPlan:
 class TokenStream:
     """T tokens of S segments, N of them with loss. On the device, except `batch_index`.
 
-    input_ids, position_ids: [1, T]. plan: which tokens belong together.
+    input_ids, position_ids: int64 [1, T]. plan: which tokens belong together.
     source: [N], stream position whose hidden state predicts the token: the one before it in its segment.
-    targets: [N] token ids. weights: [N]. segment_index: [N], from 0.
+    targets: int64 [N] token ids. weights: [N]. segment_index: [N], from 0.
     columns: further token columns at the N positions.
     batch_index: [N] on CPU, where the token stands in the flattened [rows, length] of the batch.
     routed_experts: int16 [T, layers, top_k], of every token, the experts that the engine chose for it; -1 where it did
@@ -189,11 +189,12 @@ def token_stream(
     send = profile.send
     experts = batch.tokens.get(ROUTED_EXPERTS)
     return TokenStream(
-        input_ids=send(input_ids).unsqueeze(0),
-        position_ids=send(batch.tokens["position_ids"].flatten()[index]).unsqueeze(0),
+        # Narrow in the batch, where bytes count (see MAY_BE_WIDE); what models index with is int64.
+        input_ids=send(input_ids).long().unsqueeze(0),
+        position_ids=send(batch.tokens["position_ids"].flatten()[index]).long().unsqueeze(0),
         plan=plan_segments(lengths, profile.slots_per_attention_call, send),
         source=send(target_positions - 1),
-        targets=send(input_ids[target_positions]),
+        targets=send(input_ids[target_positions]).long(),
         weights=send(weights[target_positions].to(profile.weight_dtype)),
         segment_index=send(segment_index),
         columns={name: send(batch.tokens[name].flatten(0, 1)[batch_index]) for name in columns},
