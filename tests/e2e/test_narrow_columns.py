@@ -1,59 +1,60 @@
-"""Tokens and positions of a batch are int32 or int64 on the host: what is trained has the same bits."""
+"""Ids and positions are narrow on the host; what is trained is what wide ones train, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_helpers import assert_same_weights, deterministic, read_metrics, write_pairs
+from run_helpers import read_metrics
+from safetensors.torch import load_file
 
 from spurline import Run, load_config
-from spurline.data.batch import MAY_BE_WIDE, TOKEN_COLUMNS, TrainingBatch
-from spurline.data.collators import layout
-from spurline.plugins.hookspecs import hookimpl
+from spurline.backends.local.backend import LocalBackend
+from spurline.data.batch import MAY_BE_WIDE
 
-WIDE = TOKEN_COLUMNS | dict.fromkeys(MAY_BE_WIDE, torch.int64)
-
-
-class Dtypes:
-    """Notes the dtypes of tokens and positions in the batches that are trained on."""
-
-    def __init__(self) -> None:
-        self.found: set[torch.dtype] = set()
-
-    @hookimpl(wrapper=True)
-    def train_step(self, step: int, batch: TrainingBatch) -> Generator[None, Any, Any]:
-        self.found |= {batch.tokens[name].dtype for name in MAY_BE_WIDE}
-        return (yield)
+Config = dict[str, Any]
 
 
-def preference_data(config: dict[str, Any], folder: Path) -> None:
-    config["source"], config["steps"] = "preference", 3
-    config["data"] = {"train": str(write_pairs(folder / "pairs.jsonl", 12, seed=0)), "max_length": 64}
+@pytest.fixture
+def pairs_config(base_config: Config) -> Config:
+    rows = Path(base_config["data"]["train"]).with_name("pairs.jsonl")
+    pair = '{{"prompt": "say {0}", "chosen": " {0}", "rejected": " no {0}"}}\n'
+    rows.write_text("".join(pair.format(number) for number in range(40)))
+    return base_config | {"source": "preference", "data": {"train": str(rows), "max_length": 64}}
 
 
-@pytest.mark.parametrize("kind", ["sft", "preference", "rollouts"])
-@pytest.mark.parametrize("plugins", [[], ["collation_fast"]], ids=["core", "fast"])
-def test_training_on_narrow_and_on_wide_columns_gives_the_same_bits(
-    kind: str, plugins: list[str], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of", ["base_config", "pairs_config", "rl_config"])
+@pytest.mark.parametrize("plugins", [[], ["collation_fast"]])
+def test_narrow_and_wide_columns_train_the_same_bits(
+    of: str, plugins: list[str], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = request.getfixturevalue("rl_config" if kind == "rollouts" else "base_config")
-    config |= {"steps": 2, "checkpoint": {"every_steps": 2}}
-    if kind == "preference":
-        preference_data(config, tmp_path)
-    for width, dtype in (("narrow", torch.int32), ("wide", torch.int64)):
-        # Wide ones come from the collators of core, as those of any plugin may be.
-        one = {**config, "run_dir": str(tmp_path / width), "plugins": plugins if width == "narrow" else []}
-        if width == "wide":
-            monkeypatch.setattr(layout, "TOKEN_COLUMNS", WIDE)
-        loaded, dtypes = load_config(one), Dtypes()
-        loaded.host.attach(dtypes, "dtypes")
-        Run(loaded).train()
-        assert dtypes.found == {dtype}
-    narrow, wide = (deterministic(read_metrics(str(tmp_path / width))) for width in ("narrow", "wide"))
-    assert [line["loss"] for line in narrow] == [line["loss"] for line in wide]
-    assert [line["grad_norm"] for line in narrow] == [line["grad_norm"] for line in wide]
-    assert_same_weights(tmp_path / "narrow", tmp_path / "wide")
+    config: Config = request.getfixturevalue(of) | {"plugins": plugins, "steps": 2, "report": {"enabled": False}}
+    seen: set[torch.dtype] = set()
+
+    def widened(method: Callable[..., Any], *, wide: bool) -> Callable[..., Any]:
+        def call(self: LocalBackend, batch: Any, *more: Any, **named: Any) -> Any:
+            columns = {name: batch.tokens[name].long() for name in MAY_BE_WIDE} if wide else {}
+            batch = replace(batch, tokens={**batch.tokens, **columns})
+            seen.update(batch.tokens[name].dtype for name in MAY_BE_WIDE)
+            return method(self, batch, *more, **named)
+
+        return call
+
+    results: list[Any] = []
+    for wide in (False, True):
+        with monkeypatch.context() as patch:
+            for name in ("update", "logprobs"):
+                patch.setattr(LocalBackend, name, widened(getattr(LocalBackend, name), wide=wide))
+            seen.clear()
+            result = Run(load_config(config | {"run_dir": str(tmp_path / str(wide))})).train()
+        assert seen == {torch.int64 if wide else torch.int32}
+        assert result.checkpoint is not None
+        losses = [(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / str(wide))]
+        results.append((losses, load_file(result.checkpoint / "backend" / "model.safetensors")))
+    (narrow_losses, narrow), (wide_losses, wide_weights) = results
+    assert narrow_losses == wide_losses
+    assert all(torch.equal(narrow[name], wide_weights[name]) for name in narrow)

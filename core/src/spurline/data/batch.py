@@ -24,11 +24,12 @@ TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "position_ids": torch.int32,
     "loss_weights": torch.float32,
 }
-"""Columns every batch has, `[rows, length]`, aligned to the token position."""
+"""Columns every batch has, `[rows, length]`, aligned to the token position. On the host ids and positions are narrow,
+which halves what is written and copied; on the device, where they are indices, they are int64. A collator may make them
+int64 as well."""
 
 MAY_BE_WIDE = ("input_ids", "position_ids")
-"""Columns that may be int64 too. Models read both as int64: `token_stream` widens them on the device, so that half the
-bytes are written, kept and sent."""
+"""Columns that may be int64 on the host too."""
 
 OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "rollout_logprobs": torch.float32,
@@ -59,7 +60,7 @@ SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np
 class TrainingBatch:
     """Rows of tokens with everything that belongs to them. Read-only; valid until `release()`.
 
-    tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS, in their dtypes; see MAY_BE_WIDE.
+    tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS.
         `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each.
         `loss_weights[r, t]` weighs the loss on predicting the token AT t: 0 on prompts, on the first token of each
         segment and on padding.
@@ -209,9 +210,9 @@ def _check_columns(batch: TrainingBatch) -> None:
         assert name in batch.tokens, f"column {name} is missing"
     for name, column in batch.tokens.items():
         assert tuple(column.shape[:2]) == shape, (name, tuple(column.shape), shape)
-        wide = (torch.int64,) if name in MAY_BE_WIDE else ()
-        expected = (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype)
-        assert column.dtype in (expected, *wide), (name, column.dtype, expected)
+        dtype = (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype)
+        is_wide = name in MAY_BE_WIDE and column.dtype == torch.int64
+        assert column.dtype == dtype or is_wide, (name, column.dtype, dtype)
     for name in SEGMENT_COLUMNS:
         assert len(batch.segments[name]) == batch.num_rows, (name, len(batch.segments[name]), batch.num_rows)
     for column, dtype in ((batch.unit_ids, torch.int64), (batch.is_padding_row, torch.bool)):

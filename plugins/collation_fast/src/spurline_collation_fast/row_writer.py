@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagged, TrainingBatch
 from spurline.data.collators.layout import layout_info
-from spurline_collation_fast.cache_size import last_level_bytes
 from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments, SegmentNames
 from spurline_collation_fast.kernels import Kernels, Table
+from spurline_collation_fast.processor_caches import past_caches_from_bytes
 
 Buffer = NDArray[np.uint8]
 
@@ -108,10 +108,6 @@ _DTYPES = {
 }
 _ALWAYS = ("input_ids", "segment_ids", "position_ids")
 """Columns that any segments have, whatever values they come with."""
-
-PAST_CACHES_FROM = 8
-"""Sizes of the last level cache that a batch takes from which on it is written past the caches. On a Zen 4 core with
-32 MiB, plain stores were faster at all sizes that were measured, up to 4 of these."""
 
 
 class Placement(NamedTuple):
@@ -207,7 +203,7 @@ class RowWriter:
             segments.lengths,
             *tables,
             self._pad_token_id,
-            lease.size > PAST_CACHES_FROM * last_level_bytes(),
+            lease.size > past_caches_from_bytes(),
             arrays["input_ids"][rows],
             arrays["segment_ids"][rows],
             arrays["position_ids"][rows],

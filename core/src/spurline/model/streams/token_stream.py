@@ -85,9 +85,9 @@ class SegmentPlan:
 class TokenStream:
     """T tokens of S segments, N of them with loss. On the device, except `batch_index`.
 
-    input_ids, position_ids: int64 [1, T]. plan: which tokens belong together.
+    input_ids, position_ids: [1, T]. plan: which tokens belong together.
     source: [N], stream position whose hidden state predicts the token: the one before it in its segment.
-    targets: int64 [N] token ids. weights: [N]. segment_index: [N], from 0.
+    targets: [N] token ids. weights: [N]. segment_index: [N], from 0.
     columns: further token columns at the N positions.
     batch_index: [N] on CPU, where the token stands in the flattened [rows, length] of the batch.
     routed_experts: int16 [T, layers, top_k], of every token, the experts that the engine chose for it; -1 where it did
@@ -189,7 +189,7 @@ def token_stream(
     send = profile.send
     experts = batch.tokens.get(ROUTED_EXPERTS)
     return TokenStream(
-        # Narrow in the batch, where bytes count (see MAY_BE_WIDE); what models index with is int64.
+        # What crosses to the device is narrow; indices are wide there.
         input_ids=send(input_ids).long().unsqueeze(0),
         position_ids=send(batch.tokens["position_ids"].flatten()[index]).long().unsqueeze(0),
         plan=plan_segments(lengths, profile.slots_per_attention_call, send),
