@@ -261,6 +261,10 @@ class DecoratedSourceConfig(SourceConfig):
         return self.of.most_turns
 
     @property
+    def samples_by(self) -> SamplingConfig | None:
+        return self.of.samples_by
+
+    @property
     def uses_reference(self) -> bool:
         return self.of.uses_reference
 
