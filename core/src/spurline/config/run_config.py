@@ -114,9 +114,10 @@ def _refuse_names(value: Any) -> Any:
     given = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     names_one = not given or bool({"path", "name"} & given.keys())
     if not names_one and all(isinstance(each, (str, dict, list)) for each in given.values()):
+        entry = f"{{{next(iter(given))}: {{name: loss, data: ..., every_steps: 50}}}}"
         problem = (
             f"names datasets ({listing(given)}), and it is one set, measured as a whole. For numbers of each give each "
-            f"an entry of its own under `evaluations`: {{{next(iter(given))}: {{name: loss, data: ..., every_steps: 50}}}}"
+            f"an entry of its own under `evaluations`: {entry}"
         )
         raise PydanticCustomError("path", "{problem}", {"problem": problem})
     return cast("Any", value)
