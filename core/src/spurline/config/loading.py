@@ -69,9 +69,9 @@ def load_config(
     """Load and validate a configuration.
 
     source: path of a YAML or TOML file, or a mapping of the same shape, in which rows, functions, a model and a
-    tokenizer may stand for their paths; all but functions are written below its run_dir.
-    overrides: `key.path=value` strings. available: installed plugins; read from package metadata when None. recorded: this is what a run wrote down, every
-    default spelled out; it passed the checks across sections when it started, and they are not made again.
+    tokenizer may stand for their paths; all but functions are written below its run_dir. overrides: `key.path=value`
+    strings. available: installed plugins; read from package metadata when None. recorded: this is what a run wrote
+    down, every default spelled out; it passed the checks across sections when it started, and they are not made again.
     Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
     """
     document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
