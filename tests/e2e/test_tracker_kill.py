@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from otlp_receiver import OtlpReceiver
 from prometheus_client.parser import text_string_to_metric_families
-from run_helpers import config_to_kill, num_lines, read_metrics, train_for, wait_for
+from run_helpers import config_to_kill, num_lines, read_metrics, train_for
 from warm_runs import WarmRuns
 
 LIBRARIES = Path(sys.prefix) / "trackers"
