@@ -33,8 +33,8 @@ from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.segment_attention import ATTENTION_NAME
-from spurline.model.token_stream import plan_segments
+from spurline.model.streams.segment_attention import ATTENTION_NAME
+from spurline.model.streams.token_stream import plan_segments
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective

@@ -106,6 +106,7 @@ def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: dict[st
     [first], [second] = (row.sequences for row in data.rows)
     assert (first.kind, first.num_trained) == ("prompt", 0)
     assert text_of(first, trained=False).endswith("<|im_start|>assistant↵\n")
+    assert not any("⟦" in line for line in plain_lines(data)), "no prompt is trained"
     assert first.uid != second.uid
     assert "rewards: brevity, early" in first.notes
     assert any(note.startswith("reference answer: ") for note in first.notes)

@@ -20,7 +20,7 @@ from spurline.cli import app
 from spurline.config.loading import LoadedConfig
 from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserError
 from spurline.model import saved_weights
-from spurline.model.adapter_weights import write_adapter_files
+from spurline.model.adapters.adapter_weights import write_adapter_files
 from spurline.run import export
 from spurline.run.export import export_run
 from spurline.testing.inputs import write_tiny_model, write_tiny_moe_model

@@ -21,9 +21,9 @@ SET_UP = re.compile(
     | spurline/run/(?!loop).*
     | spurline/(errors|importing|files|progress|digests|tensor_files|terminal)\.py
     | spurline/backends/local/checkpoint\.py
-    | spurline/model/(architecture|device_profile|freezing|loading|memory|positions|probe|generation|host_copies)\.py
-    | spurline/model/(saved_state|saved_weights|weight_files|weights)\.py
-    | spurline/model/(computing|kernels|other_forwards|narrow_weights|quantized_weights|routers)\.py
+    | spurline/model/(architecture|device_profile|freezing|loading|memory|probe|generation|computing|kernels)\.py
+    | spurline/model/(other_forwards|saved_state|saved_weights|weight_files|weights)\.py
+    | spurline/model/(holding/(host_copies|narrow_weights|quantized_weights)|experts/routers|streams/positions)\.py
     | spurline/ranks/(devices|launch)\.py
     | spurline/trackers/(console|readout)\.py
     | spurline/optimizers/(groups|state|adamw|sgd|muon)\.py

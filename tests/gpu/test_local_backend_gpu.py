@@ -13,9 +13,9 @@ from spurline.backends.local.backend import LocalBackend
 from spurline.errors import ConfigError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model import segment_attention
 from spurline.model.configs import LoraConfig
-from spurline.model.quantized_weights import quantized_layers
+from spurline.model.holding.quantized_weights import quantized_layers
+from spurline.model.streams import segment_attention
 from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline.protocols.loss import Objective
 from spurline.protocols.optimizer import OptimizerConfig

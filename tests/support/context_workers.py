@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spurline.model.architecture import decoder_layers
 from spurline.model.device_profile import device_profile
-from spurline.model.sequence_sharing import check_sharing
+from spurline.model.streams.sequence_sharing import check_sharing
 from spurline.ranks.group import Place
 from spurline_fsdp_backend.rank import FsdpRank
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spurline.data.dealing import RankShare
-from spurline.model import activation_offloading
+from spurline.model.holding import activation_offloading
 from spurline_fsdp_backend.rank import FsdpRank
 from spurline_fsdp_backend.sharded_model import sharded_modules
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, LlamaConfig
 
-from spurline.model.sequence_sharing import SequenceSharing
+from spurline.model.streams.sequence_sharing import SequenceSharing
 from spurline.ranks.group import Place
 from spurline_megatron_backend.architecture import read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spurline.errors import ModelError
-from spurline.model.token_stream import SegmentPlan, TokenStream, plan_segments
+from spurline.model.streams.token_stream import SegmentPlan, TokenStream, plan_segments
 from spurline.ranks.group import Place
 from spurline_megatron_backend.open_rank import open_rank
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spurline.model.stream_model import Reading
+from spurline.model.streams.stream_model import Reading
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 128,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spurline.model.device_profile import device_profile
-from spurline.model.segment_attention import Scores, attend_segments
-from spurline.model.sequence_sharing import SequenceSharing
-from spurline.model.token_stream import TokenStream, plan_segments
+from spurline.model.streams.segment_attention import Scores, attend_segments
+from spurline.model.streams.sequence_sharing import SequenceSharing
+from spurline.model.streams.token_stream import TokenStream, plan_segments
 from spurline.ranks.group import Place
 
 PROFILE = device_profile("cpu", "fp64")

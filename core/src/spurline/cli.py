@@ -5,14 +5,18 @@ Heavy libraries are imported inside the commands that need them, so that `--help
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shlex
 import sys
+import threading
 import traceback
-from dataclasses import asdict
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import typer.core
@@ -127,7 +131,7 @@ def train(
     start = StartLines.of(loaded)
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.run import Run
 
     try:
@@ -153,7 +157,7 @@ def plan(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.plan import make_plan
 
     made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
@@ -185,7 +189,7 @@ def data(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.shown_data.page import write_page
         from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
         from spurline.run.shown_data.terminal import print_data
@@ -201,6 +205,45 @@ def data(
         typer.echo(html)
 
 
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write the config.")] = Path("run.yaml"),
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Folder of a model, or its name on the hub.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="sft|dpo|rl", help="What to train; otherwise the rows decide.")
+    ] = None,
+    held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
+    reward: Annotated[str | None, typer.Option(metavar="REWARD", help="For rl: a name, or file.py:function.")] = None,
+    lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters, or all weights.")] = None,
+    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what is usual.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run that was written.")] = False,
+) -> None:
+    """Write a commented config for a model and data, and plan it. Asks for what is not given."""
+    if task not in (None, "sft", "dpo", "rl"):
+        raise UserError(f"--task {task}: is none of sft, dpo, rl.{suggestion(str(task), ['sft', 'dpo', 'rl'])}")
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines(quiet=False)
+    start("loading PyTorch and transformers")
+    with _importing():
+        from spurline.first_config.command import Wishes, write_first_config
+
+    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps)
+    for line in write_first_config(file, wishes, start, force=force, may_ask=not yes):
+        typer.echo(line)
+    typer.echo(f"Wrote {file}.")
+    if not no_plan:
+        plan(file)
+
+
 @app.command(name="doctor")
 def diagnose_run(
     config: ConfigArgument,
@@ -212,7 +255,7 @@ def diagnose_run(
     from spurline.trackers.start_lines import StartLines
 
     StartLines.of(loaded)("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.doctor import find
 
     findings: list[Finding] = []
@@ -287,10 +330,59 @@ def export(
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
-    with importing():
+    with _importing():
         from spurline.run.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Argument(help="Folder of a run, or of a model, or a model's name on the hub.")],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Without one: standard input, or a conversation.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON lines with `messages`, `prompt` or other data rows.")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Of a run: latest, best, or the path of a checkpoint folder.")
+    ] = "latest",
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Go on from plain text, without a chat template.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 takes the likeliest token.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be given again.")] = None,
+    count: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
+) -> None:
+    """Answer prompts with a run's checkpoint or a model; how a run samples is what answers are sampled with."""
+    from spurline.trackers.start_lines import StartLines
+
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    with ExitStack() as stack:
+        start = StartLines(quiet=as_json)
+        start("loading PyTorch and transformers")
+        with _importing():
+            from spurline.answering import command
+
+        found = command.opened(target, _load_run, checkpoint, stack, start)
+        sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
+        asked = command.Prompts(found, system, raw=raw)
+        typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
+        if not prompts and file is None and sys.stdin.isatty():
+            if as_json or raw or count > 1:
+                raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
+            command.talk(found, asked, sampling, seed)
+            return
+        texts = list(prompts or ()) or ([] if file is not None else [sys.stdin.read().rstrip("\n")])
+        every = [(text, asked.of_text(text)) for text in texts]
+        every += [] if file is None else asked.of_file(file)
+        command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
 
 
 @app.command()
@@ -304,10 +396,19 @@ def schema(
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
 
 
-def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
-    from spurline.config.loading import load_config
+def _importing() -> AbstractContextManager[None]:
+    """What is imported here stays for good, unless a program called the command: its garbage would stay as well."""
+    return importing(for_good=_OWNS_PROCESS.get())
 
-    return load_config(config, overrides or [])
+
+_OWNS_PROCESS = ContextVar("_OWNS_PROCESS", default=False)
+
+
+def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
+    with importing():
+        from spurline.config.loading import load_config
+
+        return load_config(config, overrides or [])
 
 
 def _load_run(run_dir: Path) -> LoadedConfig:
@@ -324,9 +425,13 @@ def _load_run(run_dir: Path) -> LoadedConfig:
 
 def _print_result(result: RunResult) -> None:
     if result.status == "finished" and not result.metrics:
-        typer.echo(f"Nothing to do: the run already finished at step {result.step:,}. Raise steps or epochs to go on.")
+        early = f" early: {result.stop_reason}" if result.stop_reason else ""
+        fix = "Change or remove stop_when" if early else "Raise steps or epochs"
+        where = f"{printable(early)} at step {result.step:,}"
+        typer.echo(f"Nothing to do: the run already finished{where}. {fix} to go on.")
     else:
-        verb = "Finished" if result.status == "finished" else "Stopped on request"
+        finished = "Finished early" if result.stop_reason else "Finished"
+        verb = finished if result.status == "finished" else "Stopped on request"
         why = f": {result.stop_reason}" if result.stop_reason else ""
         typer.echo(f"{verb} at step {result.step:,}{printable(why)}{', with warnings:' if result.warnings else '.'}")
         for warning in result.warnings:
@@ -338,6 +443,8 @@ def _print_result(result: RunResult) -> None:
         typer.echo(
             "  held-out: " + ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in scores.items())
         )
+    if result.best is not None:
+        typer.echo("  best: {metric} {value:.4g} at step {step:,}".format_map(result.best))
     for name, path in (("checkpoint", result.checkpoint), ("report", result.report)):
         if path is not None:
             typer.echo(f"  {name}: {path}")
@@ -348,10 +455,39 @@ def _print_result(result: RunResult) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
 
-    arguments: those of this process by default, which then ends at a second signal, whatever it is doing.
+    arguments: those of this process by default, which then ends at a second signal, whatever it is doing, and here.
     """
+    try:
+        _run_command(arguments)
+    except SystemExit as end:
+        if arguments is None and (end.code is None or isinstance(end.code, int)):
+            _leave(end.code or 0)
+        raise
+
+
+def _leave(code: int) -> None:
+    """End the process as Python does, but for taking apart what was imported, which takes torch a second.
+
+    Returns where something watches the process, or the output cannot be written: Python then ends it.
+    """
+    monitoring: Any = getattr(sys, "monitoring", None)
+    watched = sys.getprofile() or sys.gettrace() or (monitoring and any(map(monitoring.get_tool, range(6))))
+    if "torch" not in sys.modules or watched or sys.flags.inspect:
+        return
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - joins threads, and ends pools of them
+    atexit._run_exitfuncs()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code)
+
+
+def _run_command(arguments: list[str] | None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
+        _OWNS_PROCESS.set(True)
         _end_at_second_signal()
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words

@@ -20,7 +20,7 @@ from spurline.data.collators.packed import PackedCollator
 from spurline.data.configs import PackedCollatorConfig, SerialPrefetchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.errors import NonFiniteLossError
-from spurline.model.stream_model import StreamModel
+from spurline.model.streams.stream_model import StreamModel
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing import AdapterContract, BackendContract, CollatorContract, PrefetchContract

@@ -20,7 +20,7 @@ from spurline.errors import RunFailedError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.configs import LoraConfig
-from spurline.model.host_copies import HostCopies
+from spurline.model.holding.host_copies import HostCopies
 from spurline.model.weight_files import values_of_tensor
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.loss import Objective

@@ -22,7 +22,7 @@ from spurline.errors import DataError, ModelError, NonFiniteLossError
 from spurline.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline.model.device_profile import KeepDouble
-from spurline.model.stream_model import other_attention
+from spurline.model.streams.stream_model import other_attention
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective, TokenLossInputs

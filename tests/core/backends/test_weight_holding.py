@@ -21,8 +21,8 @@ from spurline.config.run_config import CriticConfig, ModelConfig
 from spurline.errors import CheckpointError
 from spurline.losses.configs import ValueLossConfig
 from spurline.losses.value import ValueLoss
-from spurline.model import stepping_memory
 from spurline.model.configs import LoraConfig
+from spurline.model.holding import stepping_memory
 from spurline.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import Objective

@@ -26,7 +26,7 @@ from spurline.data.preference import join_pairs, split_pairs
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.losses.configs import DpoConfig
 from spurline.losses.dpo import Dpo
-from spurline.model.stream_model import ENTROPY
+from spurline.model.streams.stream_model import ENTROPY
 from spurline.protocols.collator import Collator, ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.testing.backend_cases import assert_gradients_close

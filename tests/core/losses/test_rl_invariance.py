@@ -34,7 +34,7 @@ from spurline.losses.policy_gradient import PolicyGradient
 from spurline.losses.ppo import Ppo
 from spurline.losses.sapo import Sapo
 from spurline.losses.value import ValueLoss
-from spurline.model.stream_model import ENTROPY
+from spurline.model.streams.stream_model import ENTROPY
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout

@@ -17,9 +17,9 @@ from spurline.backends.local.configs import LocalBackendConfig
 from spurline.config.run_config import ModelConfig
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model import activation_offloading
 from spurline.model.configs import OFFLOADS_NOTHING, LoraConfig
 from spurline.model.device_profile import DeviceProfile, device_profile
+from spurline.model.holding import activation_offloading
 from spurline.protocols.loss import Objective
 from spurline.run.fit import Load, memory_lines
 

@@ -15,8 +15,8 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
+from spurline.model.adapters.lora import adapted_layers
 from spurline.model.configs import LoraConfig
-from spurline.model.lora import adapted_layers
 from spurline.protocols.loss import Objective
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from spurline.config.run_config import ModelConfig
-from spurline.model.adapter_weights import AdapterStream, AdapterWeights, write_adapter_files
+from spurline.model.adapters.adapter_weights import AdapterStream, AdapterWeights, write_adapter_files
+from spurline.model.adapters.lora import adapter_settings, add_adapters
 from spurline.model.configs import LoraConfig
-from spurline.model.lora import adapter_settings, add_adapters
 from spurline.testing.inputs import write_tiny_moe_model
 
 TARGETS: dict[str, tuple[str, ...] | str] = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
-from spurline.model.expert_loads import ExpertLoads, LayerLoad, load_metrics
+from spurline.model.experts.expert_loads import ExpertLoads, LayerLoad, load_metrics
 from spurline.protocols.loss import Objective
 from spurline.testing.backend_cases import assert_gradients_close
 

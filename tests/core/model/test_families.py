@@ -19,9 +19,9 @@ from spurline.errors import ModelError
 from spurline.model.architecture import build_without_memory
 from spurline.model.device_profile import device_profile
 from spurline.model.probe import check_exactness
-from spurline.model.row_passes import RowPass, idle_pass, row_passes
-from spurline.model.stream_model import StreamModel
-from spurline.model.token_stream import SegmentPlan, token_stream
+from spurline.model.streams.row_passes import RowPass, idle_pass, row_passes
+from spurline.model.streams.stream_model import StreamModel
+from spurline.model.streams.token_stream import SegmentPlan, token_stream
 from spurline.testing.backend_cases import assert_gradients_close
 
 # Shorter and longer than the windows and chunks of 5, equal lengths, and one token alone.

@@ -17,7 +17,7 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model import generation
 from spurline.model.generation import generate_greedily
-from spurline.model.stream_model import StreamModel
+from spurline.model.streams.stream_model import StreamModel
 from spurline.protocols.loss import Objective
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]

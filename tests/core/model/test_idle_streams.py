@@ -26,8 +26,8 @@ from spurline.model.accumulate import (
     logprobs_of,
 )
 from spurline.model.device_profile import device_profile
-from spurline.model.stream_model import StreamModel
-from spurline.model.token_stream import TokenStream, share_streams
+from spurline.model.streams.stream_model import StreamModel
+from spurline.model.streams.token_stream import TokenStream, share_streams
 from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline.testing.backend_contract import assert_gradients_close
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spurline.backends.local.backend import cut_rows
 from spurline.backends.local.configs import LocalBackendConfig
 from spurline.model.device_profile import device_profile
-from spurline.model.token_stream import token_stream, tokens_per_row
+from spurline.model.streams.token_stream import token_stream, tokens_per_row
 
 PROFILE = device_profile("cpu")
 

@@ -22,7 +22,7 @@ from spurline.errors import CheckpointError, ModelError
 from spurline.losses.configs import ValueLossConfig
 from spurline.losses.value import ValueLoss
 from spurline.model.configs import LoraConfig
-from spurline.model.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
+from spurline.model.holding.narrow_weights import narrow_weights, narrowable_modules, widen_where_read
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.loss import Objective
 from spurline.run.fit import with_changes

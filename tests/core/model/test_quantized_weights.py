@@ -20,8 +20,8 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError, ModelError
 from spurline.model import configs
 from spurline.model.configs import LoraConfig, adapter_page
-from spurline.model.narrow_weights import quantize_weights
-from spurline.model.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
+from spurline.model.holding.narrow_weights import quantize_weights
+from spurline.model.holding.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
 
 
 @pytest.fixture

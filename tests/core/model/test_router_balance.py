@@ -24,10 +24,10 @@ from spurline.losses.configs import CrossEntropyConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.accumulate import accumulate_gradients
 from spurline.model.device_profile import device_profile
+from spurline.model.experts.router_balance import BalanceLoss
 from spurline.model.probe import check_routers, choose_reading
-from spurline.model.router_balance import BalanceLoss
-from spurline.model.stream_model import StreamModel
-from spurline.model.token_stream import token_stream
+from spurline.model.streams.stream_model import StreamModel
+from spurline.model.streams.token_stream import token_stream
 from spurline.protocols.loss import Objective
 from spurline.testing.backend_cases import assert_gradients_close
 

@@ -24,7 +24,7 @@ from spurline.errors import DataError, ModelError
 from spurline.losses.configs import CrossEntropyConfig, ValueLossConfig
 from spurline.losses.cross_entropy import CrossEntropy
 from spurline.model.device_profile import KeepDouble
-from spurline.model.router_replay import ExpertRouting
+from spurline.model.experts.router_replay import ExpertRouting
 from spurline.optimizers.configs import AdamWConfig
 from spurline.protocols.loss import Objective
 

@@ -12,7 +12,7 @@ from spurline.errors import ModelError
 from spurline.model.architecture import experts_per_token, num_experts
 from spurline.model.device_profile import device_profile
 from spurline.model.probe import check_routers, choose_reading, probe_sequences, probe_stream
-from spurline.model.stream_model import StreamModel, evaluation_mode
+from spurline.model.streams.stream_model import StreamModel, evaluation_mode
 
 PROFILE = device_profile("cpu")
 EXPERTS = next(family for family in FAMILIES if family.model_type == "qwen3_moe").settings

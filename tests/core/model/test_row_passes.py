@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from spurline.model.row_passes import row_passes
-from spurline.model.token_stream import plan_segments
+from spurline.model.streams.row_passes import row_passes
+from spurline.model.streams.token_stream import plan_segments
 
 
 @pytest.mark.parametrize(

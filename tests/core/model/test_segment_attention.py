@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spurline.errors import ModelError
-from spurline.model import segment_attention as segment_attention_module
-from spurline.model.segment_attention import Scores, attend_segments, segment_attention
-from spurline.model.token_stream import plan_segments
+from spurline.model.streams import segment_attention as segment_attention_module
+from spurline.model.streams.segment_attention import Scores, attend_segments, segment_attention
+from spurline.model.streams.token_stream import plan_segments
 
 NEVER_PAD, ALWAYS_PAD = 0, 10**9
 HEADS, HEAD_SIZE = 4, 8

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharing_workers import PROFILE, computed, stream_of
 
-from spurline.model.sequence_sharing import SequenceSharing
+from spurline.model.streams.sequence_sharing import SequenceSharing
 from spurline.ranks.group import RankGroup, RankRequest, TimeLimits
 from spurline.ranks.launch import open_ranks
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from spurline.model import stand_ins
 from spurline.model.device_profile import device_profile
-from spurline.model.stand_ins import StandIns, round_stochastically
-from spurline.model.stepping_memory import step_buckets
+from spurline.model.holding import stand_ins
+from spurline.model.holding.stand_ins import StandIns, round_stochastically
+from spurline.model.holding.stepping_memory import step_buckets
 
 PROFILE = device_profile("cpu", "bf16")
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from spurline.config.run_config import ModelConfig
+from spurline.model.adapters.lora import adapted_layers, add_adapters, initial_adapters
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
-from spurline.model.lora import adapted_layers, add_adapters, initial_adapters
 from spurline.model.weights import NamedWeights
 
 MIXTURE: dict[str, Any] = {

@@ -26,7 +26,7 @@ from spurline.testing.rollout_engine_contract import request
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, from_plain
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.progress import Progress
-from spurline_async_rl.engines.vllm import launch
+from spurline_async_rl.engines.vllm import launch, requirements
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import (
@@ -187,7 +187,7 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
     settings: dict[str, Any],
     message: str,
 ) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == package else object())
     with pytest.raises(ConfigError, match=message):
         vllm_engine(spurline_tiny_model, tmp_path, **settings)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from spurline.config.cluster import ClusterConfig
 from spurline.config.paths import PathSetting
@@ -108,12 +109,26 @@ class ReductionConfig(NamedSection):
             )
 
 
+def _refuse_names(value: Any) -> Any:
+    """Datasets by name, as some trainers have them, would be read as the settings of one."""
+    given = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    names_one = not given or bool({"path", "name"} & given.keys())
+    if not names_one and all(isinstance(each, (str, dict, list)) for each in given.values()):
+        entry = f"{{{next(iter(given))}: {{name: loss, data: ..., every_steps: 50}}}}"
+        problem = (
+            f"names datasets ({listing(given)}), and it is one set, measured as a whole. For numbers of each give each "
+            f"an entry of its own under `evaluations`: {entry}"
+        )
+        raise PydanticCustomError("path", "{problem}", {"problem": problem})
+    return cast("Any", value)
+
+
 class DataConfig(Section):
     """Which rows to train and evaluate on, and which of their tokens carry loss."""
 
     train: DatasetList = Field(min_length=1)
     """Training datasets; several are mixed by their weights."""
-    eval: Annotated[DatasetList, OnResume.FREE] = ()
+    eval: Annotated[DatasetList, BeforeValidator(_refuse_names), OnResume.FREE] = ()
     """Held-out datasets, never trained on."""
     train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""
@@ -194,8 +209,8 @@ class ModelConfig(Section):
 _LOWER_IS_BETTER = {"loss", "nll", "perplexity", "ppl", "kl", "error", "failed"}
 
 
-class KeepBestConfig(Section):
-    """The measure of the best checkpoint; a bare string is short for its `metric`."""
+class WatchedMetricConfig(Section):
+    """A metric of the held-out evaluation, and which of its values is better."""
 
     metric: str = Field(min_length=1)
     """Metric of the held-out evaluation, such as `eval/loss` or `eval/exact_match`."""
@@ -208,6 +223,57 @@ class KeepBestConfig(Section):
         if self.mode is not None:
             return self.mode == "min"
         return not _LOWER_IS_BETTER.isdisjoint(self.metric.replace("_", "/").split("/"))
+
+    def metric_problems(self, run: RunConfig, section: str) -> Iterable[Problem]:
+        """What keeps the metric from being measured as the run goes on. section: the name of this one."""
+        name = self.metric.split("/")[1] if self.metric.count("/") > 1 else ""
+        if not self.metric.startswith("eval/"):
+            yield Problem(
+                "metric",
+                f"is {self.metric}, which is no metric of the held-out evaluation: their names begin with eval/, such "
+                "as eval/loss. Choose one of these.",
+            )
+        if not run.data.eval and run.evaluations and name not in run.evaluations:
+            yield Problem(
+                "metric",
+                f"is {self.metric}, which no evaluation measures: `data.eval` is empty, and the metrics of the others "
+                f"begin with their names.{suggestion(name, run.evaluations)} Write eval/NAME/METRIC. Names: "
+                f"{listing(run.evaluations)}.",
+            )
+        elif not run.data.eval and not run.evaluations:
+            yield Problem(
+                "",
+                f"goes by {self.metric}, but nothing is evaluated: `data.eval` is empty. Set data.eval and "
+                f"evaluation.every_steps, or remove {section}.",
+            )
+        elif run.evaluations.get(name, run.evaluation).every_steps is None:
+            yield Problem(
+                "",
+                f"goes by {self.metric}, but the run evaluates only once, at its end. Set evaluation.every_steps, or "
+                f"remove {section}.",
+            )
+
+
+class KeepBestConfig(WatchedMetricConfig):
+    """The measure of the best checkpoint; a bare string is short for its `metric`."""
+
+
+class StopWhenConfig(WatchedMetricConfig):
+    """When a run ends before its last step, in good order and finished: judged after each evaluation of the metric."""
+
+    patience: int | None = Field(default=None, ge=1)
+    """End after so many evaluations in a row of which none was better than the best before them; null does not."""
+    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How much better than the best a value must be to count as better for `patience`."""
+    reaches: float | None = Field(default=None, allow_inf_nan=False)
+    """End when the metric is as good as this or better; null does not."""
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if self.patience is None and self.reaches is None:
+            yield Problem("", "never stops. Set patience, such as 3 evaluations, or reaches, a value of the metric.")
+        if self.patience is None and self.min_delta:
+            yield Problem("min_delta", "belongs to patience, which is not set. Set it too, or remove min_delta.")
+        yield from self.metric_problems(run, "stop_when")
 
 
 class CheckpointConfig(Section):
@@ -261,35 +327,9 @@ class CheckpointConfig(Section):
                 f"is not supported by backend '{run.backend.name}', which writes checkpoints while training stands "
                 "still. Remove it, or choose the backend local.",
             )
-        if self.keep_best is None:
-            return
-        metric = self.keep_best.metric
-        if not metric.startswith("eval/"):
-            yield Problem(
-                "keep_best.metric",
-                f"is {metric}, which is no metric of the held-out evaluation: their names begin with eval/, such as "
-                "eval/loss. Choose one of these.",
-            )
-        name = metric.split("/")[1] if metric.count("/") > 1 else ""
-        if not run.data.eval and run.evaluations and name not in run.evaluations:
-            yield Problem(
-                "keep_best.metric",
-                f"is {metric}, which no evaluation measures: `data.eval` is empty, and the metrics of the others begin "
-                f"with their names.{suggestion(name, run.evaluations)} Write eval/NAME/METRIC. Names: "
-                f"{listing(run.evaluations)}.",
-            )
-        elif not run.data.eval and not run.evaluations:
-            yield Problem(
-                "keep_best",
-                f"goes by {metric}, but nothing is evaluated: `data.eval` is empty. Set data.eval and "
-                "evaluation.every_steps, or remove keep_best.",
-            )
-        elif run.evaluations.get(name, run.evaluation).every_steps is None:
-            yield Problem(
-                "keep_best",
-                f"goes by {metric}, but the run evaluates only once, at its end. Set evaluation.every_steps, or remove "
-                "keep_best.",
-            )
+        if self.keep_best is not None:
+            for problem in self.keep_best.metric_problems(run, "keep_best"):
+                yield Problem(f"keep_best.{problem.key}".removesuffix("."), problem.message)
 
 
 class GenerationEvalConfig(Section):
@@ -313,13 +353,15 @@ class DataEvaluationConfig(Section):
 
     every_steps: int | None = Field(default=None, gt=0)
     """Evaluate each time this many steps are done; it always runs once at the end."""
+    at_start: bool = False
+    """Also measure the model before its first step, as step 0."""
     batch_size: int | None = Field(default=None, gt=0)
     """Samples per evaluation batch; default is the training `batch_size`."""
     generate: GenerationEvalConfig | None = None
     """Score generated answers; null computes the loss only."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
-        if not run.data.eval and (self.generate is not None or self.every_steps is not None):
+        if not run.data.eval and (self.generate is not None or self.every_steps is not None or self.at_start):
             yield Problem("", "needs held-out data, and `data.eval` is empty. Set data.eval, or remove this section.")
         if self.generate is not None and not run.backend.generates:
             yield Problem(
@@ -388,6 +430,8 @@ class RunConfig(Section):
     """Held-out evaluation on `data.eval`."""
     evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}
     """Further evaluations by name, each with data, rhythm and settings of its own; metrics are `eval/NAME/...`."""
+    stop_when: Annotated[StopWhenConfig | None, OnResume.FREE] = None
+    """End the run early, by a metric of its evaluations; null trains all steps."""
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     """Saving."""
     trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()

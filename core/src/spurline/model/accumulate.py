@@ -18,10 +18,10 @@ from torch import Tensor
 from spurline.data.batch import TrainingBatch
 from spurline.data.dealing import Rows
 from spurline.model.device_profile import DeviceProfile
-from spurline.model.expert_loads import ExpertLoads, LayerLoad, Loads
-from spurline.model.router_balance import BalanceLoss
-from spurline.model.stream_model import StreamModel, evaluation_mode
-from spurline.model.token_stream import TokenStream
+from spurline.model.experts.expert_loads import ExpertLoads, LayerLoad, Loads
+from spurline.model.experts.router_balance import BalanceLoss
+from spurline.model.streams.stream_model import StreamModel, evaluation_mode
+from spurline.model.streams.token_stream import TokenStream
 from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface, PreTrainedModel
 
 from spurline.model.architecture import LOADING_ERRORS, decoder_layers
-from spurline.model.stream_model import find_decoder
+from spurline.model.streams.stream_model import find_decoder
 
 _TOKENS = (64, 192)
 _COUNTED_ATTENTION = "spurline_counted"

@@ -97,7 +97,7 @@ def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
     """What `all-linear` leaves out of this model, in a sentence; nothing for a list of names. Raises ModelError."""
     if lora.target_modules != "all-linear":
         return []
-    return resolve("spurline.model.adapter_targets:notes", "the modules that can carry adapters")(model)
+    return resolve("spurline.model.adapters.adapter_targets:notes", "the modules that can carry adapters")(model)
 
 
 def check_peft(lora: LoraConfig) -> None:

@@ -18,8 +18,8 @@ from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.loading import LengthLimit
-from spurline.model.positions import position_limit
-from spurline.model.stream_model import StreamModel, evaluation_mode, library_attention, other_attention
+from spurline.model.streams.positions import position_limit
+from spurline.model.streams.stream_model import StreamModel, evaluation_mode, library_attention, other_attention
 from spurline.protocols.backend import GenerationModel
 
 _TOKENS_PER_BATCH = 65536

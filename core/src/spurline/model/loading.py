@@ -30,7 +30,7 @@ from spurline.data.tokenizer import describe_missing
 from spurline.errors import DataError, ModelError, listing
 from spurline.model.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline.model.device_profile import DeviceProfile
-from spurline.model.positions import rope_settings, rope_type
+from spurline.model.streams.positions import rope_settings, rope_type
 from spurline.model.weight_files import safetensors_files
 
 _BROKEN_FILES = (SafetensorError, EOFError)

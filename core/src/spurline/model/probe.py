@@ -21,10 +21,10 @@ from transformers import PretrainedConfig
 from spurline.errors import ModelError, SpurlineError
 from spurline.model.computing import in_full_precision, own_code
 from spurline.model.device_profile import DeviceProfile
+from spurline.model.experts.router_replay import ExpertRouting
 from spurline.model.kernels import kernels_of
-from spurline.model.router_replay import ExpertRouting
-from spurline.model.segment_attention import observed_windows
-from spurline.model.stream_model import (
+from spurline.model.streams.segment_attention import observed_windows
+from spurline.model.streams.stream_model import (
     OutputLogits,
     Reading,
     StreamModel,
@@ -33,7 +33,7 @@ from spurline.model.stream_model import (
     other_attention,
     vocabulary_size,
 )
-from spurline.model.token_stream import TokenStream, plan_segments
+from spurline.model.streams.token_stream import TokenStream, plan_segments
 
 _OWN_ATTENTION = "eager"
 """The reference attention, which every model has and which implements all it asks for."""

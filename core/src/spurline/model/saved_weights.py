@@ -26,16 +26,16 @@ from transformers.core_model_loading import (
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError
-from spurline.model.adapter_weights import AdapterStream, AdapterWeights
+from spurline.model.adapters.adapter_weights import AdapterStream, AdapterWeights
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
 from spurline.model.device_profile import device_profile
-from spurline.model.freed_memory import return_freed_memory
 from spurline.model.freezing import freeze_parameters
+from spurline.model.holding.freed_memory import return_freed_memory
+from spurline.model.holding.narrow_weights import quantizable_modules
+from spurline.model.holding.quantized_weights import QuantizedWeight
 from spurline.model.joined_weights import joined_weights
 from spurline.model.loading import load_model
-from spurline.model.narrow_weights import quantizable_modules
-from spurline.model.quantized_weights import QuantizedWeight
 from spurline.model.saved_state import check_frozen, check_weights
 from spurline.model.weight_files import WeightStream, safetensors_files
 from spurline.model.weights import NamedWeights, digest_of_samples, entry, layer_of
@@ -74,7 +74,7 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
     if saved.is_quantized:
         quantized = {f"{name}.weight" for name, _ in quantizable_modules(causal)}
     if lora is not None:
-        from spurline.model.lora import add_adapters
+        from spurline.model.adapters.lora import add_adapters
 
         add_adapters(causal, lora, seed)
     named = NamedWeights(causal, adapted=lora is not None)
@@ -90,7 +90,7 @@ def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, see
 
     Raises CheckpointError for a checkpoint of another model.
     """
-    from spurline.model.lora import adapter_settings, add_adapters
+    from spurline.model.adapters.lora import adapter_settings, add_adapters
 
     causal = _without_values(model, saved.frozen_dtype)
     add_adapters(causal, lora, seed)

@@ -23,7 +23,7 @@ from torch import Tensor
 from spurline.config.run_config import ModelConfig
 from spurline.data.hub import finding
 from spurline.errors import CheckpointWriteError, ModelError, listing
-from spurline.model.adapter_weights import SETTINGS_FILE
+from spurline.model.adapters.adapter_weights import SETTINGS_FILE
 from spurline.tensor_files import BLOCK_BYTES, Values, header_of
 
 _CANDIDATES = ("model.safetensors", "model.safetensors.index.json")

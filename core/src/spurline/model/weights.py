@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from spurline.errors import CheckpointError
-from spurline.model.quantized_weights import QuantizedLinear, quantized_layers
+from spurline.model.holding.quantized_weights import QuantizedLinear, quantized_layers
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -94,7 +94,7 @@ class NamedWeights:
         self._quantized: Mapping[str, QuantizedLinear] = quantized_layers(causal)
         self._layers: Mapping[str, BaseTunerLayer] = {}
         if adapted:
-            from spurline.model.lora import adapted_layers
+            from spurline.model.adapters.lora import adapted_layers
 
             self._layers = dict(adapted_layers(causal))
         self.groups: Sequence[WeightGroup] = self._grouped(list(self._parts()))
@@ -122,7 +122,7 @@ class NamedWeights:
         if part.layer is None:
             (source,) = part.sources
             return tensors[source].detach()
-        from spurline.model.lora import merged_weight
+        from spurline.model.adapters.lora import merged_weight
 
         own = {source.removeprefix(f"{part.layer}."): tensors[source].detach() for source in part.sources}
         return merged_weight(self._layers[part.layer], part.sources[0].removeprefix(f"{part.layer}."), own)

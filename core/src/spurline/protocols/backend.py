@@ -317,8 +317,8 @@ class BackendConfig(ComponentConfig):
     None: the backend is built and loads the checkpoint."""
     adapter_reader: ClassVar[str | None] = None
     """`"module:function"` that reads the policy's adapter out of a checkpoint of a run with `trains_adapters`, in the
-    same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of `spurline.model.adapter_weights`.
-    None: the backend is built, and must be one that `TrainsAdapters`."""
+    same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of
+    `spurline.model.adapters.adapter_weights`. None: the backend is built, and must be one that `TrainsAdapters`."""
 
     def layout(self) -> ParallelLayout:
         """What the parallelism asks of a batch; one process by default."""

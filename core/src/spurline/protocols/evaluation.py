@@ -35,6 +35,8 @@ class EvaluationConfig(ComponentConfig):
     """Held-out datasets, never trained on."""
     every_steps: int | None = Field(default=None, gt=0)
     """Evaluate each time this many steps are done; it always runs once at the end."""
+    at_start: bool = False
+    """Also measure the model before its first step, as step 0."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.generates and not run.backend.generates:

@@ -25,7 +25,7 @@ class TrackerConfig(ComponentConfig):
 class RunInfo:
     """What a tracker is told at the start.
 
-    run_dir: the run's folder. resume_step: last step kept from an earlier attempt, 0 in a new run.
+    run_dir: the run's folder. resume_step: last step kept from an earlier attempt, 0 in a new run, which keeps none.
     total_steps: steps of the whole run. config: every setting as plain values. notes: lines about the start that a
     person should see: what was resumed, how many samples there are, what was left out and why.
     """
@@ -36,6 +36,12 @@ class RunInfo:
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
+    @property
+    def first_step(self) -> int:
+        """The first step whose metrics may come. A new run may begin with step 0, the evaluation of the model as it is
+        before training."""
+        return self.resume_step + 1 if self.resume_step else 0
+
 
 class Tracker(Protocol):
     """Receive metrics on the loop's thread.
@@ -44,11 +50,11 @@ class Tracker(Protocol):
     """
 
     def start(self, info: RunInfo) -> None:
-        """Called before the first step; drop whatever was logged after `info.resume_step`."""
+        """Called before the first step; drop whatever was logged of `info.first_step` and later."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of one finished step, evaluation included."""
+        """Metrics of one finished step, evaluation included; step 0 has those of an evaluation before training."""
         ...
 
     def flush(self) -> None:

@@ -22,12 +22,12 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError, ModelError, NonFiniteLossError
 from spurline.model.accumulate import SumsPart, describe_failure
 from spurline.model.architecture import load_model_config
-from spurline.model.expert_loads import load_metrics
+from spurline.model.experts.expert_loads import load_metrics
+from spurline.model.experts.router_replay import check_replayed
+from spurline.model.holding.offloading import refuse
 from spurline.model.loading import length_limit
-from spurline.model.offloading import refuse
-from spurline.model.router_replay import check_replayed
-from spurline.model.stream_model import ENTROPY
-from spurline.model.token_stream import check_columns, check_tokens
+from spurline.model.streams.stream_model import ENTROPY
+from spurline.model.streams.token_stream import check_columns, check_tokens
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import LossSums, Role, check_trained
 from spurline.protocols.loss import Objective

@@ -23,7 +23,7 @@ from torch import Tensor
 from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, DamagedCheckpointError
-from spurline.model.adapter_weights import AdapterStream
+from spurline.model.adapters.adapter_weights import AdapterStream
 from spurline.model.configs import LoraConfig
 from spurline.model.pieces import Box, PieceIndex
 from spurline.model.saved_state import check_frozen, check_weights, read_facts

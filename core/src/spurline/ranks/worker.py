@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError
-from spurline.model.offloading import DeviceMemory, DeviceTensors
+from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
 from spurline.ranks.group import Place
 from spurline.ranks.messages import SavedPart
 from spurline.ranks.publishing import Publishing

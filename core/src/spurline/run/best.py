@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from spurline.config.run_config import KeepBestConfig
+from spurline.config.run_config import KeepBestConfig, WatchedMetricConfig
 from spurline.errors import ConfigError, listing, suggestion
 
 
@@ -42,29 +42,15 @@ class BestSoFar:
         self.step, self.value = saved["step"], saved["value"]
         return []
 
-    def is_same_data(self, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-        """Whether the evaluation of its metric has the same fingerprint, by `eval` or `eval/NAME`, as before."""
-        if self._config is None:
-            return True
-        label = _label_of(self._config.metric, now)
-        return before.get(label) == now.get(label)
-
     def observe(self, step: int, scores: Mapping[str, float], labels: Collection[str], every: Collection[str]) -> None:
         """Look at the evaluations of a step. labels: theirs. every: those of all evaluations of the run.
 
         Raises ConfigError naming the metrics there are when the evaluation of the chosen one does not measure it.
         """
-        config = self._config
-        if config is None or _label_of(config.metric, every) not in labels:
+        if self._config is None:
             return
-        if config.metric not in scores:
-            raise ConfigError.at(
-                "checkpoint.keep_best.metric",
-                f"is {config.metric}, which this evaluation does not measure.{suggestion(config.metric, scores)} "
-                f"Metrics: {listing(scores)}.",
-            )
-        value = float(scores[config.metric])
-        if self.value is None or (value < self.value if config.lower_is_better else value > self.value):
+        value = measured(self._config, "checkpoint.keep_best", scores, labels, every)
+        if value is not None and (self.value is None or is_better(self._config, value, self.value)):
             self.step, self.value = step, value
 
     def facts(self) -> dict[str, Any] | None:
@@ -80,6 +66,41 @@ class BestSoFar:
         }
 
 
-def _label_of(metric: str, labels: Collection[str]) -> str:
+def measured(
+    config: WatchedMetricConfig,
+    where: str,
+    scores: Mapping[str, float],
+    labels: Collection[str],
+    every: Collection[str],
+) -> float | None:
+    """The watched metric among the scores of some evaluations; None when the one that measures it is not among them.
+
+    where: key of the config, for messages. scores, labels, every: as for `BestSoFar.observe`, which raises the same.
+    """
+    if label_of(config.metric, every) not in labels:
+        return None
+    if config.metric not in scores:
+        raise ConfigError.at(
+            f"{where}.metric",
+            f"is {config.metric}, which this evaluation does not measure.{suggestion(config.metric, scores)} "
+            f"Metrics: {listing(scores)}.",
+        )
+    return float(scores[config.metric])
+
+
+def is_better(config: WatchedMetricConfig, value: float, than: float, by: float = 0.0) -> bool:
+    """Whether a value is better than another by more than so much."""
+    return value < than - by if config.lower_is_better else value > than + by
+
+
+def is_same_data(config: WatchedMetricConfig | None, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether the evaluation of the metric has the same fingerprint, by `eval` or `eval/NAME`, as before."""
+    if config is None:
+        return True
+    label = label_of(config.metric, now)
+    return before.get(label) == now.get(label)
+
+
+def label_of(metric: str, labels: Collection[str]) -> str:
     """Which of the evaluations, by `eval` or `eval/NAME`, measures this metric: the one of the longest label."""
     return next((label for label in sorted(labels, reverse=True) if metric.startswith(f"{label}/")), "eval")

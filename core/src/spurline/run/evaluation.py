@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import DataEvaluationConfig, RunConfig
 from spurline.errors import ConfigError, PluginError
 from spurline.evaluation.answers import AnswersEvaluation
 from spurline.evaluation.configs import AnswersEvaluationConfig, LossEvaluationConfig
 from spurline.evaluation.loss import LossEvaluation
 from spurline.protocols.backend import Backend
-from spurline.protocols.evaluation import EvaluationContext, HeldOutEvaluation
+from spurline.protocols.evaluation import EvaluationConfig, EvaluationContext, HeldOutEvaluation
 from spurline.protocols.source import Longest
 
 
@@ -27,10 +27,12 @@ class ScheduledEvaluation:
     """One evaluation of a run.
 
     name: as under `evaluations`; empty for that of `data.eval`. every_steps: None for the end of the run alone.
+    at_start: whether the model is measured before its first step too.
     """
 
     name: str
     every_steps: int | None
+    at_start: bool
     held_out: HeldOutEvaluation
 
     @property
@@ -101,16 +103,16 @@ def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[Sch
     config, registry = context.run.config, context.run.host.registry
     built: list[ScheduledEvaluation] = []
 
-    def add(name: str, every_steps: int | None, held_out: HeldOutEvaluation) -> None:
+    def add(name: str, settings: DataEvaluationConfig | EvaluationConfig, held_out: HeldOutEvaluation) -> None:
         stack.callback(held_out.close)
-        built.append(ScheduledEvaluation(name, every_steps, held_out))
+        built.append(ScheduledEvaluation(name, settings.every_steps, settings.at_start, held_out))
 
     if config.data.eval:
         own = context.source.evaluation()
-        add("", config.evaluation.every_steps, DataEvaluation(config, context) if own is None else own)
+        add("", config.evaluation, DataEvaluation(config, context) if own is None else own)
     for name, settings in config.evaluations.items():
         here = replace(context, where=f"evaluations.{name}")
-        add(name, settings.every_steps, registry.create("evaluation", settings, context=here))
+        add(name, settings, registry.create("evaluation", settings, context=here))
     return tuple(built)
 
 

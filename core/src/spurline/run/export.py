@@ -20,7 +20,7 @@ from spurline.config.run_config import RunConfig
 from spurline.data.tokenizer import load_tokenizer
 from spurline.errors import RunFailedError, UserError
 from spurline.files import give_default_permissions, remove
-from spurline.model.adapter_weights import AdapterStream, write_adapter_files
+from spurline.model.adapters.adapter_weights import AdapterStream, write_adapter_files
 from spurline.model.configs import adapter_page
 from spurline.model.weight_files import write_weight_files
 from spurline.plugins.registry import resolve

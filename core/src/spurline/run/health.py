@@ -207,7 +207,7 @@ class Finding:
     lasts: bool
 
     def when(self, steps: Sequence[int]) -> str:
-        """`Steps 3 to 7, 12 (6 of 60)`. steps: of the lines that were judged."""
+        """`Steps 3 to 7, 12 (6 of 60)`. steps: `trained_steps` of the lines that were judged."""
         places = self.places
         if len(places) == len(steps):
             return "Every step" if len(steps) > 1 else f"Step {steps[0]:,}"
@@ -224,8 +224,14 @@ class Finding:
         return f"{noun} {', '.join(shown)}{more} ({len(places):,} of {len(steps):,})"
 
 
+def trained_steps(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The steps of lines of metrics.jsonl, less step 0, in which nothing is trained and so nothing can be off."""
+    return [int(line["step"]) for line in lines if line["step"]]
+
+
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
     """What was off in a run, the most frequent first. lines: of metrics.jsonl. config: the resolved settings."""
+    lines = [line for line in lines if line["step"]]
     watch = HealthWatch(clip_threshold(config))
     places: dict[str, list[int]] = {}
     latest: dict[str, str] = {}

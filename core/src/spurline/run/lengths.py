@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, Problem
 from spurline.model.architecture import load_model_config
-from spurline.model.positions import PositionLimit, position_limit
+from spurline.model.streams.positions import PositionLimit, position_limit
 from spurline.protocols.source import BatchSource, Longest
 from spurline.run.evaluation import ScheduledEvaluation
 

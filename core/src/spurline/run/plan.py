@@ -20,10 +20,10 @@ from spurline.data.token_store import describe
 from spurline.data.tokenizer import template_notes
 from spurline.errors import ConfigError, Problem, UserError
 from spurline.model.architecture import build_without_memory, load_model_config
+from spurline.model.experts.router_balance import balance_coefficient
 from spurline.model.loading import check_settings
 from spurline.model.memory import count_parameters, describe_count
-from spurline.model.positions import position_limit
-from spurline.model.router_balance import balance_coefficient
+from spurline.model.streams.positions import position_limit
 from spurline.model.weight_files import check_weight_files
 from spurline.plugins.registry import CORE, group_by_kind
 from spurline.progress import Progress, silent
@@ -216,11 +216,30 @@ def _steps(loaded: LoadedConfig, data: DataComponents) -> list[str]:
     lines = [
         f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, {epochs:.2f} epochs"
     ]
+    lines += _early_end(config)
     per_epoch, per_step = facts.get("samples_per_epoch"), facts.get("samples_per_step", config.batch_size)
     if isinstance(per_epoch, int) and isinstance(per_step, int):
         beyond = (source.total_steps * per_step) % per_epoch
         if config.epochs is not None and beyond and beyond < per_step:
             lines.append(f"the last batch wraps around and takes {beyond} samples of the next epoch")
+    return lines
+
+
+def _early_end(config: RunConfig) -> list[str]:
+    """When `stop_when` ends the run before its last step, and whether the best weights are kept for that."""
+    stop, kept = config.stop_when, config.checkpoint.keep_best
+    if stop is None:
+        return []
+    ends: list[str] = []
+    if stop.reaches is not None:
+        ends.append(f"reaches {stop.reaches:g}")
+    if stop.patience is not None:
+        by = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
+        ends.append(f"has not got better{by} in {stop.patience} evaluations in a row")
+    better = "less" if stop.lower_is_better else "more"
+    lines = [f"ends early when {stop.metric} {' or '.join(ends)}; {better} is better"]
+    if kept is None or kept.metric != stop.metric:
+        lines.append(f"keeps the last weights, not the best; checkpoint.keep_best: {stop.metric} keeps those too")
     return lines
 
 

@@ -16,7 +16,7 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, ConfigError, DamagedCheckpointError, Problem, RunDirectoryError
 from spurline.protocols.backend import Role, TakesSnapshots
 from spurline.protocols.stateful import Stateful
-from spurline.run.best import BestSoFar
+from spurline.run.best import BestSoFar, is_same_data
 from spurline.run.build import Components, Done
 from spurline.run.changes import PermittedChanges, ResumeRequest
 from spurline.run.checkpoint import (
@@ -30,6 +30,7 @@ from spurline.run.checkpoint import (
     open_checkpoint,
 )
 from spurline.run.directory import RunDirectory
+from spurline.run.early_stop import EarlyStop
 from spurline.run.evaluation import fingerprints
 from spurline.run.state_files import copied_state, read_state, write_state
 
@@ -125,13 +126,14 @@ def _check_versions(checkpoint: Checkpoint, loaded: LoadedConfig) -> Iterator[st
 class Course:
     """What a manifest says of how a run has gone, besides its settings.
 
-    updates: optimizer steps by role. history: as of `Resume`. best: the best evaluation so far. pending: the step's
-    metrics, when its evaluation is still to come.
+    updates: optimizer steps by role. history: as of `Resume`. best: the best evaluation so far. early_stop: what it
+    has counted. pending: the step's metrics, when its evaluation is still to come.
     """
 
     updates: Mapping[Role, int]
     history: Sequence[Mapping[str, Any]] = ()
     best: BestSoFar = field(default_factory=lambda: BestSoFar(None))
+    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(None))
     pending: Mapping[str, float] | None = None
 
     def facts(self) -> dict[str, Any]:
@@ -139,6 +141,7 @@ class Course:
             "updates": dict(self.updates),
             "history": list(self.history),
             "best": self.best.facts(),
+            "early_stop": self.early_stop.facts(),
             "pending_evaluation": self.pending,
         }
         return {name: value for name, value in known.items() if value}
@@ -219,7 +222,9 @@ def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: Load
         raise ConfigError([Problem(key, text)], loaded.origin)
 
 
-def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig, best: BestSoFar) -> list[str]:
+def restore(
+    checkpoint: Checkpoint, components: Components, loaded: LoadedConfig, best: BestSoFar, early_stop: EarlyStop
+) -> list[str]:
     """Put every component back into the state of the checkpoint. Raises CheckpointError when one does not fit.
 
     Only then are later checkpoints of the same run set aside, whose steps will be trained again; returns notes on them.
@@ -248,7 +253,14 @@ def restore(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig
     store = CheckpointStore(loaded.config.run_dir / "checkpoints")
     moved = store.set_aside_after(checkpoint.step)
     notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]
-    notes += _compare_held_out(checkpoint, components, best, store)
+    before: Mapping[str, str] = checkpoint.manifest.get("held_out") or {}
+    now = fingerprints(components.data.evaluations)
+    notes += _compare_held_out(before, now)
+    config, kept = loaded.config, {int(path.name.removeprefix("step-")) for path in store.paths()}
+    same_data = is_same_data(config.checkpoint.keep_best, before, now)
+    notes += best.restore(checkpoint.manifest.get("best"), kept, same_data=same_data)
+    same_data = is_same_data(config.stop_when, before, now)
+    notes += early_stop.restore(checkpoint.manifest.get("early_stop"), same_data=same_data)
     store.point_to_best(best.step)
     return notes
 
@@ -261,19 +273,13 @@ def _load_backend(checkpoint: Checkpoint, components: Components, loaded: Loaded
         raise CheckpointError(f"{error} {store.offer_before(checkpoint.path)}") from error
 
 
-def _compare_held_out(
-    checkpoint: Checkpoint, components: Components, best: BestSoFar, store: CheckpointStore
-) -> list[str]:
+def _compare_held_out(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Held-out data may change, as nothing is trained on it; scores before and after do not compare then."""
-    before: Mapping[str, str] = checkpoint.manifest.get("held_out") or {}
-    now = fingerprints(components.data.evaluations)
-    notes = [
+    return [
         f"The held-out data of {label} is not that of the checkpoint: scores before and after do not compare."
         for label in now
         if label in before and before[label] != now[label]
     ]
-    kept = {int(path.name.removeprefix("step-")) for path in store.paths()}
-    return notes + best.restore(checkpoint.manifest.get("best"), kept, same_data=best.is_same_data(before, now))
 
 
 def _stateful(components: Components, loaded: LoadedConfig) -> Iterator[tuple[str, Stateful]]:

@@ -42,9 +42,10 @@ from spurline.run.changes import ResumeRequest
 from spurline.run.checkpoint import CheckpointStore
 from spurline.run.checkpoint_writer import CheckpointWriter
 from spurline.run.directory import RunDirectory, RunRecordFiles
-from spurline.run.evaluation import run_all
+from spurline.run.early_stop import EarlyStop
+from spurline.run.evaluation import ScheduledEvaluation, run_all
 from spurline.run.export import export_adapter, export_hf
-from spurline.run.health import findings
+from spurline.run.health import findings, trained_steps
 from spurline.run.hook_state import HookStates
 from spurline.run.rescue import rescue
 from spurline.run.resume import CheckpointContents, Course, Resume, find_resume, restore, save_state
@@ -72,7 +73,8 @@ class RunResult:
 
     status: `finished`, or `stopped` by a signal after a checkpoint. metrics: of the last step.
     checkpoint: the newest one. report: the HTML page, if written. signal: what stopped the run, if anything.
-    stop_reason: what `request_stop` was given, if that stopped the run.
+    stop_reason: what `request_stop` was given, if that stopped the run; why `stop_when` finished it early.
+    best: `metric`, `step` and `value` of the best evaluation so far, with `checkpoint.keep_best`.
     warnings: what was off and lasted, in sentences; the report also has what passed by.
     go_on: how to continue a stopped run, as a sentence.
     """
@@ -85,6 +87,7 @@ class RunResult:
     signal: Signals | None = None
     stop_reason: str | None = None
     go_on: str = ""
+    best: Mapping[str, Any] | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -132,6 +135,7 @@ class Run:
         self._resumed = Resume(None)
         self._notes: list[str] = []
         self._best = BestSoFar(loaded.config.checkpoint.keep_best)
+        self._early_stop = EarlyStop(loaded.config.stop_when)
         self._saved_at = time.monotonic()
         self._has_saved = False
         self._writer = CheckpointWriter()
@@ -171,7 +175,7 @@ class Run:
                 self._notes += self._hook_states.close()
                 self._start_trackers(stack)
                 self._start_batches(stack)
-                self._settle_resume()
+                self._settle_start()
                 loop.train(self)
                 self._take_written(wait=True)
                 if self.state.step > self.state.saved_step:
@@ -198,6 +202,7 @@ class Run:
                 self._stop.signal,
                 self._stop_reason(),
                 self._go_on(),
+                self._best.facts(),
                 tuple(found["words"] for found in self._files.summary["warnings"] if found["lasts"]),
             )
 
@@ -285,7 +290,7 @@ class Run:
         self._notes = [*components.notes, *resume.notes]
         if resume.checkpoint is not None:
             self._progress("restoring the checkpoint")
-            self._notes += restore(resume.checkpoint, components, self.loaded, self._best)
+            self._notes += restore(resume.checkpoint, components, self.loaded, self._best, self._early_stop)
             self.state = RunState(resume.checkpoint.step, resume.checkpoint.step, resume.checkpoint.path)
         elif note := self.directory.set_aside_earlier(self.source.records):
             self._notes.append(note)
@@ -317,9 +322,11 @@ class Run:
         stack.callback(self.batches.close)
         self.batches.start(first)
 
-    def _settle_resume(self) -> None:
-        """Do what a resume owes before its first step."""
-        if self._resumed.pending is not None:
+    def _settle_start(self) -> None:
+        """Measure the model that a new run begins with, or do what a resume owes before its first step."""
+        if self._resumed.checkpoint is None:
+            self._evaluate_before_training()
+        elif self._resumed.pending is not None:
             step = self.state.step
             metrics = {**self._resumed.pending}
             self._scores = {}
@@ -331,9 +338,19 @@ class Run:
             # A kill before the first own checkpoint must not leave this run without the weights it began with.
             self._save(self.state.step)
 
+    def _evaluate_before_training(self) -> None:
+        """What evaluations with `at_start` measure, recorded as step 0. No checkpoint covers it: a run that is killed
+        before its first one starts again with an empty record, and measures again."""
+        due = [evaluation for evaluation in self._components.data.evaluations if evaluation.at_start]
+        if due and not self._stop:
+            self._progress("evaluating the model before its first step")
+            self._scores = {}
+            metrics = {"epoch": 0.0}
+            self.record(0, metrics | self._evaluated(0, *self._evaluate(0, due), metrics))
+
     def remaining_steps(self) -> Iterator[int]:
-        """Steps still to train, 1-based, until the last one or a stop signal."""
-        while self.state.step < self.source.total_steps and not self._stop:
+        """Steps still to train, 1-based, until the last one, a stop signal, or the end that `stop_when` asks for."""
+        while not self._is_done() and not self._stop:
             self.directory.check_present()
             self._scores = {}
             self._step_under_way = self.state.step + 1
@@ -356,20 +373,41 @@ class Run:
         if not due:
             return self._scores_beside(metrics)
         try:
-            scores, samples = run_all(due, self.backend)
-            self._best.observe(step, scores, [evaluation.label for evaluation in due], self._labels())
+            scores, samples = self._evaluate(step, due)
+            rest = [evaluation for evaluation in every if evaluation not in due]
+            if rest and self._early_stop.reason is not None:
+                # Each runs at the end, and this is it.
+                further, answers = self._evaluate(step, rest)
+                scores, samples = scores | further, samples + answers
         except RankFailedError:
             # Its weights have gone with the ranks.
             raise
         except Exception as error:
             self._save_before_evaluation(step, {**metrics, **(self._scores or {})}, error)
             raise
+        return self._evaluated(step, scores, samples, metrics)
+
+    def _evaluate(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and sample answers of these evaluations; what goes by a metric is told of it."""
+        scores, samples = run_all(due, self.backend)
+        labels = [evaluation.label for evaluation in due]
+        every = [evaluation.label for evaluation in self._components.data.evaluations]
+        self._early_stop.observe(step, scores, labels, every)
+        if step:
+            # There is no checkpoint of step 0 that could be kept.
+            self._best.observe(step, scores, labels, every)
+        return scores, samples
+
+    def _evaluated(
+        self, step: int, scores: dict[str, float], samples: Sequence[Mapping[str, Any]], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Keep the answers and tell the hooks; returns all metrics of evaluations, those that hooks made included.
+
+        metrics: of the step besides.
+        """
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
         return {**scores, **self._scores_beside(metrics)}
-
-    def _labels(self) -> list[str]:
-        return [evaluation.label for evaluation in self._components.data.evaluations]
 
     def _scores_beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What hooks have evaluated in this step. Raises UserError when the step's own metrics have such a name."""
@@ -407,8 +445,9 @@ class Run:
         self._take_written(wait=False)
         minutes = self.config.checkpoint.every_minutes
         is_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        if self._stop or is_time or self._best.step == step or self._is_due(step, self.config.checkpoint.every_steps):
-            goes_on = not self._stop and step < self.source.total_steps
+        is_due = self._is_due(step, self.config.checkpoint.every_steps)
+        if self._stop or self._is_done() or is_time or is_due or self._best.step == step:
+            goes_on = not self._stop and not self._is_done()
             self._save(step, beside=self.config.checkpoint.is_async and goes_on)
 
     def saving_metrics(self) -> dict[str, float]:
@@ -423,7 +462,7 @@ class Run:
         for tracker in self._components.trackers.values():
             tracker.flush()
         self.source.flush()
-        course = Course(self._update.done, self._resumed.history, self._best, pending)
+        course = Course(self._update.done, self._resumed.history, self._best, self._early_stop, pending)
         if beside:
             with self._writer.copying():
                 contents = CheckpointContents.of(step, self._components, self.loaded, course, copied=True)
@@ -446,11 +485,17 @@ class Run:
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self.source.total_steps or (every is not None and step % every == 0)
 
+    def _is_done(self) -> bool:
+        """Whether there is no further step to train."""
+        return self.state.step >= self.source.total_steps or self._early_stop.reason is not None
+
     def _status(self) -> Literal["finished", "stopped"]:
-        return "finished" if self.state.step >= self.source.total_steps else "stopped"
+        return "finished" if self._is_done() else "stopped"
 
     def _stop_reason(self) -> str | None:
-        return self._stop.reason if self._status() == "stopped" else None
+        if self.state.step >= self.source.total_steps:
+            return None
+        return self._early_stop.reason or self._stop.reason
 
     def _export_if_finished(self) -> None:
         if self._status() != "finished":
@@ -484,7 +529,7 @@ class Run:
     def _warnings(self) -> list[dict[str, Any]]:
         """What was off at any step, as the report says it."""
         lines = read_json_lines(self.directory.metrics)
-        steps = [int(line["step"]) for line in lines]
+        steps = trained_steps(lines)
         return [
             {"kind": found.kind, "words": f"{found.words} {found.when(steps)}.", "lasts": found.lasts}
             for found in findings(lines, self.loaded.resolved())
@@ -539,7 +584,7 @@ class Run:
             return RunDirectoryLostError(f"{error} No step was finished yet, so nothing is lost. {self._go_on()}")
 
         def save(directory: RunDirectory) -> None:
-            course = Course(self._update.done, self._resumed.history, pending=pending)
+            course = Course(self._update.done, self._resumed.history, early_stop=self._early_stop, pending=pending)
             self.state.checkpoint = save_state(step, self._components, self.loaded, directory, course)
             files = RunRecordFiles(directory, self._files.summary)
             files.start(self.loaded.resolved() | {"run_dir": str(directory.path)}, step)
@@ -565,5 +610,4 @@ class Run:
         step = self._step_under_way
         if step is not None:
             return f"Finishing step {step:,} and saving"
-        done = self.state.step >= self.source.total_steps
-        return "Finishing and saving" if done else f"Stopping before step {self.state.step + 1:,}"
+        return "Finishing and saving" if self._is_done() else f"Stopping before step {self.state.step + 1:,}"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spurline.model.adapter_weights import AdapterStream, write_adapter_files
+from spurline.model.adapters.adapter_weights import AdapterStream, write_adapter_files
 from spurline.protocols.backend import Backend, MakesBuckets, TrainsAdapters
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.rollout_engine import TensorPlace, WeightBucket

@@ -35,13 +35,13 @@ class JsonlTracker:
         self._file: FileIO | None = None
 
     def start(self, info: RunInfo) -> None:
-        """Create the file, or cut an earlier one back to the lines up to `info.resume_step`.
+        """Create the file, or cut an earlier one back to the lines before `info.first_step`.
 
         Raises RunDirectoryError when a line other than a torn last one is unreadable.
         """
         assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
         path = info.run_dir / METRICS_FILE
-        cut_back(path, info.resume_step)
+        cut_back(path, info.first_step - 1)
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:

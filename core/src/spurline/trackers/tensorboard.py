@@ -30,10 +30,10 @@ class TensorboardTracker:
         self._writer: Any = None
 
     def start(self, info: RunInfo) -> None:
-        """Open a new event file that hides whatever earlier attempts logged after `info.resume_step`."""
+        """Open a new event file that hides whatever earlier attempts logged of `info.first_step` and later."""
         assert self._writer is None, "TensorboardTracker is already started"
         self._writer = self._writer_class(
-            log_dir=str(info.run_dir / FOLDER), purge_step=info.resume_step + 1, flush_secs=_FLUSH_EVERY_S
+            log_dir=str(info.run_dir / FOLDER), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
         )
         settings = json.dumps(info.config, indent=2, default=str)
         # An indented block is shown as written, whatever the settings contain.

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from spurline.model.lora import ADAPTER, LENGTHS, adapted_layers, initial_adapters
+from spurline.model.adapters.lora import ADAPTER, LENGTHS, adapted_layers, initial_adapters
 from spurline.model.pieces import Box, held_box
 from spurline.model.weights import without_adapters
 

@@ -13,8 +13,8 @@ import torch
 
 from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
-from spurline.model.adapter_weights import AdapterStream
-from spurline.model.narrow_weights import base_dtype
+from spurline.model.adapters.adapter_weights import AdapterStream
+from spurline.model.holding.narrow_weights import base_dtype
 from spurline.model.weight_files import WeightStream
 from spurline_fsdp_backend.checkpoint import SavedModel
 from spurline_fsdp_backend.configs import FsdpBackendConfig

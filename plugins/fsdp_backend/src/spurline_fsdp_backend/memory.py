@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
+from spurline.model.holding.narrow_weights import base_dtype
 from spurline.model.memory import Shapes, model_shapes, token_activations
-from spurline.model.narrow_weights import base_dtype
 from spurline.optimizers.groups import check_groups
 from spurline.protocols.optimizer import num_values
 from spurline.ranks.layout import ranks_of_machine

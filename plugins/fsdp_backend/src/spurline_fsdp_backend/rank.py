@@ -26,15 +26,15 @@ from spurline.digests import FileDigest
 from spurline.errors import CheckpointError
 from spurline.files import private_folder
 from spurline.model.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
-from spurline.model.adapter_weights import AdapterWeights
+from spurline.model.adapters.adapter_weights import AdapterWeights
 from spurline.model.device_profile import device_profile, seed_generators
+from spurline.model.experts.router_balance import BalanceLoss, balance_coefficient
 from spurline.model.generation import generate_greedily, stop_tokens
+from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
 from spurline.model.loading import check_config
-from spurline.model.offloading import DeviceMemory, DeviceTensors
-from spurline.model.router_balance import BalanceLoss, balance_coefficient
-from spurline.model.sequence_sharing import check_sharing
-from spurline.model.stream_model import ENTROPY, StreamModel
-from spurline.model.token_stream import TokenStream, share_streams
+from spurline.model.streams.sequence_sharing import check_sharing
+from spurline.model.streams.stream_model import ENTROPY, StreamModel
+from spurline.model.streams.token_stream import TokenStream, share_streams
 from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import critic_optimization, policy_optimization
 from spurline.protocols.backend import Role
@@ -195,7 +195,7 @@ class FsdpRank(RankWorker):
         """See `TrainsAdapters`."""
         if self._config.lora is None:
             return None
-        from spurline.model.lora import adapter_settings
+        from spurline.model.adapters.lora import adapter_settings
 
         return adapter_settings(self._policy.model.causal, self._run.model)
 
@@ -270,7 +270,7 @@ class FsdpRank(RankWorker):
         if role != "reference":
             yield self._trained[role].model
         elif self._config.lora is not None:
-            from spurline.model.lora import adapters_off
+            from spurline.model.adapters.lora import adapters_off
 
             with adapters_off(self._policy.model.causal):
                 yield self._policy.model

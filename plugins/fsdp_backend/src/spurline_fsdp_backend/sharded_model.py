@@ -30,12 +30,12 @@ from spurline.model.architecture import build_without_memory, decoder_layers, lo
 from spurline.model.computing import change_computing
 from spurline.model.device_profile import DeviceProfile, device_profile
 from spurline.model.freezing import freeze_parameters
-from spurline.model.narrow_weights import base_dtype
+from spurline.model.holding.narrow_weights import base_dtype
 from spurline.model.probe import check_exactness, check_routers, choose_reading
-from spurline.model.row_passes import RowPass, idle_pass
-from spurline.model.sequence_sharing import SequenceSharing
-from spurline.model.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
-from spurline.model.token_stream import SegmentPlan, TokenStream
+from spurline.model.streams.row_passes import RowPass, idle_pass
+from spurline.model.streams.sequence_sharing import SequenceSharing
+from spurline.model.streams.stream_model import StreamModel, ValueHead, ValueModel, put_value_head
+from spurline.model.streams.token_stream import SegmentPlan, TokenStream
 from spurline.model.weights import check_initial_weights
 from spurline.protocols.loss import TokenLossInputs
 from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -158,7 +158,7 @@ def _build_trained(
             change(causal)
 
         return _build(model, config, meshes, seed, freeze_and_change, torch.float32)
-    from spurline.model.lora import add_adapters
+    from spurline.model.adapters.lora import add_adapters
     from spurline_fsdp_backend.adapters import draw_adapters, measure_lengths, take_over
 
     dtype = base_dtype(config.lora, model)

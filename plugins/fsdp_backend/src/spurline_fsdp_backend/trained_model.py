@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from spurline.model.offloading import DeviceTensors, tensors_in
-from spurline.model.stream_model import StreamModel
+from spurline.model.holding.offloading import DeviceTensors, tensors_in
+from spurline.model.streams.stream_model import StreamModel
 from spurline.optimizers.optimization import MakeOptimization
 from spurline_fsdp_backend.digests import frozen_digest, weights_digest
 from spurline_fsdp_backend.sharded_model import model_tensors

@@ -17,8 +17,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from spurline.model.segment_attention import Scores, attend_segments
-from spurline.model.token_stream import SegmentPlan, TokenStream
+from spurline.model.streams.segment_attention import Scores, attend_segments
+from spurline.model.streams.token_stream import SegmentPlan, TokenStream
 from spurline_megatron_backend.rotary import Rotary, Rotation
 
 

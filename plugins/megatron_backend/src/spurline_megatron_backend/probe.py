@@ -18,8 +18,8 @@ from spurline.data.dealing import Rows
 from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.probe import CHUNK_TOKENS, HALF_PRECISION_TOLERANCE, TOLERANCE, probe_sequences, probe_stream
-from spurline.model.sequence_sharing import SequenceSharing
-from spurline.model.token_stream import TokenStream
+from spurline.model.streams.sequence_sharing import SequenceSharing
+from spurline.model.streams.token_stream import TokenStream
 from spurline.protocols.loss import TokenLossInputs
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid

@@ -26,12 +26,12 @@ from spurline.errors import CheckpointError
 from spurline.model.accumulate import StepSums, SumsPart
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.device_profile import device_profile
-from spurline.model.expert_loads import ExpertLoads
-from spurline.model.offloading import DeviceMemory, DeviceTensors
-from spurline.model.router_replay import no_routers
-from spurline.model.sequence_sharing import SequenceSharing
-from spurline.model.stream_model import ENTROPY
-from spurline.model.token_stream import TokenStream, share_streams
+from spurline.model.experts.expert_loads import ExpertLoads
+from spurline.model.experts.router_replay import no_routers
+from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
+from spurline.model.streams.sequence_sharing import SequenceSharing
+from spurline.model.streams.stream_model import ENTROPY
+from spurline.model.streams.token_stream import TokenStream, share_streams
 from spurline.model.weights import NamedWeights, check_initial_weights
 from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline.plugins.registry import Registry

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from spurline.model.expert_loads import ExpertLoads
+from spurline.model.experts.expert_loads import ExpertLoads
 from spurline_megatron_backend.core_attention import StreamParams
 from spurline_megatron_backend.gpt import HiddenGPT
 

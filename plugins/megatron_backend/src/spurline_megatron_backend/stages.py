@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spurline.data.dealing import Rows
-from spurline.model.expert_loads import ExpertLoads
-from spurline.model.sequence_sharing import SequenceSharing
-from spurline.model.token_stream import TokenStream
+from spurline.model.experts.expert_loads import ExpertLoads
+from spurline.model.streams.sequence_sharing import SequenceSharing
+from spurline.model.streams.token_stream import TokenStream
 from spurline.protocols.loss import TokenLossInputs
 from spurline_megatron_backend.core_attention import packed_params
 from spurline_megatron_backend.gpt import HiddenGPT

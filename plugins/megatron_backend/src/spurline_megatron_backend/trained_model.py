@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spurline.errors import ConfigError
-from spurline.model.offloading import DeviceMemory, DeviceTensors, tensors_in
+from spurline.model.holding.offloading import DeviceMemory, DeviceTensors, tensors_in
 from spurline.model.pieces import Shape
 from spurline.optimizers.groups import check_groups, settings_of
 from spurline.optimizers.optimization import OptimizationRecipe, set_rates

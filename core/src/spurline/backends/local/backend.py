@@ -28,15 +28,16 @@ from spurline.data.dealing import Rows
 from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.model.accumulate import accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
-from spurline.model.adapter_weights import AdapterWeights
+from spurline.model.adapters.adapter_weights import AdapterWeights
 from spurline.model.computing import change_computing
 from spurline.model.device_profile import device_profile, seed_generators
-from spurline.model.expert_loads import load_metrics
+from spurline.model.experts.expert_loads import load_metrics
+from spurline.model.experts.router_balance import BalanceLoss, balance_coefficient
+from spurline.model.experts.router_replay import check_replayed
 from spurline.model.freezing import freeze_parameters
 from spurline.model.generation import generate_greedily, generation_model, stop_tokens
-from spurline.model.host_copies import HostCopies
-from spurline.model.loading import HeldDtypes, check_config, load_model
-from spurline.model.narrow_weights import (
+from spurline.model.holding.host_copies import HostCopies
+from spurline.model.holding.narrow_weights import (
     base_dtype,
     narrow_dtypes,
     narrow_trained_weights,
@@ -46,14 +47,13 @@ from spurline.model.narrow_weights import (
     widen_as,
     widen_where_read,
 )
-from spurline.model.offloading import DeviceMemory, DeviceTensors
+from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
+from spurline.model.holding.quantized_weights import num_parameters
+from spurline.model.holding.stand_ins import StandIns
+from spurline.model.loading import HeldDtypes, check_config, load_model
 from spurline.model.probe import check_exactness, check_routers, choose_reading
-from spurline.model.quantized_weights import num_parameters
-from spurline.model.router_balance import BalanceLoss, balance_coefficient
-from spurline.model.router_replay import check_replayed
-from spurline.model.stand_ins import StandIns
-from spurline.model.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head, vocabulary_size
-from spurline.model.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
+from spurline.model.streams.stream_model import ENTROPY, StreamModel, ValueModel, put_value_head, vocabulary_size
+from spurline.model.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
 from spurline.model.weight_files import WeightStream, write_weight_files
 from spurline.model.weights import NamedWeights
 from spurline.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
@@ -199,7 +199,7 @@ class LocalBackend:
         """See `TrainsAdapters`."""
         if self._config.lora is None:
             return None
-        from spurline.model.lora import adapter_settings
+        from spurline.model.adapters.lora import adapter_settings
 
         return adapter_settings(self._model.causal, self._run.model)
 
@@ -299,7 +299,7 @@ class LocalBackend:
             self._narrow_all(causal, masters if self._config.keeps_masters else None)
         if lora is None:
             return
-        from spurline.model.lora import add_adapters
+        from spurline.model.adapters.lora import add_adapters
 
         dtype = self._base_dtype()
         if dtype is not None:
@@ -402,7 +402,7 @@ class LocalBackend:
         if role != "reference":
             yield self._model_to_train(role).model
         elif self._config.lora is not None:
-            from spurline.model.lora import adapters_off
+            from spurline.model.adapters.lora import adapters_off
 
             with adapters_off(self._model.causal):
                 yield self._model

@@ -24,9 +24,9 @@ from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.model import device_profile
-from spurline.model.adapter_weights import AdapterStream
-from spurline.model.host_copies import HostCopies
-from spurline.model.narrow_weights import base_dtype
+from spurline.model.adapters.adapter_weights import AdapterStream
+from spurline.model.holding.host_copies import HostCopies
+from spurline.model.holding.narrow_weights import base_dtype
 from spurline.model.saved_state import check_frozen, check_weights, read_facts, write_facts
 from spurline.model.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline.model.weight_files import WeightStream, layout_of, values_of_tensor

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, suggestion
 from spurline.model.device_profile import DeviceProfile
+from spurline.model.holding.offloading import DeviceTensors, tensors_in
+from spurline.model.holding.stand_ins import StandIns
 from spurline.model.loading import HeldDtypes, load_model
-from spurline.model.offloading import DeviceTensors, tensors_in
-from spurline.model.stand_ins import StandIns
-from spurline.model.stream_model import StreamModel
+from spurline.model.streams.stream_model import StreamModel
 from spurline.model.weights import check_initial_weights, frozen_digest, weights_digest
 from spurline.optimizers.optimization import MakeOptimization
 

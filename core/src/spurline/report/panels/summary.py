@@ -10,7 +10,7 @@ from spurline.report.markup import Card, Panel, block, cards, text
 from spurline.report.panels.rollouts import REWARD
 from spurline.report.panels.speed import generation_speed, training_speed
 from spurline.report.record import evaluation_losses, evaluation_scores, label_of
-from spurline.run.health import findings
+from spurline.run.health import findings, trained_steps
 from spurline.trackers.readout import clock, quantity, score
 
 _MAX_SCORES = 3
@@ -95,7 +95,7 @@ class HealthPanel(Panel):
         found = findings(record.metrics, record.config)
         if not found:
             return None
-        steps = [int(metrics["step"]) for metrics in record.metrics]
+        steps = trained_steps(record.metrics)
         entries = "".join(
             f"<li><span>{text(finding.words)}</span> <small>{text(finding.when(steps))}</small></li>"
             for finding in found

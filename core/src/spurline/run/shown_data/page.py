@@ -37,6 +37,7 @@ def write_page(data: ShownData, out: Path) -> None:
     """Write the page. Raises RunFailedError when the file cannot be written."""
     rows = "".join(map(_row, data.rows))
     facts = "".join(f'<p class="facts">{_safe(line)}</p>' for line in data.facts)
+    trained = '<span class="t">trained</span><span class="t o">tokens</span>' if data.trains_on_it else ""
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -49,7 +50,7 @@ def write_page(data: ShownData, out: Path) -> None:
 <body>
 <h1>{_safe(data.name)}: the first rows as they will be trained</h1>
 {facts}
-<p class="legend"><span class="t">trained</span><span class="t o">tokens</span><span>context</span>\
+<p class="legend">{trained}<span>context</span>\
 <span class="o">tokens</span><span class="s">special token</span></p>
 {rows}
 </body>

@@ -99,6 +99,11 @@ class ShownData:
     facts: tuple[str, ...]
     rows: tuple[ShownRow, ...] = field(default=())
 
+    @property
+    def trains_on_it(self) -> bool:
+        """Whether these tokens are what is trained, and no prompts whose answers will be."""
+        return any(sequence.kind != "prompt" for row in self.rows for sequence in row.sequences)
+
 
 def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progress: Progress = silent) -> ShownData:
     """The first rows of the run. row_limit: rows of each dataset that are read; None reads all, as training does.

@@ -37,19 +37,9 @@ def print_data(data: ShownData, file: IO[str]) -> None:
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
     for line in data.facts:
         console.print(Text(printable(line)))
-    console.print(
-        Text.assemble(
-            ("trained", _STYLES[True, 0]),
-            " ",
-            ("tokens", _STYLES[True, 1]),
-            ", ",
-            ("context", _STYLES[False, 0]),
-            " ",
-            ("tokens", _STYLES[False, 1]),
-            ", special tokens ",
-            ("underlined", "underline"),
-        )
-    )
+    trained = (("trained", _STYLES[True, 0]), " ", ("tokens", _STYLES[True, 1]), ", ") if data.trains_on_it else ()
+    context = (("context", _STYLES[False, 0]), " ", ("tokens", _STYLES[False, 1]))
+    console.print(Text.assemble(*trained, *context, ", special tokens ", ("underlined", "underline")))
     for row in data.rows:
         console.print()
         console.print(Text(printable(_title(row)), "bold"))
@@ -87,7 +77,8 @@ def _coloured(sequence: ShownSequence) -> Text:
 def plain_lines(data: ShownData) -> Iterator[str]:
     """The same without colours."""
     yield from map(printable, data.facts)
-    yield "trained tokens are in ⟦ ⟧"
+    if data.trains_on_it:
+        yield "trained tokens are in ⟦ ⟧"
     for row in data.rows:
         yield ""
         yield printable(_title(row))

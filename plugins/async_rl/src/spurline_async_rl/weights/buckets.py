@@ -25,7 +25,7 @@ from spurline.protocols.rollout_engine import TakesWeights, TensorPlace, WeightB
 from spurline.protocols.weight_sync import BucketMaker, MakerChoice, PublishedPart, SyncReport
 from spurline.rl.concurrency import in_thread
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
-from spurline_async_rl.engines.vllm.launch import require_vllm
+from spurline_async_rl.engines.vllm.requirements import require_vllm
 from spurline_async_rl.weights.configs import BucketSyncConfig
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spurline.errors import ModelError
-from spurline.model.segment_attention import chunk_of, segment_attention
-from spurline.model.token_stream import SegmentPlan
+from spurline.model.streams.segment_attention import chunk_of, segment_attention
+from spurline.model.streams.token_stream import SegmentPlan
 
 _CAPACITY_STEP = 64
 """Tokens by which slots grow, so that a slightly longer row does not move everything."""

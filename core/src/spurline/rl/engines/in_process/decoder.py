@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, ModelError, RunFailedError
 from spurline.model.architecture import has_experts
+from spurline.model.experts.router_replay import ExpertRouting
 from spurline.model.generation import model_stop_tokens
-from spurline.model.router_replay import ExpertRouting
-from spurline.model.stream_model import OutputLogits, find_decoder, vocabulary_size
-from spurline.model.token_stream import plan_segments
+from spurline.model.streams.stream_model import OutputLogits, find_decoder, vocabulary_size
+from spurline.model.streams.token_stream import plan_segments
 from spurline.protocols.backend import GenerationModel
 from spurline.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline.rl.engines.in_process.attention import (

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import RunConfig
 from spurline.errors import RunFailedError
 from spurline.model.device_profile import DeviceProfile, device_profile
-from spurline.model.freed_memory import return_freed_memory
+from spurline.model.experts.router_replay import ExpertRouting
 from spurline.model.generation import generation_model
+from spurline.model.holding.freed_memory import return_freed_memory
+from spurline.model.holding.offloading import DeviceMemory, DeviceTensors
 from spurline.model.loading import check_config, load_model
-from spurline.model.offloading import DeviceMemory, DeviceTensors
 from spurline.model.probe import check_exactness
-from spurline.model.router_replay import ExpertRouting
-from spurline.model.stream_model import StreamModel
+from spurline.model.streams.stream_model import StreamModel
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
 from spurline.protocols.rollout_engine import (
     EngineMemory,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from spurline.model.stream_model import library_attention
+from spurline.model.streams.stream_model import library_attention
 from spurline.rl.engines.in_process.decoder import Decoder
 from spurline.rl.engines.in_process.response import Response
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spurline.errors import ConfigError, RunFailedError, listing
 from spurline.model.architecture import build_without_memory, load_model_config
-from spurline.model.narrow_weights import base_dtype
+from spurline.model.holding.narrow_weights import base_dtype
 from spurline.model.weight_files import stored_dtype
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def adapter_request() -> Any:
 def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
     """Names of the modules that get an adapter, and what each is."""
     # Only runs with adapters have the library for them.
-    from spurline.model.lora import adapted_layers, add_adapters
+    from spurline.model.adapters.lora import adapted_layers, add_adapters
 
     causal = build_without_memory(load_model_config(run.model), run.model)
     add_adapters(causal, lora, run.seed)

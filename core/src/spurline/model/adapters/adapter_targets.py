@@ -11,7 +11,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import listing
 from spurline.model.architecture import build_without_memory, load_model_config
 from spurline.model.configs import LoraConfig
-from spurline.model.quantized_weights import QuantizedLinear
+from spurline.model.holding.quantized_weights import QuantizedLinear
 
 _READ_PAST: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("mamba", "falcon_mamba"), frozenset({"x_proj", "dt_proj", "out_proj"})),

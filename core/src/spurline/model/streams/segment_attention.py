@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
-from spurline.model.token_stream import Bucket, SegmentPlan
+from spurline.model.streams.token_stream import Bucket, SegmentPlan
 
 try:
     from torch.nn.attention.varlen import varlen_attn

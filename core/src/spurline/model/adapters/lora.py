@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing
 from spurline.importing import quiet_bitsandbytes
-from spurline.model.adapter_targets import is_target, unadaptable
+from spurline.model.adapters.adapter_targets import is_target, unadaptable
 from spurline.model.configs import LoraConfig
 
 quiet_bitsandbytes()

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spurline.model.segment_attention import Unpad
-from spurline.model.token_stream import Bucket, SegmentPlan, Send, cut_buckets, plan_segments
+from spurline.model.streams.segment_attention import Unpad
+from spurline.model.streams.token_stream import Bucket, SegmentPlan, Send, cut_buckets, plan_segments
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.model.architecture import load_model_config
 from spurline.model.configs import LoraConfig
-from spurline.model.quantized_weights import QuantizedLinear
+from spurline.model.holding.quantized_weights import QuantizedLinear
 from spurline.model.weight_files import stored_dtype
 
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from spurline.errors import ModelError
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.probe import probe_sequences, probe_stream
-from spurline.model.stream_model import evaluation_mode, vocabulary_size
-from spurline.model.token_stream import TokenStream, plan_segments
+from spurline.model.streams.stream_model import evaluation_mode, vocabulary_size
+from spurline.model.streams.token_stream import TokenStream, plan_segments
 from spurline.protocols.loss import TokenLossInputs
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spurline.model.device_profile import DeviceProfile
-from spurline.model.stepping_memory import step_buckets
+from spurline.model.holding.stepping_memory import step_buckets
 
 _ROUNDED_AT_ONCE = 1 << 24
 """Values for which random bits exist at the same time."""

@@ -51,7 +51,7 @@ class AdapterWeights:
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
-        from spurline.model.lora import ADAPTER, LENGTHS, adapter_parameters
+        from spurline.model.adapters.lora import ADAPTER, LENGTHS, adapter_parameters
 
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []

@@ -24,17 +24,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
-from spurline.model.activation_offloading import ActivationOffloading
 from spurline.model.architecture import decoder_layers
 from spurline.model.device_profile import DeviceProfile, slots_per_pass
-from spurline.model.expert_loads import ExpertLoads
+from spurline.model.experts.expert_loads import ExpertLoads
+from spurline.model.experts.router_balance import StreamBalance
+from spurline.model.experts.router_replay import ExpertRouting
+from spurline.model.experts.routers import find_routers
+from spurline.model.holding.activation_offloading import ActivationOffloading
 from spurline.model.kernels import kernels_of
-from spurline.model.router_balance import StreamBalance
-from spurline.model.router_replay import ExpertRouting
-from spurline.model.routers import find_routers
-from spurline.model.row_passes import RowPass, row_passes
-from spurline.model.segment_attention import ATTENTION_NAME
-from spurline.model.token_stream import SegmentPlan, TokenStream
+from spurline.model.streams.row_passes import RowPass, row_passes
+from spurline.model.streams.segment_attention import ATTENTION_NAME
+from spurline.model.streams.token_stream import SegmentPlan, TokenStream
 from spurline.protocols.loss import TokenLossInputs
 
 ENTROPY = "entropy"

@@ -26,9 +26,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
 from spurline.errors import DataError, ModelError
 from spurline.model.architecture import decoder_layers, experts_per_token, num_experts
-from spurline.model.expert_loads import ExpertLoads
-from spurline.model.router_balance import StreamBalance
-from spurline.model.routers import Choice, RouterTest, RouterWatch, find_routers, sizes_of
+from spurline.model.experts.expert_loads import ExpertLoads
+from spurline.model.experts.router_balance import StreamBalance
+from spurline.model.experts.routers import Choice, RouterTest, RouterWatch, find_routers, sizes_of
 
 
 class ExpertRouting:

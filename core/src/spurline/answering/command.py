@@ -1,0 +1,152 @@
+"""What `spurline generate` does with its words: which prompts there are, and how answers reach the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from spurline.answering.answers import Answer, answer, chat_prompt, raw_prompt
+from spurline.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
+from spurline.config.loading import LoadedConfig
+from spurline.data.messages import Message
+from spurline.data.prompts import ChatQuestion, read_question
+from spurline.data.rows import BadRowError
+from spurline.errors import DataError, UserError
+from spurline.progress import Progress
+from spurline.protocols.dataset import DatasetConfig
+from spurline.terminal import printable
+
+_YOU = "you> "
+_RESET = "/reset"
+
+
+def opened(target: str, load_run: Any, checkpoint: str, stack: ExitStack, progress: Progress) -> Target:
+    """load_run: reads the config of a run folder."""
+    path = Path(target)
+    if is_run(path):
+        loaded: LoadedConfig = load_run(path)
+        return open_run(loaded, checkpoint, stack, progress)
+    if checkpoint != "latest":
+        raise UserError(f"--checkpoint is for runs, and {target} is none.")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise no_run_or_model(target)
+    return open_model(target, progress)
+
+
+class Prompts:
+    """Makes prompts out of what a person wrote. system: text of a system message. raw: no chat template."""
+
+    def __init__(self, target: Target, system: str | None, *, raw: bool) -> None:
+        if raw and system is not None:
+            raise UserError("--system belongs to a conversation, and --raw goes on from plain text. Leave one out.")
+        self._target, self._raw = target, raw
+        self.begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+
+    def of_text(self, text: str) -> list[int]:
+        if self._raw:
+            return raw_prompt(self._target, text)
+        return chat_prompt(self._target, [*self.begin, {"role": "user", "content": text}])
+
+    def of_file(self, path: Path) -> Iterator[tuple[str, list[int]]]:
+        """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read."""
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--file {path} cannot be read: {error}.") from error
+        config = DatasetConfig(name="jsonl")
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield self._of_row(f"{path}:{number}", line, config)
+
+    def _of_row(self, where: str, line: str, config: DatasetConfig) -> tuple[str, list[int]]:
+        has_template = self._target.tokenizer.chat_template is not None
+        try:
+            row: Any = json.loads(line)
+            if not isinstance(row, dict):
+                raise UserError(f'{where}: is no JSON object, such as {{"prompt": "..."}}.')
+            question = read_question(row, config, has_chat_template=has_template)
+        except ValueError as error:
+            raise UserError(f"{where}: is not JSON ({error}).") from error
+        except (BadRowError, DataError) as error:
+            raise UserError(f"{where}: {error}") from error
+        if not isinstance(question, ChatQuestion):
+            return question.text, raw_prompt(self._target, question.text)
+        asked = question.messages[: question.answer_at]
+        if asked and asked[0]["role"] != "system":
+            asked = [*self.begin, *asked]
+        if self._raw:
+            raise UserError(f"{where}: is a conversation, and --raw goes on from plain text. Leave --raw out.")
+        return str(asked[-1].get("content", "")), chat_prompt(self._target, asked, question.tools)
+
+
+def answer_all(
+    target: Target,
+    prompts: Sequence[tuple[str, list[int]]],
+    sampling: Sampling,
+    *,
+    count: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Print the answers. A terminal sees a single one grow; --json prints an object a line, text as it is."""
+    watches = not as_json and count == 1 and sys.stdout.isatty()
+    for number, (asked, prompt) in enumerate(prompts):
+        # By prompt: the same one gets the same answer, whatever stands before it.
+        seeded(seed)
+        if not as_json and len(prompts) > 1:
+            typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
+        answers = answer(target, prompt, sampling, count, _show if watches else None)
+        for place, found in enumerate(answers):
+            if as_json:
+                typer.echo(_line(asked, found))
+            elif watches:
+                typer.echo()
+            else:
+                typer.echo(("" if count == 1 else f"[{place + 1}] ") + printable(found.text))
+            _say_cut_off(found, as_json=as_json)
+
+
+def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> None:
+    """A conversation in the terminal, until its end of input."""
+    typer.echo(f"Write to {target.words}; {_RESET} begins anew, Ctrl-D ends.", err=True)
+    messages = list(prompts.begin)
+    seeded(seed)
+    while True:
+        try:
+            text = input(_YOU)
+        except EOFError:
+            typer.echo()
+            return
+        if text.strip() == _RESET:
+            messages = list(prompts.begin)
+        elif text.strip():
+            asked = [*messages, {"role": "user", "content": text}]
+            [found] = answer(target, chat_prompt(target, asked), sampling, seen=_show)
+            typer.echo()
+            _say_cut_off(found, as_json=False)
+            messages = [*asked, {"role": "assistant", "content": found.text}]
+
+
+def _show(text: str) -> None:
+    typer.echo(printable(text), nl=False)
+
+
+def _line(asked: str, found: Answer) -> str:
+    content = {
+        "prompt": asked,
+        "response": found.text,
+        "finish_reason": found.finish_reason,
+        "tokens": found.tokens,
+    }
+    return json.dumps(content)
+
+
+def _say_cut_off(found: Answer, *, as_json: bool) -> None:
+    if found.finish_reason == "length" and not as_json:
+        typer.echo(f"(cut off after {found.tokens:,} tokens; --max-new-tokens sets how many)", err=True)

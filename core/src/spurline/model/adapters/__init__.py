@@ -1,0 +1,1 @@
+"""LoRA: what gets adapters, their layers, and their files."""

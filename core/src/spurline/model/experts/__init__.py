@@ -1,0 +1,1 @@
+"""Mixtures of experts: finding routers, balancing what they choose, and replaying what an engine chose."""

@@ -1,0 +1,170 @@
+"""`spurline generate`: what an export would answer, to prompts from everywhere a person may have them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spurline import Run, load_config
+from spurline.answering import command
+from spurline.terminal import printable
+
+Config = dict[str, Any]
+Spurline = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_dir(base_config: Config) -> Path:
+    """A run that keeps its best and its last checkpoint."""
+    base_config["data"]["eval"] = base_config["data"]["train"]
+    base_config |= {"steps": 2, "evaluation": {"every_steps": 1}}
+    base_config["checkpoint"] = {"every_steps": 1, "every_minutes": None, "keep_best": "eval/loss"}
+    base_config["backend"] = {**base_config.get("backend", {"name": "local"}), "lora": {"rank": 4}}
+    Run(load_config(base_config)).train()
+    return Path(base_config["run_dir"])
+
+
+def answers(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def greedy(folder: Path, text: str, count: int) -> str:
+    """What transformers answers with an exported model."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        out = model.generate(**ids, do_sample=False, max_new_tokens=count)
+    return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_a_run_answers_what_its_export_answers(spurline: Spurline, run_dir: Path, tmp_path: Path) -> None:
+    for checkpoint in ("latest", "best"):
+        out = tmp_path / checkpoint
+        assert spurline("export", run_dir, out, "--checkpoint", checkpoint)[0] == 0
+        code, found, err = spurline(
+            "generate", run_dir, "say 3", "--json", "--max-new-tokens", "8", "--checkpoint", checkpoint
+        )
+        assert code == 0, err
+        [answer] = answers(found)
+        assert answer["prompt"] == "say 3"
+        assert answer["response"] == greedy(out, "say 3", 8)
+        assert (answer["finish_reason"], answer["tokens"]) in (("length", 8), ("stop", answer["tokens"]))
+        assert "greedy, at most 8 new tokens" in err
+
+
+def test_prompts_come_from_arguments_files_and_standard_input(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("generate", spurline_tiny_model, "--json", "--max-new-tokens", "4")
+    file = tmp_path / "prompts.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "say 3"}, {"role": "assistant", "content": "not read"}]},
+        {"prompt": "say 4", "completion": "5"},
+        {"instruction": "say 5", "output": "6"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = spurline(*ask, "--file", file)
+    assert code == 0, err
+    assert [found["prompt"] for found in answers(out)][:2] == ["say 3", "say 4"]
+    code, again, _ = spurline(*ask, "say 3")
+    assert answers(again)[0]["response"] == answers(out)[0]["response"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("say 3\n"))
+    assert answers(spurline(*ask)[1]) == answers(again)
+    raw = answers(spurline(*ask, "say 3", "--raw")[1])[0]
+    with_system = answers(spurline(*ask, "say 3", "--system", "Be brief.")[1])[0]
+    assert len({raw["response"], with_system["response"], answers(again)[0]["response"]}) > 1
+
+
+def test_a_run_that_samples_is_asked_as_it_samples_and_a_seed_repeats_it(spurline: Spurline, rl_config: Config) -> None:
+    rl_config["steps"] = 1
+    rl_config["source"]["sampling"] = {"temperature": 0.7, "max_new_tokens": 6}
+    Run(load_config(rl_config)).train()
+    ask = ("generate", rl_config["run_dir"], "say 3", "--json", "-n", "3")
+    code, out, err = spurline(*ask)
+    assert code == 0, err
+    assert "temperature 0.7, at most 6 new tokens" in err
+    assert len(answers(out)) == 3
+    assert spurline(*ask)[1] == out
+    assert spurline(*ask, "--seed", "1")[1] != out
+
+
+def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
+    spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: Iterator[str] = iter(["say 3", "say 4", "/reset", "say 3"])
+    asked: list[list[str]] = []
+    original = command.chat_prompt
+
+    def noted(target: Any, messages: Any, tools: Any = None) -> list[int]:
+        asked.append([message["content"] for message in messages])
+        return original(target, messages, tools)
+
+    def written(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("builtins.input", written)
+    monkeypatch.setattr(command, "chat_prompt", noted)
+    code, out, err = spurline("generate", spurline_tiny_model, "--max-new-tokens", "3")
+    assert code == 0, err
+    assert [len(messages) for messages in asked] == [1, 3, 1]
+    assert asked[1][0] == "say 3"
+    # The first answer is in the second question, and both first ones are equal.
+    assert out.count(printable(asked[1][1]).strip() or "\n") >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["say 3", "-n", "2"], r"2 answers would be equal without sampling. Give --temperature"),
+        (["say 3", "--top-p", "2"], r"--top-p must be above 0 and at most 1"),
+        (["say 3", "--checkpoint", "best"], r"--checkpoint is for runs, and .* is none"),
+        (["say 3", "--raw", "--system", "x"], r"--system belongs to a conversation"),
+        ([""], r"."),
+        (["say 3 " * 2000], r"the prompt has [\d,]+ tokens, and the model sees [\d,]+ in all. Shorten it"),
+        (["--file", "nowhere.jsonl"], r"--file nowhere.jsonl cannot be read: .*No such file"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(
+    spurline: Spurline, spurline_tiny_model: Path, words: list[str], message: str
+) -> None:
+    code, _, err = spurline("generate", spurline_tiny_model, *words, "--max-new-tokens", "2")
+    assert code == (0 if words == [""] else 2), err
+    assert re.search(message, err)
+
+
+def test_a_folder_that_is_neither_and_a_run_without_a_checkpoint_are_named(
+    spurline: Spurline, tmp_path: Path, base_config: Config
+) -> None:
+    code, _, err = spurline("generate", tmp_path, "x")
+    assert (code, "neither the folder of a run nor that of a model" in err) == (2, True)
+    Run(load_config(base_config | {"steps": 1})).train()
+    for path in (Path(base_config["run_dir"]) / "checkpoints").glob("step-*"):
+        path.rename(tmp_path / "gone")
+    code, _, err = spurline("generate", base_config["run_dir"], "x")
+    assert code != 0
+    assert "checkpoint" in err
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(
+    spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "answer", lambda *_: [command.Answer("\x1b[31mred", 1, "stop")])
+    _, out, _ = spurline("generate", spurline_tiny_model, "say 3")
+    assert out == "\\x1b[31mred\n"
