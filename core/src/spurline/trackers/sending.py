@@ -105,8 +105,8 @@ class SendingTracker(ABC):
         if not self._is_full:
             self._enqueue(step, metrics)
 
-    def flush(self) -> None:
-        """Nothing to do: what a checkpoint covers stands in metrics.jsonl, from which a resume sends what is missing."""
+    def flush(self) -> None:  # noqa: B027 - not abstract: there is nothing to do
+        """Nothing to do: what a checkpoint covers is in metrics.jsonl, from which a resume sends what is missing."""
 
     def close(self) -> None:
         """Send what is left, for a limited time. May be called twice, or without start."""
