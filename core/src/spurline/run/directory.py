@@ -93,7 +93,8 @@ class RunDirectory:
         target.mkdir()
         own = (self.eval_samples, self.config, self.summary, self.report)
         # The metrics last: they say that there is something to move, also after a kill on the way.
-        for name in (*(path.name for path in own), *more, self.metrics.name):
+        # Rollouts whatever this run is: an earlier one may have generated.
+        for name in (*(path.name for path in own), ROLLOUTS_FILE, *more, self.metrics.name):
             if (self.path / name).exists():
                 (self.path / name).rename(target / name)
         return (

@@ -16,6 +16,9 @@ from spurline.run.directory import RunDirectory
 from spurline.trackers.jsonl import METRICS_FILE
 from spurline.view.rollout_index import RolloutIndex
 
+MAX_POINTS = 2000
+"""Points of a curve that a page is sent."""
+
 
 class ViewedRun:
     """A finished or running run. Each answer is of what its files hold by then. Safe to use from several threads.
@@ -58,7 +61,7 @@ class ViewedRun:
     def series(self, metric: str) -> dict[str, Any]:
         """Steps and values of a metric, thinned to what a plot can show."""
         steps, values = self._record().series(metric)
-        kept_steps, kept_values = thinned(steps, values)
+        kept_steps, kept_values = thinned(steps, values, MAX_POINTS)
         return {"steps": kept_steps, "values": kept_values}
 
     def evaluations(self) -> dict[str, Any]:
