@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -92,3 +92,16 @@ def status_mark(status: str) -> str:
 def footer(subject: str) -> str:
     """The last line of a page. subject: HTML, what the page is of."""
     return f"<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>"
+
+
+def scalar(value: Any) -> str:
+    """The value as it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(scalar(item) for item in value)}]"
+    return str(value) if value != "" else '""'

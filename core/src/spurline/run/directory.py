@@ -18,6 +18,7 @@ from typing import IO, Any
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError
 from spurline.files import remove_unfinished, write_failure, write_json
+from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from spurline.errors import RunDirectoryError
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import thinned
-from spurline.report.record import CONFIG_FILE, SUMMARY_FILE, evaluations_of, read_mapping, setting
+from spurline.report.record import CONFIG_FILE, SUMMARY_FILE, distinct_names, evaluations_of, read_mapping, setting
 from spurline.run.directory import RunDirectory
 from spurline.trackers.jsonl import METRICS_FILE
 from spurline.view.rollout_index import RolloutIndex
@@ -138,9 +138,5 @@ class _MetricLines:
 
 
 def open_runs(run_dirs: Sequence[Path]) -> list[ViewedRun]:
-    """The runs of these folders, each with a name of its own: that of the folder where it is enough, else its path."""
-    names = [run_dir.resolve().name for run_dir in run_dirs]
-    return [
-        ViewedRun(run_dir, name if names.count(name) == 1 else str(run_dir))
-        for run_dir, name in zip(run_dirs, names, strict=True)
-    ]
+    """The runs of these folders, each with a name of its own."""
+    return [ViewedRun(run_dir, name) for run_dir, name in zip(run_dirs, distinct_names(run_dirs), strict=True)]
