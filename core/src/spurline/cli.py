@@ -299,12 +299,24 @@ def doctor() -> None:
 
 
 @app.command()
-def report(run_dir: RunDirArgument) -> None:
-    """Write RUN_DIR/report.html from the metrics so far; works while the run is going on."""
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where a comparison is written; comparison.html in this folder if not given.")
+    ] = None,
+) -> None:
+    """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
     from spurline.report.page import write_run_report
     from spurline.run.directory import RunDirectory
 
-    typer.echo(write_run_report(_load_run(run_dir), RunDirectory(run_dir)))
+    if len(run_dirs) > 1:
+        from spurline.report.comparison import COMPARISON_FILE, write_comparison
+
+        typer.echo(write_comparison(run_dirs, out or Path(COMPARISON_FILE)))
+        return
+    if out is not None:
+        raise UserError("--out is for a comparison of several runs: the report of one is RUN_DIR/report.html.")
+    typer.echo(write_run_report(_load_run(run_dirs[0]), RunDirectory(run_dirs[0])))
 
 
 @app.command()

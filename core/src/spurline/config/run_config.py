@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from spurline.config.cluster import ClusterConfig
+from spurline.config.objects import ObjectSetting
 from spurline.config.paths import PathSetting
 from spurline.config.section import (
     Component,
@@ -27,6 +28,7 @@ from spurline.config.section import (
     expand_shorthand,
 )
 from spurline.errors import Problem, listing, suggestion
+from spurline.in_memory.keeper import is_kept_model
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.dataset import DatasetConfig as DatasetConfig
@@ -153,12 +155,12 @@ CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
 class ModelConfig(Section):
     """The causal language model to train, as Hugging Face `transformers` loads it."""
 
-    path: Annotated[str, PathSetting(reads=True), OnResume.BY_NAME] = Field(min_length=1)
-    """Hub name or local folder with `config.json`, weights and tokenizer."""
+    path: Annotated[str, PathSetting(reads=True), ObjectSetting("model"), OnResume.BY_NAME] = Field(min_length=1)
+    """Hub name or local folder with `config.json`, weights and tokenizer. From Python also a model."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    tokenizer: Annotated[str | None, PathSetting(reads=True), OnResume.BY_NAME] = None
-    """Hub name or folder of the tokenizer; default is `path`."""
+    tokenizer: Annotated[str | None, PathSetting(reads=True), ObjectSetting("tokenizer"), OnResume.BY_NAME] = None
+    """Hub name or folder of the tokenizer; default is `path`. From Python also a tokenizer."""
     chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES), OnResume.BY_NAME] = None
     """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
     `gemma`, `zephyr`)."""
@@ -182,6 +184,12 @@ class ModelConfig(Section):
     `router_aux_loss_coef` of the model's config. Null trains them by the loss alone."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if is_kept_model(self.path) and self.tokenizer is None:
+            yield Problem(
+                "tokenizer",
+                "is required with a model that is an object, which has none. Set model.tokenizer: a tokenizer, or the "
+                "hub name or folder of one.",
+            )
         if self.router_aux_loss is not None and not run.backend.balances_experts:
             yield Problem(
                 "router_aux_loss",
