@@ -46,13 +46,6 @@ def test_a_function_of_the_script_itself_is_refused_with_the_way_out():
         FunctionReward(FunctionRewardConfig(path="__main__:mine"))
 
 
-def test_a_function_in_place_of_its_name_is_refused_with_the_way_out():
-    environment = {"name": "single_turn", "rewards": lambda answer: 1.0}
-    source = {"name": "rollouts", "environment": environment, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
-    with pytest.raises(ConfigError, match=r"rewards is a Python object, which no config holds\. Write it in a file"):
-        load_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "steps": 1, "source": source})
-
-
 @pytest.fixture
 def hung_threads() -> Iterator[None]:
     """Lets the threads go that a test has left hanging."""

@@ -89,6 +89,8 @@ def _message(
         return "is a Python object, which no config holds. Write it in a file, and name that: `my_rewards.py:is_right`."
     if kind in ("model_type", "dict_type"):
         return f"is {_shown(details['input'])}; it must be a mapping, written `key: value`."
+    if kind == "object":
+        return f"{details['msg']}."
     if kind == "too_short":
         return "is empty; give at least one."
     if kind == "tuple_type":

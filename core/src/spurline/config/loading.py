@@ -9,21 +9,25 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
 
 from spurline.config.assembly import assemble
 from spurline.config.cluster import names_cluster
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.explain import explain
 from spurline.config.hidden import hide_secrets
-from spurline.config.paths import ConfigPlace
+from spurline.config.objects import is_rows
+from spurline.config.paths import ConfigPlace, expanded
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
+from spurline.in_memory.keeper import Keeper
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
 from spurline.protocols.source import SourceConfig
@@ -64,9 +68,10 @@ def load_config(
 ) -> LoadedConfig:
     """Load and validate a configuration.
 
-    source: path of a YAML or TOML file, or a mapping of the same shape. overrides: `key.path=value` strings.
-    available: installed plugins; read from package metadata when None. recorded: this is what a run wrote down, every
-    default spelled out; it passed the checks across sections when it started, and they are not made again.
+    source: path of a YAML or TOML file, or a mapping of the same shape, in which rows, functions, a model and a
+    tokenizer may stand for their paths; all but functions are written below its run_dir. overrides: `key.path=value`
+    strings. available: installed plugins; read from package metadata when None. recorded: this is what a run wrote
+    down, every default spelled out; it passed the checks across sections when it started, and they are not made again.
     Raises ConfigError listing all problems, PluginError when a plugin cannot be loaded.
     """
     document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
@@ -75,7 +80,8 @@ def load_config(
     model = config_model(host)
     try:
         folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
-        place = ConfigPlace(folder, recorded, not recorded and names_cluster(document.values))
+        objects = _keeper(document.values) if isinstance(source, Mapping) and not recorded else None
+        place = ConfigPlace(folder, recorded, not recorded and names_cluster(document.values), objects)
         config = model.model_validate(_with_defaults_of_source(document.values, host.registry), context=place)
     except ValidationError as error:
         known = installed_plugins() if available is None else available
@@ -86,6 +92,15 @@ def load_config(
         raise _config_error(problems, document)
     file = None if isinstance(source, Mapping) else Path(source)
     return LoadedConfig(config, host, document.origin, file, tuple(overrides))
+
+
+def _keeper(values: Mapping[str, Any]) -> Keeper:
+    """What keeps the objects of a run with these settings."""
+    run_dir = values.get("run_dir", RunConfig.model_fields["run_dir"].default)
+    # What is no path, or has a variable that is not set, is told by its own rules.
+    with suppress(PydanticCustomError):
+        return Keeper(Path(expanded(str(run_dir))).absolute())
+    return Keeper(Path(str(run_dir)).absolute())
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
@@ -133,7 +148,11 @@ def _dataset_note(key: str, document: Document) -> str:
     if match is None or not isinstance(data, Mapping):
         return ""
     entries: Any = as_list(cast("Mapping[str, Any]", data).get(match[1]))
-    if not isinstance(entries, list) or int(match[2]) >= len(cast("list[Any]", entries)):
+    if (
+        not isinstance(entries, list)
+        or is_rows(cast("Any", entries))
+        or int(match[2]) >= len(cast("list[Any]", entries))
+    ):
         return ""
     entry: Any = expand_shorthand(entries[int(match[2])], "path")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}

@@ -17,6 +17,9 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from spurline.config.objects import KeepsObjects
+from spurline.in_memory.functions import recorded, reference_to
+
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -25,12 +28,13 @@ class ConfigPlace:
     """Validation context: where relative paths begin. folder: of the config file, or None when there is none.
 
     recorded: a run wrote these settings down; they are expanded and absolute, and stay as they are.
-    on_cluster: section `cluster` places the run on a cluster.
+    on_cluster: section `cluster` places the run on a cluster. objects: keeps what a program gives in place of a path.
     """
 
     folder: Path | None = None
     recorded: bool = False
     on_cluster: bool = False
+    objects: KeepsObjects | None = None
 
     def homes(self) -> list[Path]:
         """Folders in which something relative is looked for, in this order."""
@@ -75,14 +79,20 @@ class FunctionSetting:
     """Mark of a setting that names a Python function: `module:function`, or `file.py:function`.
 
     A file follows the rules of a path that is read. A module that lies beside the config file or in the working
-    directory becomes `FOLDER/module:function`; any other is imported by its name. Text without a colon is left alone.
+    directory becomes `FOLDER/module:function`; any other is imported by its name. Text without a colon is left alone. A
+    Python program may give the function itself, which becomes a reference that `load_function` knows in this process.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.with_info_before_validator_function(self._read, handler(source))
+        written = core_schema.plain_serializer_function_ser_schema(
+            recorded, return_schema=core_schema.str_schema(), when_used="json-unless-none"
+        )
+        return core_schema.with_info_before_validator_function(self._read, handler(source), serialization=written)
 
     def _read(self, value: Any, info: ValidationInfo) -> Any:
         place = _place(info)
+        if callable(value):
+            return reference_to(value)
         if not isinstance(value, str) or ":" not in value or (place is not None and place.recorded):
             return value
         module, _, function = expanded(value).rpartition(":")

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from spurline.config.cluster import ClusterConfig
+from spurline.config.objects import ObjectSetting
 from spurline.config.paths import PathSetting
 from spurline.config.section import (
     Component,
@@ -26,6 +28,7 @@ from spurline.config.section import (
     expand_shorthand,
 )
 from spurline.errors import Problem, listing, suggestion
+from spurline.in_memory.keeper import is_kept_model
 from spurline.protocols.backend import BackendConfig
 from spurline.protocols.collator import CollatorConfig
 from spurline.protocols.dataset import DatasetConfig as DatasetConfig
@@ -108,12 +111,26 @@ class ReductionConfig(NamedSection):
             )
 
 
+def _refuse_names(value: Any) -> Any:
+    """Datasets by name, as some trainers have them, would be read as the settings of one."""
+    given = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    names_one = not given or bool({"path", "name"} & given.keys())
+    if not names_one and all(isinstance(each, (str, dict, list)) for each in given.values()):
+        entry = f"{{{next(iter(given))}: {{name: loss, data: ..., every_steps: 50}}}}"
+        problem = (
+            f"names datasets ({listing(given)}), and it is one set, measured as a whole. For numbers of each give each "
+            f"an entry of its own under `evaluations`: {entry}"
+        )
+        raise PydanticCustomError("path", "{problem}", {"problem": problem})
+    return cast("Any", value)
+
+
 class DataConfig(Section):
     """Which rows to train and evaluate on, and which of their tokens carry loss."""
 
     train: DatasetList = Field(min_length=1)
     """Training datasets; several are mixed by their weights."""
-    eval: Annotated[DatasetList, OnResume.FREE] = ()
+    eval: Annotated[DatasetList, BeforeValidator(_refuse_names), OnResume.FREE] = ()
     """Held-out datasets, never trained on."""
     train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""
@@ -138,12 +155,12 @@ CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
 class ModelConfig(Section):
     """The causal language model to train, as Hugging Face `transformers` loads it."""
 
-    path: Annotated[str, PathSetting(reads=True), OnResume.BY_NAME] = Field(min_length=1)
-    """Hub name or local folder with `config.json`, weights and tokenizer."""
+    path: Annotated[str, PathSetting(reads=True), ObjectSetting("model"), OnResume.BY_NAME] = Field(min_length=1)
+    """Hub name or local folder with `config.json`, weights and tokenizer. From Python also a model."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    tokenizer: Annotated[str | None, PathSetting(reads=True), OnResume.BY_NAME] = None
-    """Hub name or folder of the tokenizer; default is `path`."""
+    tokenizer: Annotated[str | None, PathSetting(reads=True), ObjectSetting("tokenizer"), OnResume.BY_NAME] = None
+    """Hub name or folder of the tokenizer; default is `path`. From Python also a tokenizer."""
     chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES), OnResume.BY_NAME] = None
     """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
     `gemma`, `zephyr`)."""
@@ -167,6 +184,12 @@ class ModelConfig(Section):
     `router_aux_loss_coef` of the model's config. Null trains them by the loss alone."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if is_kept_model(self.path) and self.tokenizer is None:
+            yield Problem(
+                "tokenizer",
+                "is required with a model that is an object, which has none. Set model.tokenizer: a tokenizer, or the "
+                "hub name or folder of one.",
+            )
         if self.router_aux_loss is not None and not run.backend.balances_experts:
             yield Problem(
                 "router_aux_loss",

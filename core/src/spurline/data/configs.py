@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from spurline.config.objects import ObjectSetting
 from spurline.config.paths import PathSetting
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
@@ -38,8 +39,9 @@ class HfDatasetConfig(DatasetConfig):
     """Rows that Hugging Face `datasets` can load: local files and folders, or a hub name."""
 
     name: str = "hf"
-    path: Annotated[str, OnResume.FREE, PathSetting(reads=True)] = Field(min_length=1)
-    """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name."""
+    path: Annotated[str, OnResume.FREE, PathSetting(reads=True), ObjectSetting("rows")] = Field(min_length=1)
+    """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name.
+    From Python also rows: a list of dicts, or a `datasets.Dataset`."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from spurline.errors import UserError, listing
+from spurline.errors import UserError
 from spurline.first_config.survey import DataFacts, Task, data_facts, model_facts
 from spurline.first_config.text import Choices, config_text
 from spurline.plugins.host import installed_plugins
@@ -115,5 +115,4 @@ def _reward(wishes: Wishes, rows: DataFacts, ask: Asker) -> str | None:
     if wishes.reward is not None:
         return wishes.reward
     default = "exact_match" if rows.has_reference else None
-    known = listing(["exact_match", "math_verify", "file.py:function"])
-    return ask.text(f"Which reward ({known})", "--reward", default)
+    return ask.text("Which reward (a name that `spurline plugins` lists, or file.py:function)", "--reward", default)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, r
 
 from pydantic import BeforeValidator, Field
 
+from spurline.config.objects import as_datasets
 from spurline.config.section import Component, ComponentConfig, SchemaOfOneOrMany, as_list
 from spurline.errors import DataError, Problem
 
@@ -55,6 +56,7 @@ class DatasetConfig(ComponentConfig):
 DatasetList = Annotated[
     tuple[Annotated[DatasetConfig, Component("dataset", shorthand="path")], ...],
     BeforeValidator(as_list),
+    BeforeValidator(as_datasets),
     SchemaOfOneOrMany(),
 ]
 """Datasets; a single one may be written without a list around it."""

@@ -7,6 +7,8 @@ rewards: my_module:my_function                     the reward `function`; the te
 rewards: path/to/file.py:my_function               likewise, of a file
 rewards: {name: exact_match, ignore_case: true}    one reward with settings
 rewards: {right: exact_match, short: my_module:f}  terms by name, each written in any of these ways
+
+A Python program may give a function wherever one is named.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from spurline.config.section import Component, ComponentConfig, expand_shorthand
+from spurline.in_memory.functions import name_of
 
 
 class RewardConfig(ComponentConfig):
@@ -68,6 +71,8 @@ class ScoresOnLoop(Protocol):
 
 def _expand(value: Any) -> Any:
     """A table of rewards, whatever was written."""
+    if callable(value):
+        return {name_of(value): _expand_function(value)}
     one = expand_shorthand(value, "name")
     if not isinstance(one, Mapping):
         return value
@@ -81,6 +86,8 @@ def _expand(value: Any) -> Any:
 
 def _expand_function(reward: Any) -> Any:
     """`module:function` or `file.py:function` as the settings of the reward `function`; anything else unchanged."""
+    if callable(reward):
+        return {"name": "function", "path": reward}
     settings = expand_shorthand(reward, "path")
     if settings is reward or ":" not in str(settings["path"]):
         return reward
@@ -90,6 +97,9 @@ def _expand_function(reward: Any) -> Any:
 def _term(reward: Any) -> str:
     """What a single reward is called: the function, or else the component."""
     settings = expand_shorthand(reward, "name")
+    path = settings.get("path")
+    if callable(path):
+        return name_of(path)
     return str(settings.get("path" if settings["name"] == "function" else "name", "function")).rpartition(":")[2]
 
 

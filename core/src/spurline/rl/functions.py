@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from spurline.errors import PluginError, SpurlineError, listing, suggestion
+from spurline.in_memory.functions import function_of, is_reference
 
 FUNCTION_PATH = r"^(.*/)?[^/:]+:\w+$"
 """Pattern of the settings that name a function."""
@@ -28,8 +29,18 @@ FUNCTION_PATH = r"^(.*/)?[^/:]+:\w+$"
 def load_function(path: str, what: str) -> Callable[..., Any]:
     """The function. what: names the setting in messages, such as `reward function`.
 
-    Raises PluginError when module or file cannot be found or imported, or has no such name.
+    Raises PluginError for a function that was given as an object in another process, and when module or file cannot be
+    found or imported, or has no such name.
     """
+    if is_reference(path):
+        given = function_of(path)
+        if given is None:
+            raise PluginError(
+                f"The {what} is '{path}', a function that a Python program gave as an object; it was in that process "
+                "alone. Train from Python with the function again, or write it in a file, and name that: "
+                f"`my_functions.py:{path.rpartition(':')[2]}`."
+            )
+        return given
     source, _, name = path.rpartition(":")
     try:
         module = _from_file(Path(source), what) if source.endswith(".py") else _from_name(source, path, what)

@@ -44,15 +44,19 @@ from spurline.run.checkpoint_writer import CheckpointWriter
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.early_stop import EarlyStop
 from spurline.run.evaluation import ScheduledEvaluation, run_all
+from spurline.run.event_loop import own_event_loops
 from spurline.run.export import export_adapter, export_hf
 from spurline.run.health import findings, trained_steps
 from spurline.run.hook_state import HookStates
+from spurline.run.on_step import OnStep, OnStepHook
 from spurline.run.rescue import rescue
 from spurline.run.resume import CheckpointContents, Course, Resume, find_resume, restore, save_state
 from spurline.run.stop_request import StopRequest
+from spurline.trackers.frame import metrics_frame
 from spurline.trackers.jsonl import read_json_lines
 
 if TYPE_CHECKING:
+    import pandas
     from transformers import PreTrainedTokenizerBase
 
 
@@ -98,6 +102,8 @@ class Run:
     one; anything else is the path of a checkpoint folder. allow_change: settings that may differ from the checkpoint's
     although they change how the run trains, such as `optimizer.learning_rate`; each such change is kept in its history.
     progress: told what the start is doing; silent by default.
+    on_step: called after each step with its number and metrics, a function or several; as a hook of the program it may
+    raise, which ends the run, or call `request_stop`. One that has a method `close` is told when the run has ended.
 
     Always there:
         config: RunConfig, every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
@@ -124,6 +130,7 @@ class Run:
         resume: str = "auto",
         allow_change: Sequence[str] = (),
         progress: Progress = silent,
+        on_step: OnStep | Sequence[OnStep] = (),
     ) -> None:
         self.loaded = loaded
         self.config = loaded.config
@@ -132,6 +139,7 @@ class Run:
         self.state = RunState()
         self._request = ResumeRequest(resume, tuple(allow_change))
         self._progress = progress
+        self._on_step = OnStepHook(on_step)
         self._resumed = Resume(None)
         self._notes: list[str] = []
         self._best = BestSoFar(loaded.config.checkpoint.keep_best)
@@ -158,6 +166,7 @@ class Run:
         Signals are caught once training begins; before that there is nothing to save, and they act as usual.
         """
         with ExitStack() as stack:
+            stack.enter_context(own_event_loops())
             self.directory.open()
             stack.callback(self.directory.close)
             # Whatever ended the run: nothing is renamed into a directory that another run may hold.
@@ -271,6 +280,12 @@ class Run:
         """
         return export_adapter(self.backend, self.loaded, self.tokenizer, Path(path), replace=replace)
 
+    def metrics_frame(self) -> pandas.DataFrame:
+        """What the run has recorded so far as a pandas DataFrame: a row for each step, indexed by `step`, a column for
+        each metric. Also after the run, and of what an earlier process has done of it. Raises UserError without
+        pandas."""
+        return metrics_frame(self.directory.path)
+
     def request_stop(self, reason: str) -> None:
         """End the run in good order after the step it is in: with a checkpoint, a report and status `stopped`.
 
@@ -297,6 +312,8 @@ class Run:
         self._update = build_update(components, self.loaded, resume.done)
         self.loaded.host.attach(self._update, "core/update")
         stack.callback(self.loaded.host.detach, "core/update")
+        self.loaded.host.attach(self._on_step, "on_step")
+        stack.callback(self.loaded.host.detach, "on_step")
         history = {"history": list(resume.history)} if resume.history else {}
         self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded) | history)
         self._files.start(self.loaded.resolved(), self.state.step)

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem, listing, suggestion
+from spurline.in_memory.functions import name_of
 from spurline.protocols.environment import EnvironmentConfig
 from spurline.protocols.reward import RewardTable
 from spurline.rl.functions import FUNCTION_PATH
@@ -42,8 +43,10 @@ class SingleTurnConfig(RewardedEnvironmentConfig):
 
 
 def _named_tools(value: Any) -> Any:
-    """A list of tools as a mapping; built-in tools have their own names."""
-    return {name: name for name in value} if isinstance(value, (list, tuple)) else value
+    """A list of tools as a mapping; built-in tools and functions have their own names."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return {name_of(tool) if callable(tool) else tool: tool for tool in value}
 
 
 class ToolsConfig(RewardedEnvironmentConfig):
@@ -54,7 +57,7 @@ class ToolsConfig(RewardedEnvironmentConfig):
         Field(default={"calculator": "calculator"}, min_length=1)
     )
     """Functions by the name the model calls them with: `module:function`, `file.py:function`, or the built-in
-    `calculator`."""
+    `calculator`. From Python also the functions themselves."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
     """Turns the model may take, the answer included."""
     tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)

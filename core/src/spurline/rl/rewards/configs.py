@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem
+from spurline.in_memory.functions import is_reference
 from spurline.protocols.reward import RewardConfig
 from spurline.rl.functions import FUNCTION_PATH
 
@@ -30,7 +31,8 @@ class FunctionRewardConfig(RewardConfig):
 
     name: str = "function"
     path: Annotated[str, FunctionSetting(), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
-    """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`."""
+    """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`.
+    From Python also the function itself, which is called in the run's own process."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
     in_process: Annotated[bool, OnResume.FREE] = False
@@ -44,7 +46,20 @@ class FunctionRewardConfig(RewardConfig):
     import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
     """Seconds that importing its module may take at the start."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _stay_with_objects(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and callable(cast("Mapping[str, Any]", value).get("path")):
+            return {"in_process": True, **cast("Mapping[str, Any]", value)}
+        return value
+
     def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if is_reference(self.path) and not self.in_process:
+            yield Problem(
+                "in_process",
+                "is false, but the function was given as an object of this process, which worker processes do not "
+                "have. Remove it; or write the function in a file, and name that: `my_rewards.py:is_right`.",
+            )
         for name in ("workers", "memory_gb", "import_timeout_s") if self.in_process else ():
             if name in self.model_fields_set:
                 yield Problem(name, "limits worker processes, but in_process: true has none. Remove one of the two.")

@@ -1,0 +1,45 @@
+"""References to functions of this process: `in-memory.3:reward` in a config that is loaded, `in-memory:reward` in what
+a run writes down, which is the same for the same function in the next process.
+
+Light: imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_REFERENCE = re.compile(r"in-memory(\.\d+)?:(\w+)")
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What it is called, as an identifier: `lambda` for a lambda, the class's name for an object that can be called."""
+    return re.sub(r"\W", "", str(getattr(function, "__name__", type(function).__name__))) or "function"
+
+
+def reference_to(function: Callable[..., Any]) -> str:
+    """A reference that `function_of` understands in this process, for as long as it lives.
+
+    Each call gives another one: a cell that defines `reward` anew changes nothing in configs that were loaded before.
+    """
+    reference = f"in-memory.{len(_functions)}:{name_of(function)}"
+    _functions[reference] = function
+    return reference
+
+
+def is_reference(path: str) -> bool:
+    """Whether it stands for a function of this or another process."""
+    return _REFERENCE.fullmatch(path) is not None
+
+
+def function_of(reference: str) -> Callable[..., Any] | None:
+    """The function, or None where the reference is another process's or was written down."""
+    return _functions.get(reference)
+
+
+def recorded(path: str) -> str:
+    """The path as a run writes it down."""
+    found = _REFERENCE.fullmatch(path)
+    return path if found is None else f"in-memory:{found[2]}"

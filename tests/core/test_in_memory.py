@@ -1,0 +1,175 @@
+"""Python objects in the places of paths: what a config makes of them, and what it says of those that it cannot use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from spurline import load_config
+from spurline.config.loading import LoadedConfig
+from spurline.errors import ConfigError, PluginError
+from spurline.protocols.reward import Answer
+from spurline.rl.environments.tools import Toolbox
+from spurline.rl.functions import load_function
+from spurline.rl.rewards.function import FunctionReward
+
+ROWS = [{"prompt": "1 + 1", "completion": "2"}, {"prompt": "grüße", "completion": "4"}]
+Load = Callable[..., LoadedConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def loading(train: object = ROWS, rewards: object = None, **more: object) -> LoadedConfig:
+        config = {"run_dir": str(tmp_path / "run"), "model": {"path": "m"}, "data": {"train": train}, "steps": 1}
+        if rewards is not None:
+            environment = {"name": "single_turn", "rewards": rewards}
+            config["source"] = {
+                "name": "rollouts",
+                "environment": environment,
+                "prompts_per_step": 1,
+                "sampling": {"max_new_tokens": 4},
+            }
+        return load_config(config | more)
+
+    return loading
+
+
+def rewards_of(loaded: LoadedConfig) -> dict[str, Any]:
+    source: Any = loaded.config.source
+    return source.environment.rewards
+
+
+def answer() -> Answer:
+    return Answer("p", "abc", "abc", {})
+
+
+def files(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run" / "in_memory").iterdir())
+
+
+@pytest.mark.parametrize(
+    "train",
+    [ROWS, tuple(ROWS), datasets.Dataset.from_list(ROWS), {"path": ROWS}, [{"path": ROWS}], [ROWS]],
+    ids=["list", "tuple", "Dataset", "path", "listed path", "listed rows"],
+)
+def test_rows_are_written_once_below_the_run_directory_under_a_name_of_their_content(
+    load: Load, tmp_path: Path, train: object
+) -> None:
+    path = Path(load(train).config.data.train[0].place)
+    assert path.parent == tmp_path / "run" / "in_memory"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
+    before = path.stat()
+    assert load(train).config.data.train[0].place == str(path)
+    assert path.stat().st_ino == before.st_ino
+    other = load([*ROWS, ROWS[0]]).config.data.train[0].place
+    assert files(tmp_path) == sorted([path.name, Path(other).name])
+
+
+def test_rows_and_files_are_mixed_and_settings_stand_beside_rows(load: Load) -> None:
+    data = {"train": [ROWS, {"path": [{"frage": "a", "antwort": "b"}], "weight": 2.0}, "rows.jsonl"], "eval": ROWS}
+    train = load(data=data).config.data.train
+    assert [entry.weight for entry in train] == [1.0, 2.0, 1.0]
+    assert train[2].place == "rows.jsonl"
+
+
+def test_arrays_of_numpy_become_lists(load: Load) -> None:
+    place = load([{"input_ids": np.arange(3), "labels": [np.int64(1)]}]).config.data.train[0].place
+    assert json.loads(Path(place).read_text()) == {"input_ids": [0, 1, 2], "labels": [1]}
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"path": []}, r"data\.train\.0\.path is an empty list; give at least one row\."),
+        ({"path": [1, 2]}, r"row 0 is of type int\. Each row is a dict of columns\."),
+        ([{"prompt": {1, 2}}], r"row 0, column 'prompt': cannot be written as JSON .*type set"),
+        ([*ROWS, {"prompt": float("nan")}], r"row 2, column 'prompt': .*None for NaN"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"mapping of train\. .*dataset\['train'\]"),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"has no length\. .*name: hf_stream"),
+        ({"path": datasets.Dataset.from_list(ROWS).to_pandas()}, r"type DataFrame.*frame\.to_dict\('records'\)"),
+    ],
+)
+def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path, train: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(train)
+    assert not (tmp_path / "run" / "in_memory").exists() or files(tmp_path) == []
+
+
+def test_a_list_of_wrong_settings_is_still_told_as_one(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train\.0\.pth is not a setting"):
+        load([{"pth": "rows.jsonl"}])
+
+
+def test_a_file_cannot_hold_rows(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: m}\nsteps: 1\ndata: {train: [{prompt: a, completion: b}]}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:3: data\.train\.0\.path .*from Python: load_config"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("spell", [lambda f: f, lambda f: {"longest": f}, lambda f: {"name": "function", "path": f}])
+def test_a_closure_is_a_reward_and_is_called_in_this_process(load: Load, spell: Callable[..., object]) -> None:
+    seen: list[str] = []
+
+    def longest(answer: Answer) -> float:
+        seen.append(answer.response)
+        return len(answer.response)
+
+    loaded = load(rewards=spell(longest))
+    [(term, config)] = rewards_of(loaded).items()
+    assert (term, config.in_process) == ("longest", True)
+    assert asyncio.run(FunctionReward(config).score_async(answer())) == 3
+    assert seen == ["abc"]
+    written = loaded.resolved()["source"]["environment"]["rewards"]["longest"]
+    assert written["path"] == "in-memory:longest"
+
+
+def test_configs_keep_their_own_function_when_its_cell_runs_again(load: Load) -> None:
+    loaded = [load(rewards={"it": lambda answer, number=number: number}) for number in (1.0, 2.0)]
+    scores = [FunctionReward(rewards_of(each)["it"]).score(answer()) for each in loaded]
+    assert scores == [1.0, 2.0]
+    assert loaded[0].resolved() == loaded[1].resolved()
+
+
+def test_worker_processes_refuse_a_function_that_is_an_object(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.f\.in_process is false, but .*my_rewards\.py"):
+        load(rewards={"f": {"name": "function", "path": lambda answer: 1.0, "in_process": False}})
+    with pytest.raises(ConfigError, match=r"workers limits worker processes"):
+        load(rewards={"f": {"name": "function", "path": lambda answer: 1.0, "workers": 2}})
+
+
+def test_a_recorded_function_is_missed_with_the_way_out() -> None:
+    with pytest.raises(PluginError, match=r"gave as an object.*Train from Python.*my_functions\.py:longest"):
+        load_function("in-memory:longest", "reward function")
+
+
+def test_a_function_of_a_wrong_signature_is_told_as_one_of_a_file_is(load: Load) -> None:
+    def two(prompt: str, response: str) -> float:
+        return 0.0
+
+    config = rewards_of(load(rewards=two))["two"]
+    with pytest.raises(ConfigError, match=r"is defined as two\(prompt.*called with one argument"):
+        FunctionReward(config)
+
+
+def test_tools_are_functions_too(load: Load) -> None:
+    def double(number: int) -> int:
+        """Twice the number."""
+        return 2 * number
+
+    loaded = load(rewards="exact_match")
+    environment = {"name": "tools", "rewards": "exact_match", "tools": [double, "calculator"]}
+    source = {"name": "rollouts", "environment": environment, "prompts_per_step": 1, "sampling": {"max_new_tokens": 4}}
+    loaded = load(source=source)
+    config: Any = loaded.config.source
+    assert {each["function"]["name"] for each in Toolbox(config.environment.tools, 1).schemas()} == {
+        "double",
+        "calculator",
+    }
