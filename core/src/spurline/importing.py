@@ -31,7 +31,7 @@ def importing(*, for_good: bool = False) -> Iterator[None]:
 
 _TALKERS = ("torchao", "torch.utils._pytree")
 """Loggers of what torchao says while transformers imports it in every process: which of its kernels for GPUs do not
-load, and which of its classes a coming torch will refuse. A run that computes by it (`backend.fp8`) checks its needs."""
+load, and which of its classes a coming torch will refuse. A run that computes by it (`backend.fp8`) checks more."""
 
 
 @contextmanager
