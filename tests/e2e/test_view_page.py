@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 from headless_browser import CHROMIUM, Browser
-from viewed_runs import add_step, write_run
+from viewed_runs import add_step, member, write_run
+
+from spurline.rl.kept_rollouts import ROLLOUTS_FILE
+from spurline.run.directory import RunDirectory
 
 pytestmark = pytest.mark.processes
 pytest.importorskip("uvicorn", reason="needs the extra spurline[view]")
@@ -99,6 +102,25 @@ def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_p
         page.wait("document.querySelector('#found').textContent.startsWith('0 attempts')")
         add_step(runs[0], 4)
         page.wait("document.querySelectorAll('#list tbody tr').length === 2")
+        assert page.run("document.querySelector('#given-up').hidden")
+        with (runs[0] / ROLLOUTS_FILE).open("ab") as file:
+            file.write(member(5, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@5": "<b>the judge is gone</b>"}))
+        page.run("location.hash = 'rollouts?run=0&min_step=5'")
+        page.wait("document.querySelector('#given-up tbody').textContent.includes('<b>the judge is gone</b>')")
+
+        # A run in progress, of which another process, this one, has the lock and writes while the page reads.
+        (runs[1] / "summary.json").write_text('{"status": "running", "total_steps": 9}')
+        directory = RunDirectory(runs[1])
+        directory.open()
+        with closing(directory):
+            page.run("location.hash = 'curves?m=loss'")
+            page.wait("document.querySelector('#runs').textContent.includes('running, 2 of 9 steps')")
+            for step in (3, 4):
+                add_step(runs[1], step)
+            page.wait("document.querySelector('#runs').textContent.includes('running, 4 of 9 steps')")
+            page.wait("document.querySelector('#charts .readout').textContent.includes('second 0.25')")
+        page.run("location.hash = 'rollouts?run=1&min_step=3'")
+        page.wait("document.querySelectorAll('#list tbody tr').length === 8")
 
         unnamed = (
             "[...document.querySelectorAll('input, select, button')].filter(e => !e.labels?.length && !e.textContent)"

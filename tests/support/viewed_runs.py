@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spurline.rl.kept_rollouts import ROLLOUTS_FILE
-from spurline.rl.kept_rollouts.blocks import PieceTable, TokenScores, encode
+from spurline.rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, encode_lost
 from spurline.rl.kept_rollouts.members import pack
 from spurline.rl.trajectory import Group, Trajectory, Turn
 
@@ -56,8 +56,15 @@ def make_attempt(
     return Trajectory(uid, sample, (turn,), {"right": reward}, {"note": f"<b>{sample}</b>"})
 
 
-def member(step: int, responses: Mapping[str, Sequence[tuple[str, float, int]]]) -> bytes:
-    """The member of a step. responses: prompt -> text, reward and number of old tokens of each attempt at it."""
+def member(
+    step: int,
+    responses: Mapping[str, Sequence[tuple[str, float, int]]],
+    lost: Mapping[str, str] | None = None,
+) -> bytes:
+    """The member of a step. responses: prompt -> text, reward and number of old tokens of each attempt at it.
+
+    lost: uid -> reason of prompts that were given up.
+    """
     groups: list[Group] = []
     for number, (prompt, attempts) in enumerate(responses.items()):
         uid = f"rows:{number}@{step * 10 + number}"
@@ -70,7 +77,10 @@ def member(step: int, responses: Mapping[str, Sequence[tuple[str, float, int]]])
     gaps = np.zeros(tokens, np.float32)
     gaps[0] = 2.0
     scores = TokenScores(np.full(tokens, -0.5, np.float32) + gaps, np.full(tokens, 0.3, np.float32))
-    return pack(step, [encode(step, "trained", groups, scores, PieceTable(BytePieces()), prompts_per_epoch=100)])
+    lines = [encode(step, "trained", groups, scores, PieceTable(BytePieces()), prompts_per_epoch=100)]
+    if lost:
+        lines.append(encode_lost(step, [{"uid": uid, "draw": step, "reason": reason} for uid, reason in lost.items()]))
+    return pack(step, lines)
 
 
 def write_run(folder: Path, steps: int = 3, *, loss: float = 1.0, summary: Mapping[str, Any] | None = None) -> Path:

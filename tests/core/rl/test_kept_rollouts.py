@@ -372,6 +372,16 @@ def test_what_fails_beside_the_training_ends_it(
     assert ended.value.__notes__ == ["Writing the rollouts failed too: the disk is full"]
 
 
+def test_a_damaged_file_refuses_only_a_run_that_keeps_rollouts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / ROLLOUTS_FILE).write_bytes(b"x" * 100)
+    with pytest.raises(RunDirectoryError, match="no rollouts of a step begin"):
+        RolloutKeeper(tmp_path, tokenizer, MB).start(3)
+    RolloutKeeper(tmp_path, tokenizer, 0).start(3)
+    assert (tmp_path / ROLLOUTS_FILE).read_bytes() == b"x" * 100
+
+
 def test_a_removed_file_is_no_place_to_write(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     keeper = RolloutKeeper(tmp_path, tokenizer, MB)
     keeper.start(0)

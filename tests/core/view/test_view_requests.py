@@ -284,6 +284,24 @@ def test_an_answer_is_json_whatever_a_run_tells(tmp_path: Path, monkeypatch: pyt
     assert (state["error"], state["total_steps"]) == ("\ud800", "nan")
 
 
+def test_prompts_that_were_given_up_are_told_by_step_and_uid(run: Path) -> None:
+    client = client_of(run)
+    assert client.get("/api/rollouts?run=0").json()["given_up"] == {"matching": 0, "prompts": []}
+    with (run / ROLLOUTS_FILE).open("ab") as file:
+        file.write(member(4, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@4": "the judge is gone", "rows:8@4": "<b>"}))
+        file.write(member(5, {"Sort 2 1": [("1 2", 1.0, 0)]}, {"rows:7@5": "again"}))
+
+    def told(query: str) -> list[tuple[int, str, str]]:
+        given_up = client.get(f"/api/rollouts?run=0{query}").json()["given_up"]
+        return [(prompt["step"], prompt["uid"], prompt["reason"]) for prompt in given_up["prompts"]]
+
+    assert told("") == [(5, "rows:7@5", "again"), (4, "rows:7@4", "the judge is gone"), (4, "rows:8@4", "<b>")]
+    assert told("&min_step=5") == [(5, "rows:7@5", "again")]
+    assert told("&prompt=ROWS:8") == [(4, "rows:8@4", "<b>")]
+    assert told("&max_step=3") == []
+    assert len(found(client, min_step=4)) == 2
+
+
 # Live runs
 
 

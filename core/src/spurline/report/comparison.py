@@ -27,13 +27,13 @@ COMPARISON_FILE = "comparison.html"
 """Where a comparison goes by default, in the working directory."""
 
 _HEADLINES = ("loss", "reward/mean", "grad_norm", "response/length", "mismatch/kl", "time/step")
-_OPEN_POINTS, _FOLDED_POINTS = 10_000, 8_000
+_OPEN_POINTS, _FOLDED_POINTS = 8_000, 6_000
 """Points of all curves that stand open, and of all that are folded: they bound the size of the page."""
 _MOST_POINTS, _FEWEST_POINTS = 300, 12
 """Points of one curve, whatever the number of curves."""
 _MOST_ROWS = 10
 """Steps of a table of evaluation scores; of more, these are chosen evenly, the first and the last included."""
-_MOST_SETTINGS = 250
+_MOST_SETTINGS = 150
 _NOTHING = "\u2013"
 _SHOWN_SETTING = 100
 """Characters of a setting."""

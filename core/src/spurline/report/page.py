@@ -55,9 +55,9 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
 
 def _page(record: RunRecord, sections: Iterable[str]) -> str:
     name = record.run_dir.resolve().name
-    notice = '<p class="notice">No training step has finished yet: there is nothing to plot.</p>'
+    notice = '<p class="notice">No training step has finished yet: there are no curves yet.</p>'
     body = f"""{_header(record, name)}
-{"" if record.metrics else notice}
+{"" if any(line["step"] for line in record.metrics) else notice}
 <div class="grid">
 {"".join(sections)}
 </div>

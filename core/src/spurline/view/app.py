@@ -154,7 +154,8 @@ def _rollouts(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
     index = _run(runs, asked.run).rollouts
     state = index.update(INDEXING_S)
     found = index.find(wanted, sort=asked.sort, ascending=asked.ascending, offset=asked.offset, limit=asked.limit)
-    return {**asdict(state), "matching": found.matching, "rows": found.attempts}
+    given_up = asdict(index.given_up(wanted))
+    return {**asdict(state), "matching": found.matching, "rows": found.attempts, "given_up": given_up}
 
 
 def _attempt(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:

@@ -6,9 +6,10 @@ A step of the file is unpacked once, and again only when an attempt is looked at
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.errors import RunDirectoryError
-from spurline.rl.kept_rollouts import ROLLOUTS_FILE, KeptAttempt, KeptRollouts
+from spurline.rl.kept_rollouts import ROLLOUTS_FILE, KeptAttempt, KeptRollouts, LostPrompt
 from spurline.rl.kept_rollouts.members import members_of
 
 SortKey = Literal["step", "reward", "tokens", "max_age", "max_gap"]
@@ -26,6 +27,8 @@ UNKNOWN_AGE = -1
 
 _PREVIEW = 200
 """Characters of a response that a list shows."""
+_MOST_GIVEN_UP = 200
+"""Prompts given up that an answer holds."""
 _OPENED_STEPS = 4
 """Steps whose attempts stay unpacked, for the next look at one of them."""
 
@@ -56,6 +59,14 @@ class FoundAttempts:
 
     matching: int
     attempts: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class FoundPrompts:
+    """Prompts that were given up. matching: all of them. prompts: the newest, as JSON values."""
+
+    matching: int
+    prompts: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class RolloutIndex:
                     if step in self._steps:
                         continue
                     rollouts = rollouts or KeptRollouts(self._run_dir)
-                    self._steps[step] = _StepColumns.of(size, list(rollouts.attempts([step])))
+                    self._steps[step] = _StepColumns.of(size, *rollouts.attempts_and_given_up(step))
                     self._joined = None
                     if deadline is not None and time.monotonic() > deadline:
                         break
@@ -125,6 +136,19 @@ class RolloutIndex:
         order = np.lexsort((columns.place[found], -columns.step[found], keys if ascending else -keys))
         page = found[order[offset : offset + limit]]
         return FoundAttempts(len(found), [columns.row(number) for number in page.tolist()])
+
+    def given_up(self, wanted: RolloutFilter) -> FoundPrompts:
+        """Prompts that were given up in the steps of the index, the newest first, by step and uid of the filter."""
+        first, last = wanted.min_step or 0, math.inf if wanted.max_step is None else wanted.max_step
+        with self._lock:
+            found = [
+                prompt
+                for step in sorted(self._steps, reverse=True)
+                if first <= step <= last
+                for prompt in self._steps[step].given_up
+                if wanted.prompt.lower() in prompt.uid.lower()
+            ]
+        return FoundPrompts(len(found), [asdict(prompt) for prompt in found[:_MOST_GIVEN_UP]])
 
     def attempt(self, step: int, place: int) -> KeptAttempt | None:
         """The attempt at this place of a step, as rows tell both; None where there is none (any more).
@@ -191,9 +215,10 @@ class _StepColumns:
     prompts: Sequence[_Prompt]
     texts: Sequence[str]
     rows: Sequence[Mapping[str, Any]]
+    given_up: Sequence[LostPrompt]
 
     @classmethod
-    def of(cls, size: int, attempts: Sequence[KeptAttempt]) -> _StepColumns:
+    def of(cls, size: int, attempts: Sequence[KeptAttempt], given_up: Sequence[LostPrompt]) -> _StepColumns:
         prompts: dict[str, int] = {}
         found: list[_Prompt] = []
         texts: list[str] = []
@@ -243,6 +268,7 @@ class _StepColumns:
             prompts=found,
             texts=texts,
             rows=rows,
+            given_up=given_up,
         )
 
 

@@ -199,12 +199,22 @@ class KeptRollouts:
             if block["status"] != "given_up":
                 yield from _Block(block).attempts()
 
+    def attempts_and_given_up(self, step: int) -> tuple[list[KeptAttempt], list[LostPrompt]]:
+        """Both of a step, which is unpacked once."""
+        attempts: list[KeptAttempt] = []
+        lost: list[LostPrompt] = []
+        for block in self._blocks([step]):
+            if block["status"] == "given_up":
+                lost += _lost_prompts(block)
+            else:
+                attempts += _Block(block).attempts()
+        return attempts, lost
+
     def given_up(self, steps: Iterable[int] | None = None) -> Iterator[LostPrompt]:
         """Prompts that were given up while the groups of these steps were made."""
         for block in self._blocks(steps):
             if block["status"] == "given_up":
-                for prompt in block["prompts"]:
-                    yield LostPrompt(block["step"], prompt["uid"], prompt["draw"], prompt["reason"])
+                yield from _lost_prompts(block)
 
     def _blocks(self, steps: Iterable[int] | None) -> Iterator[Mapping[str, Any]]:
         for step in self.steps if steps is None else steps:
@@ -353,6 +363,10 @@ class _Block:
 
     def text(self, ids: NDArray[np.int32]) -> str:
         return text_of(map(self.pieces.__getitem__, ids.tolist()))
+
+
+def _lost_prompts(block: Mapping[str, Any]) -> list[LostPrompt]:
+    return [LostPrompt(block["step"], prompt["uid"], prompt["draw"], prompt["reason"]) for prompt in block["prompts"]]
 
 
 _RUN_DTYPES = {"versions": np.int32, "loss_mask": np.uint8}

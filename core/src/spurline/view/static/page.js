@@ -281,8 +281,18 @@ async function list() {
     : "This run keeps no rollouts, or has none yet.";
   byId("back").disabled = state.offset === 0;
   byId("forth").disabled = end >= answer.matching;
+  listGivenUp(answer.given_up);
   if (answer.error) complain(new Error(answer.error));
   else if (reading) setTimeout(() => number === state.list && !byId("rollouts").hidden && list().catch(complain), 0);
+}
+
+function listGivenUp({ matching, prompts }) {
+  const box = byId("given-up");
+  box.hidden = matching === 0;
+  const newest = prompts.length < matching ? `, the newest ${short(prompts.length)} of them below` : "";
+  box.querySelector("summary").textContent = `${short(matching)} ${matching === 1 ? "prompt was" : "prompts were"} given up${newest}`;
+  box.querySelector("tbody").replaceChildren(...prompts.map((prompt) => make("tr", {}, make("td", {}, short(prompt.step)),
+    make("td", { class: "text" }, prompt.uid), make("td", { class: "text" }, prompt.reason))));
 }
 
 function listRow(run, row, limit) {
@@ -299,6 +309,8 @@ let typing = 0;
 function changed() {
   clearTimeout(typing);
   typing = setTimeout(() => {
+    // The reader may have gone to another view meanwhile, whose address this would overwrite.
+    if (place().view !== "rollouts") return;
     state.offset = 0;
     state.query = asked().toString();
     history.replaceState(null, "", "#rollouts?" + state.query);
