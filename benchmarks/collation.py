@@ -84,7 +84,8 @@ class Measured:
 def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]]:
     """What is timed, by name; all return equal batches."""
     if layout == "packed":
-        packed = PackedCollatorConfig(max_tokens=inputs.capacity)
+        # Planning has its own figures; row slices in Python would be charged with the search of `multifit`.
+        packed = PackedCollatorConfig(max_tokens=inputs.capacity, algorithm="ffd")
         rows = pack(inputs.lengths.tolist(), inputs.capacity, RANKS)
         length = max(sum(int(inputs.lengths[position]) for position in row) for row in rows)
         collators: list[Any] = [

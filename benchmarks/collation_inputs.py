@@ -206,7 +206,7 @@ def token_loops_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
 
 def _fresh(num_rows: int, length: int, pad: int) -> dict[str, NDArray[Any]]:
     shape = (num_rows, length)
-    columns: dict[str, NDArray[Any]] = {"input_ids": np.full(shape, pad, np.int64)}
+    columns: dict[str, NDArray[Any]] = {"input_ids": np.full(shape, pad, np.int32)}
     for name, dtype in TOKEN_COLUMNS.items():
         if name != "input_ids":
             columns[name] = np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype)

@@ -1,14 +1,16 @@
 """How fast the command line answers when it needs no model, and how long it takes to the end of a run of one step.
 
     make models/tiny-qwen3
-    python benchmarks/startup.py [--json] [--repeats 7] [--first-steps 3]
+    python benchmarks/startup.py [--json] [--repeats 7] [--first-steps 3] [--beside CHECKOUT]
 
 Without a model: `--help`, a config error, `import spurline`, the banner. Each case is a whole process, run round-robin;
 the figure is the median wall time. The floor is an empty interpreter.
 
 First step: `spurline train` of `examples/sft_sort.yaml` for one step, as a new run, whose tokens are in the cache: the
 median of wall time, and of the CPU time of the process and those it starts, which says more on a busy machine. Without
-the plugin `collation_fast`; with it; and with it where no compiled code is in the cache, as on a new machine.
+the plugin `collation_fast`; with it; and with it where no compiled code is in the cache, as on a new machine. The floor
+is a loop written by hand: the same model, one step of AdamW, nothing evaluated or saved. With `--beside` the runs of
+another checkout of this repository are measured in between, and the ratios are printed.
 """
 
 from __future__ import annotations
@@ -53,6 +55,19 @@ FIRST_STEPS = {
     "first step, collation_fast, nothing compiled yet": [],
 }
 COLD = "first step, collation_fast, nothing compiled yet"
+FLOOR = "first step, a loop by hand (floor)"
+BY_HAND = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+AutoTokenizer.from_pretrained("models/tiny-qwen3")
+model = AutoModelForCausalLM.from_pretrained("models/tiny-qwen3")
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.zeros(5, 512, dtype=torch.long)
+model(input_ids=ids, labels=ids).loss.backward()
+optimizer.step()
+"""
+BESIDE = " (beside)"
+"""What the names of the other checkout's figures end with."""
 
 
 def measure(repeats: int) -> dict[str, float]:
@@ -66,25 +81,31 @@ def measure(repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure_first_steps(repeats: int) -> dict[str, dict[str, float]]:
+def measure_first_steps(repeats: int, beside: Path | None) -> dict[str, dict[str, float]]:
     """Median seconds of each case, by the clock and of CPU; one round before them fills the caches."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in FIRST_STEPS}
+    roots = {"": ROOT} | ({BESIDE: beside} if beside else {})
+    cases = [(FLOOR, "", [])] + [(name, root, options) for name, options in FIRST_STEPS.items() for root in roots]
+    times: dict[str, list[tuple[float, float]]] = {name + root: [] for name, root, _ in cases}
     with TemporaryDirectory() as folder:
         for turn in range(repeats + 1):
-            for name, options in FIRST_STEPS.items():
-                compiled = f"compiled-{turn}" if name == COLD else "compiled"
-                environment = {"NUMBA_CACHE_DIR": f"{folder}/{compiled}", "SPURLINE_CACHE": f"{folder}/cache"}
-                arguments = [*TRAIN, *options, "--set", f"run_dir={folder}/{turn}-{len(options)}-{compiled}"]
+            for place, (name, root, options) in enumerate(cases):
+                of = Path(folder, "beside" if root else "here")
+                arguments = [*TRAIN, *options, "--set", f"run_dir={of}/{turn}-{place}"]
+                environment = {
+                    "NUMBA_CACHE_DIR": f"{of}/compiled-{turn if name == COLD else ''}",
+                    "SPURLINE_CACHE": f"{of}/cache",
+                    "PYTHONPATH": os.pathsep.join(str(source) for source in sources(roots[root])),
+                }
                 begin, used = time.perf_counter(), cpu_of_children()
                 subprocess.run(
-                    [sys.executable, *arguments],
+                    [sys.executable, *(["-c", BY_HAND] if name == FLOOR else arguments)],
                     cwd=ROOT,
                     env=os.environ | environment,
                     capture_output=True,
                     check=True,
                     timeout=300,
                 )
-                times[name].append((time.perf_counter() - begin, cpu_of_children() - used))
+                times[name + root].append((time.perf_counter() - begin, cpu_of_children() - used))
     return {
         name: {
             "wall_s": statistics.median(wall for wall, _ in measured[1:]),
@@ -94,10 +115,25 @@ def measure_first_steps(repeats: int) -> dict[str, dict[str, float]]:
     }
 
 
+def sources(root: Path) -> list[Path]:
+    """The packages of a checkout, to be found before those that are installed."""
+    return [root / "core" / "src", *sorted((root / "plugins").glob("*/src"))]
+
+
 def cpu_of_children() -> float:
     """CPU seconds of the processes that this one has waited for."""
     used = os.times()
     return used.children_user + used.children_system
+
+
+def ratios(first: dict[str, dict[str, float]], name: str) -> str:
+    """What a case takes as a share of the other checkout's, in words; nothing where that was not measured."""
+    other = first.get(name + BESIDE)
+    if other is None:
+        return ""
+    return ", {:.2f} and {:.2f} of those beside".format(
+        *(first[name][unit] / other[unit] for unit in ("wall_s", "cpu_s"))
+    )
 
 
 def main() -> None:
@@ -106,9 +142,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--first-steps", type=int, default=3, help="repeats of the runs of one step; 0 leaves them out")
+    parser.add_argument("--beside", type=Path, help="another checkout of the repository, to compare first steps with")
     arguments = parser.parse_args()
     figures = measure(arguments.repeats)
-    first = measure_first_steps(arguments.first_steps) if arguments.first_steps else {}
+    first = measure_first_steps(arguments.first_steps, arguments.beside) if arguments.first_steps else {}
     passed = all(seconds < LIMIT_S for seconds in figures.values())
     if arguments.json:
         print(json.dumps({"median_s": figures, "limit_s": LIMIT_S, "passed": passed, "first_step": first}, indent=2))
@@ -116,7 +153,7 @@ def main() -> None:
     for name, seconds in figures.items():
         print(f"{name:32s} {seconds * 1000:7.0f} ms")
     for name, seconds in first.items():
-        print(f"{name:50s} {seconds['wall_s']:6.1f} s, {seconds['cpu_s']:6.1f} s of CPU")
+        print(f"{name:60s} {seconds['wall_s']:6.1f} s, {seconds['cpu_s']:6.1f} s of CPU{ratios(first, name)}")
     print(f"limit {LIMIT_S * 1000:.0f} ms: {'met' if passed else 'NOT MET'}")
 
 

@@ -10,9 +10,11 @@ Compared, in turns within one process:
   length gives the mask. The usual way.
 - encode_batch: the tokenizer alone on texts that are rendered already, in chunks. The floor.
 - parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
+- sequential: the same by `core/sequential`, for information.
 
-On two threads and on one, each in a process that is held to so many cores. For information: two worker processes on
-eight times the samples, start included. All ways give the same tokens and masks, which is checked first.
+On two threads and on one, each in a process that is held to so many cores. For information: `auto` and two worker
+processes on eight times the samples, start included, and from how many rows on `auto` starts workers at the measured
+cost of a row. All ways give the same tokens and masks, which is checked first.
 
 Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
 Of short conversations: at most 1.35 x encode_batch, on two threads and on one.
@@ -28,20 +30,23 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from timing import Gate, Timing, cost_gate, gates_as_json, print_gates, print_timings, round_robin, speedup_gate
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from spurline.config.run_config import DataConfig
+from spurline.data.configs import SequentialTokenizationConfig
 from spurline.data.token_store import TokenStore
+from spurline.data.tokenization import SequentialTokenization
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.testing.inputs import CHAT_TEMPLATE
 from spurline.testing.tokenization_contract import ListDataset
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.parallel import ROWS_PER_CHUNK, ParallelTokenization
+from spurline_collation_fast.tokenization.worker_choice import CostMeter, idle_cores, workers_worth_starting
 
 WORDS_PER_MESSAGE = 70
 MESSAGES = 4
@@ -103,7 +108,7 @@ def encode_batch(inputs: Inputs) -> None:
         inputs.tokenizer.backend_tokenizer.encode_batch(inputs.texts[start : start + ROWS_PER_CHUNK])
 
 
-def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
+def parallel(inputs: Inputs, workers: int | Literal["auto"] = 0) -> TokenStore:
     """Rows to a token store in memory."""
     config = DatasetConfig(name="rows", format="chat")
     tokenization = ParallelTokenization(
@@ -113,6 +118,16 @@ def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
     )
     rows = ListDataset([{"messages": chat} for chat in inputs.chats])
     return tokenization.tokenize([DatasetToTokenize(rows, config)]).store
+
+
+def sequential(inputs: Inputs) -> TokenStore:
+    """As `parallel`, by core's tokenization."""
+    config = DatasetConfig(name="rows", format="chat")
+    data = DataConfig(train=(config,), max_length=100_000)
+    tokenization = SequentialTokenization(SequentialTokenizationConfig(), tokenizer=inputs.tokenizer, data=data)
+    return tokenization.tokenize(
+        [DatasetToTokenize(ListDataset([{"messages": chat} for chat in inputs.chats]), config)]
+    ).store
 
 
 def check_equal(inputs: Inputs) -> None:
@@ -134,8 +149,9 @@ def measure(num_samples: int, repeats: int, short: bool) -> dict[str, Timing]:
         "two calls": lambda: two_calls(inputs),
         "encode_batch": lambda: encode_batch(inputs),
         "parallel": lambda: parallel(inputs),
+        "sequential": lambda: sequential(inputs),
     }
-    return round_robin(functions, {"two calls": min(3, repeats), "encode_batch": repeats, "parallel": repeats})
+    return round_robin(functions, dict.fromkeys(functions, repeats) | {"two calls": min(3, repeats)})
 
 
 def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = False) -> dict[str, Timing]:
@@ -148,15 +164,20 @@ def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = F
     return {name: Timing(**timing) for name, timing in json.loads(result.stdout).items()}
 
 
-def measure_workers(num_samples: int) -> dict[str, float]:
-    """Rows a second of two worker processes, and of this process, once, on more samples."""
+def measure_workers(num_samples: int) -> tuple[dict[str, float], int | None]:
+    """Rows a second with and without worker processes, once, on more samples and all cores, and from how many rows on
+    `auto` starts some at the cost that a row then has here; None for never."""
     inputs = Inputs(num_samples)
     rates: dict[str, float] = {}
-    for name, workers in (("workers: 0", 0), ("workers: 2", 2)):
+    meter = CostMeter()
+    parallel(inputs)
+    cost = meter.cost(num_samples)
+    for workers in (0, "auto", 2):
         begin = time.perf_counter()
         parallel(inputs, workers)
-        rates[name] = num_samples / (time.perf_counter() - begin)
-    return rates
+        rates[f"workers: {workers}"] = num_samples / (time.perf_counter() - begin)
+    sizes = (1 << power for power in range(10, 34))
+    return rates, next((rows for rows in sizes if workers_worth_starting(rows, cost, idle_cores())), None)
 
 
 def gates_of(
@@ -189,7 +210,7 @@ def main() -> None:
     two, one = (measure_on(threads, arguments.samples, arguments.repeats) for threads in (2, 1))
     num_short = arguments.samples * MORE_SHORT
     short_two, short_one = (measure_on(threads, num_short, arguments.repeats, short=True) for threads in (2, 1))
-    workers = measure_workers(arguments.samples * MORE_FOR_WORKERS)
+    workers, worth = measure_workers(arguments.samples * MORE_FOR_WORKERS)
     gates = gates_of(two, one, short_two, short_one)
     ways = (
         ("2 threads", two, arguments.samples),
@@ -203,7 +224,12 @@ def main() -> None:
         for name, timing in timings.items()
     }
     if arguments.json:
-        figures = {"us_per_sample": per_sample, "rows_per_s": workers, "samples": arguments.samples}
+        figures = {
+            "us_per_sample": per_sample,
+            "rows_per_s": workers,
+            "rows_worth_workers": worth,
+            "samples": arguments.samples,
+        }
         print(json.dumps({**figures, "gates": gates_as_json(gates)}, indent=2))
         return
     for threads, timings, samples in ways:
@@ -212,6 +238,7 @@ def main() -> None:
         print(f"{name}: {microseconds:.0f} us a sample")
     for name, rate in workers.items():
         print(f"{name}, start included, {arguments.samples * MORE_FOR_WORKERS} samples: {rate:,.0f} rows/s")
+    print(f"auto starts workers on {idle_cores()} idle cores: {f'from some {worth:,} rows on' if worth else 'never'}")
     print_gates(gates)
 
 

@@ -173,10 +173,18 @@ def schema() -> dict[str, Any]:
     ).model_json_schema()
 
 
+@pytest.fixture(scope="module")
+def validator(schema: dict[str, Any]) -> Any:
+    """Made once: checking the schema itself takes longer than all examples."""
+    validators = pytest.importorskip("jsonschema.validators")
+    kind = validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_every_example_fits_the_json_schema(example: Path, schema: dict[str, Any]) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.validate(read_document(example).values, schema)
+def test_every_example_fits_the_json_schema(example: Path, validator: Any) -> None:
+    validator.validate(read_document(example).values)
 
 
 def test_the_json_schema_describes_every_core_setting(schema: dict[str, Any]) -> None:

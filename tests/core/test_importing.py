@@ -28,3 +28,16 @@ def test_a_collector_that_was_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_is_imported_for_good_is_never_visited_again() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with importing():
+            pass
+        assert gc.get_freeze_count() == before
+        with importing(for_good=True):
+            pass
+        assert gc.get_freeze_count() > before + 1000
+    finally:
+        gc.unfreeze()

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import read_metrics
+from run_helpers import fail_at, read_metrics
 
 from spurline import Run, load_config
-from spurline.errors import ConfigError, HookFailedError
+from spurline.errors import ConfigError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.report.record import read_record
 from spurline.run import run as run_module
@@ -19,25 +19,6 @@ from spurline.run.evaluation import DataEvaluation
 
 Spurline = Callable[..., tuple[int, str, str]]
 WriteConfig = Callable[[dict[str, Any]], Path]
-
-
-class FailAt:
-    """Ends the run before this step is trained."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            raise ZeroDivisionError
-
-
-def fail_at(config: dict[str, Any], step: int) -> None:
-    loaded = load_config(config)
-    loaded.host.attach(FailAt(step), "fail")
-    with pytest.raises(HookFailedError):
-        Run(loaded).train()
 
 
 def kept(config: dict[str, Any]) -> list[int]:

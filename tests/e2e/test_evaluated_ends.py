@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import read_metrics
+from run_helpers import fail_at, read_metrics
 
 from spurline import Run, load_config
-from spurline.errors import ConfigError, HookFailedError
-from spurline.plugins.hookspecs import hookimpl
+from spurline.errors import ConfigError
 from spurline.report.record import read_record
 from spurline.run.evaluation import DataEvaluation
 from spurline.run.plan import make_plan
@@ -34,25 +33,6 @@ def config(base_config: Config, spurline_chat_file: Path) -> Config:
 def give_scores(monkeypatch: pytest.MonkeyPatch, *scores: float) -> None:
     left = iter(scores)
     monkeypatch.setattr(DataEvaluation, "evaluate", lambda self, backend: ({"score": next(left)}, []))
-
-
-class FailAt:
-    """Ends the run before this step is trained."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            raise ZeroDivisionError
-
-
-def fail_at(config: Config, step: int) -> None:
-    loaded = load_config(config)
-    loaded.host.attach(FailAt(step), "fail")
-    with pytest.raises(HookFailedError):
-        Run(loaded).train()
 
 
 def test_a_run_ends_early_finished_saved_and_evaluated_and_goes_on_only_when_told(

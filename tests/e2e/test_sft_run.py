@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -286,15 +287,34 @@ def test_exported_model_loads_and_gives_the_trained_logprobs(
     assert len(modes) == 1, "some files are readable by fewer people than others"
 
 
+NOT_NEEDED = {
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "scipy.stats",
+    "sklearn",
+    "matplotlib",
+    "peft",
+    "bitsandbytes",
+    "liger_kernel",
+} | {"ray", "vllm", "wandb", "tensorboard", "mlflow", "uvicorn", "starlette", "torchvision", "IPython"}
+"""Libraries that a run on JSON lines, with no adapter, on one device does without."""
+
+
 @pytest.mark.processes
-def test_sigterm_finishes_the_step_saves_and_resumes(
+def test_sigterm_finishes_the_step_saves_and_resumes_and_nothing_was_imported_that_is_not_needed(
     write_config: WriteConfig, base_config: dict[str, Any], tmp_path: Path
 ) -> None:
-    base_config |= {"steps": 4000, "checkpoint": {}}
+    plugins = ["collation_fast"] if find_spec("spurline_collation_fast") else []
+    base_config |= {"steps": 4000, "checkpoint": {}, "plugins": plugins}
     path = write_config(base_config)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spurline.cli", "train", str(path)], stdout=subprocess.PIPE, text=True
-    )
+    with (tmp_path / "imported").open("w") as imported:
+        process = subprocess.Popen(
+            [sys.executable, "-X", "importtime", "-m", "spurline.cli", "train", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=imported,
+            text=True,
+        )
     metrics = Path(base_config["run_dir"]) / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 3, "three steps")
     process.send_signal(signal.SIGTERM)
@@ -303,6 +323,9 @@ def test_sigterm_finishes_the_step_saves_and_resumes(
     assert "Stopped on request" in out
     last = read_metrics(base_config["run_dir"])[-1]["step"]
     assert (Path(base_config["run_dir"]) / "checkpoints" / f"step-{last:08d}").is_dir()
+    lines = [line.rpartition("|")[2].strip() for line in (tmp_path / "imported").read_text().splitlines()]
+    assert {"torch", "transformers", "spurline"} <= set(lines)
+    assert not NOT_NEEDED.intersection(lines)
     base_config["steps"] = last + 2
     # Fewer steps than before would be refused; the config of the checkpoint said 4000.
     with pytest.raises(Exception, match="steps: 4000"):

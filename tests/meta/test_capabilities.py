@@ -44,7 +44,9 @@ def checks_of_classes(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def probes(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """`getattr(run.source, "name", default)`: asks whether a component's settings have something."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 3):
+            continue
+        if node.func.id == "getattr":
             asked, name = node.args[:2]
             if isinstance(asked, ast.Attribute) and asked.attr in KINDS and isinstance(name, ast.Constant):
                 yield node.lineno, f"getattr of {ast.unparse(asked)}: declare a property on the kind"

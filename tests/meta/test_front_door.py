@@ -198,7 +198,12 @@ def test_what_fits_is_what_the_program_prints(
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     monkeypatch.setattr(sys, "argv", ["what_fits.py"])
+    every = program.MODELS
+    # The table of the page on many GPUs, which is checked too, has the others; the soak measures all of both.
+    monkeypatch.setattr(program, "MODELS", every if os.environ.get("SPURLINE_SOAK") else dict(list(every.items())[::2]))
     program.main()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     shown = [line for line in README.partition("## What fits")[2].partition("\n## ")[0].splitlines() if line[:1] == "|"]
-    assert shown == printed
+    left_out = every.keys() - program.MODELS.keys()
+    assert [line for line in shown if line.split("|")[1].strip() not in left_out] == printed
+    assert [line.split("|")[1].strip() for line in shown[2:]] == list(every)

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
+from spurline import Run, load_config
+from spurline.errors import HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -140,3 +143,23 @@ def train_for(runs: WarmRuns, config: Path, metrics: Path, *, steps: int | None,
 
 def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+class FailAt:
+    """Ends the run before this step is trained."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        if step == self._step:
+            raise ZeroDivisionError
+
+
+def fail_at(config: dict[str, Any], step: int) -> None:
+    """Train until before this step, and end there by an error."""
+    loaded = load_config(config)
+    loaded.host.attach(FailAt(step), "fail")
+    with pytest.raises(HookFailedError):
+        Run(loaded).train()

@@ -93,6 +93,11 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(trackers.ConsoleTrackerConfig, "spurline.trackers.console:ConsoleTracker")
     add(trackers.TensorboardTrackerConfig, "spurline.trackers.tensorboard:TensorboardTracker")
     add(trackers.WandbTrackerConfig, "spurline.trackers.wandb:WandbTracker")
+    add(trackers.MlflowTrackerConfig, "spurline.trackers.mlflow:MlflowTracker")
+    add(trackers.TrackioTrackerConfig, "spurline.trackers.trackio:TrackioTracker")
+    add(trackers.SwanlabTrackerConfig, "spurline.trackers.swanlab:SwanlabTracker")
+    add(trackers.OpenTelemetryTrackerConfig, "spurline.trackers.opentelemetry:OpenTelemetryTracker")
+    add(trackers.PrometheusTrackerConfig, "spurline.trackers.prometheus:PrometheusTracker")
     for panels, config in ((_REPORT_PANELS, ReportPanelConfig), (_LONG_PANELS, LongPanelConfig)):
         for name, panel in panels.items():
             add(config, f"spurline.report.panels.{panel}", name=name)

@@ -5,15 +5,18 @@ Heavy libraries are imported inside the commands that need them, so that `--help
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shlex
 import sys
+import threading
 import traceback
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import typer.core
@@ -128,7 +131,7 @@ def train(
     start = StartLines.of(loaded)
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.run import Run
 
     try:
@@ -154,7 +157,7 @@ def plan(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.plan import make_plan
 
     made = make_plan(loaded, progress=start, device_bytes=None if gpu_gib is None else int(gpu_gib * 2**30))
@@ -186,7 +189,7 @@ def data(
 
     start = StartLines.of(loaded)
     start("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.shown_data.page import write_page
         from spurline.run.shown_data.sequences import ROW_LIMIT, show_data
         from spurline.run.shown_data.terminal import print_data
@@ -202,6 +205,45 @@ def data(
         typer.echo(html)
 
 
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write the config.")] = Path("run.yaml"),
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Folder of a model, or its name on the hub.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="sft|dpo|rl", help="What to train; otherwise the rows decide.")
+    ] = None,
+    held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
+    reward: Annotated[str | None, typer.Option(metavar="REWARD", help="For rl: a name, or file.py:function.")] = None,
+    lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters, or all weights.")] = None,
+    epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what is usual.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run that was written.")] = False,
+) -> None:
+    """Write a commented config for a model and data, and plan it. Asks for what is not given."""
+    if task not in (None, "sft", "dpo", "rl"):
+        raise UserError(f"--task {task}: is none of sft, dpo, rl.{suggestion(str(task), ['sft', 'dpo', 'rl'])}")
+    from spurline.trackers.start_lines import StartLines
+
+    start = StartLines(quiet=False)
+    start("loading PyTorch and transformers")
+    with _importing():
+        from spurline.first_config.command import Wishes, write_first_config
+
+    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps)
+    for line in write_first_config(file, wishes, start, force=force, may_ask=not yes):
+        typer.echo(line)
+    typer.echo(f"Wrote {file}.")
+    if not no_plan:
+        plan(file)
+
+
 @app.command(name="doctor")
 def diagnose_run(
     config: ConfigArgument,
@@ -213,7 +255,7 @@ def diagnose_run(
     from spurline.trackers.start_lines import StartLines
 
     StartLines.of(loaded)("loading PyTorch and transformers")
-    with importing():
+    with _importing():
         from spurline.run.doctor import find
 
     findings: list[Finding] = []
@@ -257,12 +299,24 @@ def doctor() -> None:
 
 
 @app.command()
-def report(run_dir: RunDirArgument) -> None:
-    """Write RUN_DIR/report.html from the metrics so far; works while the run is going on."""
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where a comparison is written; comparison.html in this folder if not given.")
+    ] = None,
+) -> None:
+    """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
     from spurline.report.page import write_run_report
     from spurline.run.directory import RunDirectory
 
-    typer.echo(write_run_report(_load_run(run_dir), RunDirectory(run_dir)))
+    if len(run_dirs) > 1:
+        from spurline.report.comparison import COMPARISON_FILE, write_comparison
+
+        typer.echo(write_comparison(run_dirs, out or Path(COMPARISON_FILE)))
+        return
+    if out is not None:
+        raise UserError("--out is for a comparison of several runs: the report of one is RUN_DIR/report.html.")
+    typer.echo(write_run_report(_load_run(run_dirs[0]), RunDirectory(run_dirs[0])))
 
 
 @app.command()
@@ -288,7 +342,7 @@ def export(
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""
     loaded = _load_run(run_dir)
-    with importing():
+    with _importing():
         from spurline.run.export import export_run
 
     typer.echo(export_run(loaded, out, checkpoint, adapter=adapter))
@@ -325,7 +379,7 @@ def generate(
     with ExitStack() as stack:
         start = StartLines(quiet=as_json)
         start("loading PyTorch and transformers")
-        with importing():
+        with _importing():
             from spurline.answering import command
 
         found = command.opened(target, _load_run, checkpoint, stack, start)
@@ -354,10 +408,19 @@ def schema(
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
 
 
-def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
-    from spurline.config.loading import load_config
+def _importing() -> AbstractContextManager[None]:
+    """What is imported here stays for good, unless a program called the command: its garbage would stay as well."""
+    return importing(for_good=_OWNS_PROCESS.get())
 
-    return load_config(config, overrides or [])
+
+_OWNS_PROCESS = ContextVar("_OWNS_PROCESS", default=False)
+
+
+def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
+    with importing():
+        from spurline.config.loading import load_config
+
+        return load_config(config, overrides or [])
 
 
 def _load_run(run_dir: Path) -> LoadedConfig:
@@ -404,10 +467,39 @@ def _print_result(result: RunResult) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
 
-    arguments: those of this process by default, which then ends at a second signal, whatever it is doing.
+    arguments: those of this process by default, which then ends at a second signal, whatever it is doing, and here.
     """
+    try:
+        _run_command(arguments)
+    except SystemExit as end:
+        if arguments is None and (end.code is None or isinstance(end.code, int)):
+            _leave(end.code or 0)
+        raise
+
+
+def _leave(code: int) -> None:
+    """End the process as Python does, but for taking apart what was imported, which takes torch a second.
+
+    Returns where something watches the process, or the output cannot be written: Python then ends it.
+    """
+    monitoring: Any = getattr(sys, "monitoring", None)
+    watched = sys.getprofile() or sys.gettrace() or (monitoring and any(map(monitoring.get_tool, range(6))))
+    if "torch" not in sys.modules or watched or sys.flags.inspect:
+        return
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - joins threads, and ends pools of them
+    atexit._run_exitfuncs()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code)
+
+
+def _run_command(arguments: list[str] | None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
+        _OWNS_PROCESS.set(True)
         _end_at_second_signal()
     # `--debug` is accepted anywhere, since one adds it to the command that just failed.
     debug = "--debug" in words

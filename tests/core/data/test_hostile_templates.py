@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from spurline.config.run_config import ModelConfig
 from spurline.data import chat_template
 from spurline.data.chat import ChatRenderer
-from spurline.data.chat_template import compile_template, render_template
+from spurline.data.chat_template import ChatTemplate, PlainChat, compile_template
 from spurline.data.rows import BadRowError
 from spurline.data.template_budget import TemplateTooCostlyError
 from spurline.data.tokenizer import load_tokenizer
@@ -37,6 +37,10 @@ LONG = "{% set x = 'a' * 1000000 %}"
 
 # Minutes and gigabytes without bounds.
 pytestmark = pytest.mark.timeout(60)
+
+
+def render(template: str, messages: list[Any], *, track_generation: bool = False) -> tuple[str, list[tuple[int, int]]]:
+    return ChatTemplate(template, SPECIAL).render(PlainChat.of(messages, None), track_generation=track_generation)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +114,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_without_end_or_measure_is_refused(template: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TemplateTooCostlyError):
-        render_template(template, HELLO, None, SPECIAL, track_generation="generation" in template)
+        render(template, HELLO, track_generation="generation" in template)
     # KiB; unbounded, most of these take gigabytes.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
 
@@ -177,8 +181,8 @@ def test_a_long_row_has_steps_for_its_length() -> None:
     many = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day " * 20}] * 5_000
     large = [{"role": "user", "content": "word " * 4_000_000}]
     for template in (TEMPLATES["chatml"], TEMPLATES["qwen3"]):
-        assert len(render_template(template, many, None, SPECIAL)[0]) > 900_000
-        assert len(render_template(template, large, None, SPECIAL)[0]) > 20_000_000 - 10
+        assert len(render(template, many)[0]) > 900_000
+        assert len(render(template, large)[0]) > 20_000_000 - 10
 
 
 TEXT = st.text(st.sampled_from("ab 42.\n<>/|%{}é😀"), max_size=30) | st.just("x" * 500)
@@ -251,14 +255,23 @@ def outcome(render: Callable[[], str]) -> str:
 @settings(max_examples=25, deadline=None)
 def test_templates_render_as_with_transformers(template: str, messages: Any, tools: Any, prompt: bool) -> None:
     variables = {**SPECIAL, "add_generation_prompt": prompt}
-    expected = outcome(
-        lambda: render_jinja_template(conversations=[messages], tools=tools, chat_template=template, **variables)[0][0]
-    )
-    assert outcome(lambda: render_template(template, messages, tools, variables)[0]) == expected
+
+    def expected(count: int) -> str:
+        return outcome(
+            lambda: render_jinja_template(
+                conversations=[messages[:count]], tools=tools, chat_template=template, **variables
+            )[0][0]
+        )
+
+    compiled, chat = ChatTemplate(template, SPECIAL), PlainChat.of(messages, tools)
+    # One object renders the whole conversation and its beginnings, which share their messages.
+    for count in range(len(messages), -1, -1):
+        beginning = chat.beginning(count)
+        assert outcome(lambda: compiled.render(beginning, add_generation_prompt=prompt)[0]) == expected(count)  # noqa: B023
 
 
 def test_every_use_renders() -> None:
-    text, _ = render_template(USES, [*HELLO, {"role": "assistant", "content": "4. a\nb"}], None, SPECIAL)
+    text, _ = render(USES, [*HELLO, {"role": "assistant", "content": "4. a\nb"}])
     assert str(datetime.now().year) in text
 
 
@@ -267,10 +280,7 @@ def test_spans_of_generation_blocks_are_those_of_transformers() -> None:
     texts, spans = render_jinja_template(
         conversations=[messages], chat_template=TEMPLATES["generation"], return_assistant_tokens_mask=True, **SPECIAL
     )
-    assert render_template(TEMPLATES["generation"], messages, None, SPECIAL, track_generation=True) == (
-        texts[0],
-        spans[0],
-    )
+    assert render(TEMPLATES["generation"], messages, track_generation=True) == (texts[0], spans[0])
 
 
 def test_a_template_is_compiled_once() -> None:

@@ -242,7 +242,7 @@ def test_a_hub_stream_that_cannot_be_reached_is_given_up_at_once(monkeypatch: py
     with pytest.raises(DataError, match="someone/rows: cannot be streamed from the Hugging Face hub"):
         HfStream(HfStreamConfig(path="someone/rows")).open()
     hub._answers.cache_clear()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
 
 
 def test_a_hub_stream_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from spurline.config.run_config import DataConfig
-from spurline.data import encoding
+from spurline.data import encoding, token_bytes
 from spurline.data.configs import HfDatasetConfig
 from spurline.data.encoding import RowEncoder, Sample
 from spurline.data.token_bytes import TokenBytes
@@ -47,22 +47,24 @@ def outcomes(tokenizer: PreTrainedTokenizerFast, rows: list[Any], train_on: str)
     ]
 
 
-@pytest.mark.parametrize("template", ["chatml", "qwen3", "generation"])
-@given(rows=ROWS, train_on=st.sampled_from(["last_assistant", "all_assistants"]))
-@settings(max_examples=60, deadline=None)
-def test_samples_equal_those_made_by_the_tokenizers_offsets(make_tokenizer, template, rows, train_on):
+@pytest.mark.parametrize("template", ["chatml", "llama3", "qwen3", "generation"])
+@given(rows=ROWS, train_on=st.sampled_from(["last_assistant", "all_assistants"]), at_once=st.sampled_from([3, 1 << 18]))
+@settings(max_examples=50, deadline=None)
+def test_samples_equal_those_made_by_the_tokenizers_offsets(make_tokenizer, template, rows, train_on, at_once):
     tokenizer = make_tokenizer(template)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenBytes, "fits", staticmethod(lambda tokenizer: False))
         expected = outcomes(tokenizer, rows, train_on)
-    assert outcomes(tokenizer, rows, train_on) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_bytes, "_AT_ONCE", at_once)
+        assert outcomes(tokenizer, rows, train_on) == expected
 
 
 def test_chats_of_a_byte_level_tokenizer_are_encoded_without_offsets(make_tokenizer, monkeypatch):
     texts: list[str] = []
-    call = encoding._call
+    call = encoding.encode_batch
     monkeypatch.setattr(
-        encoding, "_call", lambda tokenizer, new, is_chat: texts.extend(new) or call(tokenizer, new, is_chat)
+        encoding, "encode_batch", lambda tokenizer, new, is_chat: texts.extend(new) or call(tokenizer, new, is_chat)
     )
     rows = [{"messages": [{"role": "user", "content": "é😀"}, {"role": "assistant", "content": "漢 fine"}]}]
     assert len(outcomes(make_tokenizer("chatml"), rows, "last_assistant")) == 1
@@ -76,7 +78,8 @@ def test_texts_that_the_tokenizer_changes_are_declined(make_tokenizer):
     tokenizer = make_tokenizer("chatml")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     bytes_of_tokens = TokenBytes(tokenizer)
-    kept, changed, last = bytes_of_tokens.encode(["é", "e\u0301", "fine"], [[(0, 1)], [(0, 1)], [(1, 3)]])
+    texts = ["é", "e\u0301", "fine"]
+    kept, changed, last = bytes_of_tokens.masked(bytes_of_tokens.encode(texts), texts, [[(0, 1)], [(0, 1)], [(1, 3)]])
     assert kept is not None
     assert kept[1].all()
     assert changed is None
@@ -90,9 +93,10 @@ def test_characters_without_a_token_are_declined_and_not_passed_over():
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert TokenBytes.fits(tokenizer)
-    whole, cut = TokenBytes(tokenizer).encode(["ab", "axb"], [[(1, 2)], [(1, 2)]])
+    bytes_of_tokens, texts = TokenBytes(tokenizer), ["ab", "axb"]
+    whole, cut = bytes_of_tokens.masked(bytes_of_tokens.encode(texts), texts, [[(1, 2)], [(1, 2)]])
     assert whole is not None
-    assert (whole[0], whole[1].tolist()) == ([0, 1], [0, 1])
+    assert (whole[0].tolist(), whole[1].tolist()) == ([0, 1], [0, 1])
     assert cut is None
 
 

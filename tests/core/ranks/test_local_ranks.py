@@ -182,8 +182,8 @@ def test_another_error_names_rank_process_call_and_traceback(start: Start) -> No
     began = time.monotonic()
     with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* failed during `fails`: ValueError: broken") as raised:
         ranks.call("fails", 1, "value")
-    # Measured: 0.3 s, most of which waits for a cause.
-    assert time.monotonic() - began < 2
+    # Measured: 0.3 s, most of which waits for a cause; a call has 60.
+    assert time.monotonic() - began < 15
     error = raised.value
     assert (error.rank, error.node, error.pid, error.call) == (1, os.uname().nodename, pids[1], "fails")
     assert "in _fail" in error.traceback
@@ -197,7 +197,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(start: Start) -> 
     began = time.monotonic()
     with pytest.raises(RankFailedError, match=r"Rank 2 of 3 .* was killed by SIGKILL.* during `fails`") as raised:
         ranks.call("fails", 2, "kill")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15
     assert (raised.value.rank, raised.value.pid) == (2, pids[2])
     _assert_all_gone(pids)
 
@@ -214,7 +214,7 @@ def test_a_rank_that_fails_is_named_while_another_waits_for_what_it_should_send(
     began = time.monotonic()
     with pytest.raises(RankFailedError, match=rf"Rank {rank} of 2 .* {said}") as raised:
         ranks.call("fails_to_send", rank, how)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15
     assert (raised.value.rank, raised.value.pid) == (rank, pids[rank])
     _assert_all_gone(pids)
 
@@ -318,7 +318,7 @@ def test_asking_ranks_that_do_not_read_takes_seconds_and_leaves_them_alone(start
             _ask_without_end(process)
     began = time.monotonic()
     assert ranks._doing([0, 1]) == {}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     assert ranks.call("pid") == pids

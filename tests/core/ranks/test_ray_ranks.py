@@ -115,7 +115,7 @@ def test_a_rank_that_dies_is_named_with_its_last_words(start: Start) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* was killed by a signal.* during `fails`") as raised:
         ranks.call("fails", 1, "abort")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert (raised.value.rank, raised.value.pid, raised.value.call) == (1, pids[1], "fails")
     assert "these are its last words" in str(raised.value)
     assert ":job_id:" not in str(raised.value)
@@ -168,9 +168,9 @@ def test_a_machine_sends_no_signal_for_a_rank_whose_process_is_not_known(monkeyp
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
     began = time.monotonic()
-    assert ray_node.NodeActor().stacks(0, "", 3.0) == ""
+    assert ray_node.NodeActor().stacks(0, "", 30.0) == ""
     assert sent == []
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.processes

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly.offline import get_plotlyjs
+from rl_run_record import rl_metrics
 
 from spurline.errors import RunFailedError
 from spurline.protocols.report_panel import RunRecord
+from spurline.report.document import packed, unpacked
 from spurline.report.page import write_report
 from spurline.report.record import read_record
 
@@ -19,10 +24,13 @@ ATTACK = '<script>alert("x")</script>'
 
 
 def own_html(page: Path) -> str:
-    """The page without the plotly.js library."""
+    """The page without the plotly.js library, and with its figures where they are packed."""
     html = page.read_text(encoding="utf-8")
-    start = html.index("<script>")
-    return html[:start] + html[html.index("</script>", start) :]
+    for name in ("plotly", "figures"):
+        start = html.index(f'id="{name}">') + len(f'id="{name}">')
+        end = html.index("</script>", start)
+        html = html[:start] + (unpacked(html[start:end]) if name == "figures" else "") + html[end:]
+    return html
 
 
 def test_the_page_loads_nothing_from_outside(make_run_dir: RunDirMaker, panels: list[Any]) -> None:
@@ -42,7 +50,9 @@ def test_the_page_holds_plotly_once_and_every_panel_that_has_something_to_show(
     run_dir = make_run_dir(samples=samples)
     page = write_report(read_record(run_dir), panels, run_dir / "report.html")
     html = page.read_text(encoding="utf-8")
-    assert len(re.findall(r"plotly\.js v\d", html)) == 1
+    packed_plotly = re.findall(r'id="plotly">(.*?)</script>', html)
+    assert len(packed_plotly) == 1
+    assert unpacked(packed_plotly[0]) == get_plotlyjs()
     titles = re.findall(r'<section class="panel"><h2>(.*?)</h2>', html)
     of_rollouts = {"Reward", "Groups", "Responses", "Policy", "Mismatch of rollout and trainer"}
     of_rollouts = {"Reward", "Groups", "Responses", "Policy", "Mismatch of rollout and trainer"}
@@ -144,3 +154,23 @@ def test_a_page_that_cannot_be_written_keeps_the_old_one(make_run_dir: RunDirMak
     with pytest.raises(RunFailedError, match=r"report\.html: cannot be written"):
         write_report(read_record(run_dir), [], run_dir / "report.html")
     assert [path.name for path in run_dir.iterdir() if path.name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("content", ["", "a", "ab", "abc", "<script>&</script>é😀", "x" * 1001])
+def test_what_is_packed_comes_back_and_can_end_no_script_element(content: str) -> None:
+    digits = packed(content)
+    assert unpacked(digits) == content
+    assert not set(digits) & set("<>&\"'\\")
+
+
+def test_the_report_of_a_long_run_takes_less_than_2_mb(make_run_dir: RunDirMaker, panels: list[Any]) -> None:
+    noise = random.Random(7)
+    run_dir = make_run_dir(num_steps=1)
+    line = json.loads((run_dir / "metrics.jsonl").read_text()) | rl_metrics(1)
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(1, 3001):
+            noisy = {name: value * noise.uniform(0.5, 1) for name, value in line.items()}
+            file.write(json.dumps(noisy | {"step": step, "tokens": 6000}) + "\n")
+    page = write_report(read_record(run_dir), panels, run_dir / "report.html")
+    assert len(own_html(page)) > 200_000
+    assert page.stat().st_size < 2_000_000

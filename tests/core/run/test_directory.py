@@ -46,7 +46,9 @@ def test_what_a_killed_process_began_to_write_is_removed_when_the_run_goes_on(
 def test_an_attempt_is_set_aside_as_a_whole_also_when_a_kill_comes_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, names = RunDirectory(tmp_path), ["config.json", "eval_samples.jsonl", "metrics.jsonl", "timeline.jsonl"]
+    directory = RunDirectory(tmp_path)
+    # Rollouts too, though this run tells of none: an earlier one may have generated.
+    names = ["config.json", "eval_samples.jsonl", "metrics.jsonl", "rollouts.jsonl.gz", "timeline.jsonl"]
     for name in names:
         (tmp_path / name).write_text("{}\n")
     moved, rename = [], Path.rename

@@ -177,6 +177,12 @@ def test_the_report_tells_losses_and_scores_of_every_evaluation_apart(sft: Confi
     assert evaluation_scores(record) == (["eval/few/right"], [])
 
 
+def test_held_out_sets_by_name_are_shown_their_place(sft: Config) -> None:
+    sft["data"]["eval"] = {"math": "a.jsonl", "web": {"path": "b.jsonl"}}
+    with pytest.raises(ConfigError, match=r"eval names datasets \(math, web\).* `evaluations`: \{math: \{name"):
+        load_config(sft)
+
+
 @pytest.mark.parametrize(
     ("evaluations", "message"),
     [

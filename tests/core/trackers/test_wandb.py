@@ -12,7 +12,8 @@ import pytest
 from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import WandbTrackerConfig
-from spurline.trackers.wandb import WandbTracker, stored_run_id
+from spurline.trackers.run_id import stored_run_id
+from spurline.trackers.wandb import ID_FILE, WandbTracker
 
 
 class RecordingRun:
@@ -81,7 +82,7 @@ def test_a_run_that_starts_over_gets_a_new_id(tmp_path: Path, runs: list[Recordi
 def test_the_id_holds_only_characters_that_wandb_accepts(tmp_path: Path) -> None:
     folder = tmp_path / "my run: 50% #1"
     folder.mkdir()
-    run_id = stored_run_id(folder, is_resumed=False)
+    run_id = stored_run_id(folder, ID_FILE, is_resumed=False)
     assert run_id.startswith("my-run-50-1-")
     assert not set(run_id) & set("/\\#?%: ")
 

@@ -16,6 +16,7 @@ from timelines import leave_timeline
 
 from spurline.cli import main
 from spurline.errors import UserError
+from spurline.report.document import unpacked
 from spurline_async_rl.simulation.measured import measured_workload
 from spurline_async_rl.simulation.page import metrics_of
 from spurline_async_rl.simulation.prediction import (
@@ -203,8 +204,8 @@ def test_a_page_is_drawn(config: Path, capsys: pytest.CaptureFixture[str]) -> No
     code, out, _ = simulate(capsys, config, *TIMES, "--plot", page)
     assert code == 0
     assert str(page) in out
-    contents = re.findall(r'class="figure">(.*?)</script>', page.read_text(encoding="utf-8"))
-    figures = [json.loads(content) for content in contents]
+    (digits,) = re.findall(r'id="figures">(.*?)</script>', page.read_text(encoding="utf-8"))
+    figures = json.loads(unpacked(digits))
     names = {trace.get("name") for figure in figures for trace in figure["data"]}
     assert {"max_staleness 2", "the config", "mean staleness", "training", "under way"} <= names
 

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from worker_rows import TrappedRows, chat_rows, data_config, source
+from worker_rows import TrappedRows, chat_rows, data_config, is_alive, source
 
 from spurline import load_config
 from spurline.config.run_config import DataConfig
 from spurline.data.configs import HfDatasetConfig, SequentialTokenizationConfig
+from spurline.data.encoding import RowEncoder
 from spurline.data.hf_dataset import HfDataset
 from spurline.data.token_store import summarize
 from spurline.data.tokenization import SequentialTokenization, open_datasets
@@ -30,10 +31,11 @@ from spurline.testing import TokenizationContract
 from spurline.testing.inputs import tiny_tokenizer
 from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import AsyncPrefetchConfig, ParallelTokenizationConfig
+from spurline_collation_fast.tokenization import block_encoder, worker_choice
 from spurline_collation_fast.tokenization import parallel as block_source
-from spurline_collation_fast.tokenization import worker_choice
 from spurline_collation_fast.tokenization.chunks import Chunk, RowLine
-from spurline_collation_fast.tokenization.parallel import ParallelTokenization
+from spurline_collation_fast.tokenization.parallel import BlockSource, ParallelTokenization
+from spurline_collation_fast.tokenization.slice_worker import SliceTask
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
     RowCost,
@@ -63,6 +65,12 @@ class TestInWorkers(TokenizationContract):
     def make_tokenization(self, tokenizer: Any, data: DataConfig) -> ParallelTokenization:
         config = ParallelTokenizationConfig(workers=2, disable_cache=True)
         return ParallelTokenization(config, tokenizer=tokenizer, data=data)
+
+
+def of_rows(patch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """Let chunks have so many rows, however short those are."""
+    patch.setattr(block_source, "ROWS_PER_CHUNK", num_rows)
+    patch.setattr(block_source, "TOKENS_PER_CHUNK", 0)
 
 
 def sequential(sources: Sequence[DatasetToTokenize], tokenizer: Any = TOKENIZER, **config: Any) -> Tokenized:
@@ -123,16 +131,55 @@ def test_datasets_of_every_format_come_out_as_in_the_reference(workers: Any, tmp
 
 
 @pytest.mark.processes
-def test_rows_measured_here_and_rows_of_workers_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("meanwhile", [200, 10_000])
+def test_rows_measured_here_and_rows_of_workers_make_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: int
+) -> None:
     sources = mixed_files(tmp_path)
-    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 70)
+    of_rows(monkeypatch, 70)
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     left: list[int] = []
     monkeypatch.setattr(
         block_source, "workers_worth_starting", lambda num_rows, cost, cores: left.append(num_rows) or 2
     )
+    started: list[range] = []
+    make = SliceWorkers.__init__
+    monkeypatch.setattr(SliceWorkers, "__init__", lambda self, *args: started.append(args[2]) or make(self, *args))
+    monkeypatch.setattr(block_source, "rows_while_they_start", lambda cost: meanwhile)
     assert_equal(parallel(sources, {"workers": "auto"}), sequential(sources))
     assert left == [880 - 2 * 70]
+    # Every worker has a row at least, whatever is encoded here while they start.
+    assert started == [range(140 + min(meanwhile, 740 - 2), 880)]
+
+
+@pytest.mark.processes
+def test_whatever_ends_the_rows_encoded_while_workers_start_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rows(monkeypatch, 4)
+    monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
+    monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
+    monkeypatch.setattr(block_source, "rows_while_they_start", lambda cost: 20)
+    running: list[SliceWorkers] = []
+    enter = SliceWorkers.__enter__
+    monkeypatch.setattr(SliceWorkers, "__enter__", lambda self: running.append(self) or enter(self))
+
+    def interrupt(rows: int) -> None:
+        if running:
+            # Ctrl-C while they import what they need.
+            raise KeyboardInterrupt
+
+    for rows, advance, error in (
+        (TrappedRows(chat_rows(40), {14: "is broken"}), lambda rows: None, DataError),
+        (TrappedRows(chat_rows(40)), interrupt, KeyboardInterrupt),
+    ):
+        running.clear()
+        item = source(rows)
+        blocks = BlockSource(SliceTask([item], TOKENIZER, data_config(item)), ParallelTokenizationConfig())
+        with pytest.raises(error):
+            list(blocks.blocks(advance))
+        [workers] = running
+        assert len(workers.process_ids) == 2
+        assert not any(map(is_alive, workers.process_ids))
+        assert not workers._folder.exists()
 
 
 ROWS = st.one_of(
@@ -146,12 +193,13 @@ ROWS = st.one_of(
 @given(
     row_lists=st.lists(st.lists(ROWS, min_size=1, max_size=12), min_size=1, max_size=3),
     chunk=st.integers(1, 5),
+    cores=st.sampled_from([1, 2]),
     max_length=st.integers(2, 20),
     too_long=st.sampled_from(["truncate", "drop", "error"]),
     on_bad_row=st.sampled_from(["skip", "error"]),
 )
 def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
-    row_lists: list[list[dict[str, str]]], chunk: int, max_length: int, too_long: str, on_bad_row: str
+    row_lists: list[list[dict[str, str]]], chunk: int, cores: int, max_length: int, too_long: str, on_bad_row: str
 ) -> None:
     sources = [
         source(TrappedRows(rows, label=f"d{number}"), format="prompt_completion", on_bad_row=on_bad_row)
@@ -167,7 +215,8 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
 
     expected = outcome(sequential)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_source, "ROWS_PER_CHUNK", chunk)
+        of_rows(patch, chunk)
+        patch.setattr(block_encoder, "available_cores", lambda: cores)
         result = outcome(parallel, {"workers": 0})
     if isinstance(expected, str) or isinstance(result, str):
         assert result == expected
@@ -178,7 +227,7 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
 def test_the_first_bad_row_is_the_error_though_later_rows_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Any] = chat_rows(30)
     rows[3] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * 500}]}
-    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 4)
+    of_rows(monkeypatch, 4)
     sources = [source(TrappedRows(rows, {4: "cannot be read"}))]
     for tokenize in (sequential, lambda *a, **k: parallel(*a, {"workers": 0}, **k)):
         with pytest.raises(DataError, match=r"rows\.jsonl:4: the sample has"):
@@ -191,7 +240,7 @@ def test_data_that_cannot_be_shared_stays_in_this_process_unless_workers_are_for
     dataset = TrappedRows(chat_rows(20))
     dataset.open = lambda: None  # type: ignore[attr-defined]
     sources = [source(dataset)]
-    monkeypatch.setattr(block_source, "ROWS_PER_CHUNK", 4)
+    of_rows(monkeypatch, 4)
     monkeypatch.setattr(block_source, "MEASURE_S", 0.0)
     monkeypatch.setattr(block_source, "workers_worth_starting", lambda *arguments: 2)
     result = parallel(sources, {"workers": "auto"})
@@ -302,11 +351,33 @@ def test_workers_are_started_only_where_they_are_clearly_sooner(
     assert workers_worth_starting(num_rows, cost, cores) == expected
 
 
+def test_cores_that_others_use_are_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(worker_choice, "available_cores", lambda: 8)
+    for load, cores in ((0.5, 8), (11.2, 4), (15.5, 1), (100.0, 1)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert worker_choice.idle_cores() == cores
+
+
 def test_chunks_stay_within_one_dataset_and_pass_over_empty_ones() -> None:
     line = RowLine([3, 0, 4])
-    assert list(line.chunks(range(1, 7), 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
-    assert list(line.chunks(range(2, 4), 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 1)]
-    assert list(line.chunks(range(0), 2)) == []
+    assert list(line.chunks(range(1, 7), lambda: 2)) == [Chunk(0, 1, 3), Chunk(2, 0, 2), Chunk(2, 2, 4)]
+    assert list(line.chunks(range(2, 4), lambda: 9)) == [Chunk(0, 2, 3), Chunk(2, 0, 1)]
+    assert list(line.chunks(range(0), lambda: 2)) == []
+
+
+def test_chunks_of_short_rows_have_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_source, "TOKENS_PER_CHUNK", 100 * 512)
+    chunks: list[int] = []
+    encode = RowEncoder.encode_texts
+    monkeypatch.setattr(
+        RowEncoder, "encode_texts", lambda self, prepared: chunks.append(len(prepared.rows)) or encode(self, prepared)
+    )
+    rows = [{"prompt": "p" * 50, "completion": "c" * 49} for _ in range(4000)]
+    sources = [source(TrappedRows(rows), format="prompt_completion")]
+    assert_equal(parallel(sources, {"workers": 0}), sequential(sources))
+    assert chunks[0] == 256
+    assert 500 < chunks[5] < 520
 
 
 def test_data_that_changes_under_the_tokenization_is_an_error_and_not_an_entry(

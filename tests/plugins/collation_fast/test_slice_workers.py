@@ -24,7 +24,7 @@ from spurline_collation_fast.tokenization.own_folder import OwnFolder
 from spurline_collation_fast.tokenization.slice_worker import SliceTask, UnsharableDataError
 from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 
 @pytest.fixture(autouse=True)

@@ -74,8 +74,8 @@ def test_a_rank_that_fails_is_named_at_once_while_the_others_wait_for_it(
         began = time.monotonic()
         with pytest.raises(RankFailedError, match=rf"Rank {rank} of .*{said}") as raised:
             backend.update(*minibatch("packed", parallel, 2))
-        # Measured: 0.4 s, most of which waits for a cause.
-        assert time.monotonic() - began < 2
+        # Measured: 0.4 s, most of which waits for a cause; a call has minutes.
+        assert time.monotonic() - began < 15
         assert raised.value.rank == rank
 
 

@@ -101,8 +101,7 @@ def open_run(loaded: LoadedConfig, checkpoint: str, stack: ExitStack, progress: 
         export_run(loaded, folder, found.path)
     target = open_model(str(folder), progress)
     words = f"{directory.path}, step {found.step:,}"
-    # Whether the source samples at all is its own business.
-    own: Any = getattr(loaded.config.source, "sampling", None)
+    own = loaded.config.source.samples_by
     if own is None:
         return replace(target, words=words)
     sampling = Sampling(own.max_new_tokens, own.temperature, own.top_p, own.top_k, own.stop)

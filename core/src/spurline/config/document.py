@@ -148,10 +148,10 @@ def plain(node: Any) -> Any:
 
 def _missing(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"does not exist; neither does its folder '{path.parent}'."
+        return f"does not exist; neither does its folder '{path.parent}'. `spurline init` writes one."
     names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in {".yaml", ".yml", ".toml"})
     found = ", ".join(names) if names else "(none)"
-    return f"does not exist. Config files in '{path.parent}': {found}."
+    return f"does not exist. Config files in '{path.parent}': {found}. `spurline init` writes one."
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:

@@ -19,12 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TOKEN_COLUMNS: dict[str, torch.dtype] = {
-    "input_ids": torch.int64,
+    "input_ids": torch.int32,
     "segment_ids": torch.int32,
-    "position_ids": torch.int64,
+    "position_ids": torch.int32,
     "loss_weights": torch.float32,
 }
-"""Columns every batch has, `[rows, length]`, aligned to the token position."""
+"""Columns every batch has, `[rows, length]`, aligned to the token position. On the host ids and positions are narrow,
+which halves what is written and copied; on the device, where they are indices, they are int64. A collator may make them
+int64 as well."""
+
+MAY_BE_WIDE = ("input_ids", "position_ids")
+"""Columns that may be int64 on the host too."""
 
 OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "rollout_logprobs": torch.float32,
@@ -201,12 +206,13 @@ def _widen(column: Tensor, length: int) -> Tensor:
 
 def _check_columns(batch: TrainingBatch) -> None:
     shape = (batch.num_rows, batch.length)
-    for name, dtype in TOKEN_COLUMNS.items():
+    for name in TOKEN_COLUMNS:
         assert name in batch.tokens, f"column {name} is missing"
-        assert batch.tokens[name].dtype == dtype, (name, batch.tokens[name].dtype, dtype)
     for name, column in batch.tokens.items():
         assert tuple(column.shape[:2]) == shape, (name, tuple(column.shape), shape)
-        assert column.dtype == (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype), (name, column.dtype)
+        dtype = (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).get(name, column.dtype)
+        is_wide = name in MAY_BE_WIDE and column.dtype == torch.int64
+        assert column.dtype == dtype or is_wide, (name, column.dtype, dtype)
     for name in SEGMENT_COLUMNS:
         assert len(batch.segments[name]) == batch.num_rows, (name, len(batch.segments[name]), batch.num_rows)
     for column, dtype in ((batch.unit_ids, torch.int64), (batch.is_padding_row, torch.bool)):

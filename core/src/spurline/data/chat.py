@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from spurline.data.chat_template import compile_template, is_large, render_template
+from spurline.data.chat_template import ChatTemplate, PlainChat, is_large
 from spurline.data.formats import Conversation
 from spurline.data.messages import Message, assistant_turns
 from spurline.data.rows import BadRowError
@@ -90,13 +90,19 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
     """Whether the conversation has something that a template may leave out, as far as its rendering `text` can tell."""
     if conversation.tools:
         return True
-    last = max(assistant_turns(conversation.messages), default=None)
+    last = None
     for index, message in enumerate(conversation.messages):
+        role = message["role"]
+        if role in SPOKEN and len(message) == 2 and "content" in message:
+            # Role and content alone: nearly all messages of most data.
+            continue
         if message.get("tool_calls"):
             return True
-        if index == last and any([message.get(key) for key in REASONING_KEYS]):  # noqa: C419 - twice as fast
-            return True
-        if message["role"] in SPOKEN:
+        if any([message.get(key) for key in REASONING_KEYS]):  # noqa: C419 - twice as fast
+            last = max(assistant_turns(conversation.messages), default=None) if last is None else last
+            if index == last:
+                return True
+        if role in SPOKEN:
             continue
         said = message.get("content", "").strip()
         if said and (len(said) < _CHANCE_CHARACTERS or said not in text):
@@ -121,13 +127,15 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._templates: dict[str, ChatTemplate] = {}
         self._end_of_turn: dict[str, str] = {}
 
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
     ) -> str:
         """The text of the messages. Raises BadRowError when the template refuses them."""
-        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)[0]
+        template = self._template(self._source(tools))
+        return self._rendered(template, self._plain(messages, tools), add_generation_prompt=add_generation_prompt)[0]
 
     def render_for_training(self, conversation: Conversation, train_on: str) -> RenderedChat:
         """Text and trained spans. train_on: `last_assistant` or `all_assistants`, unless the row itself decides.
@@ -135,15 +143,22 @@ class ChatRenderer:
         Raises BadRowError when the template refuses the messages, TemplateRewritesHistory when a trained turn cannot be
         placed exactly.
         """
-        template = self._template(conversation.tools)
-        marked = _has_generation_blocks(template)
-        text, indices = self._render(conversation.messages, conversation.tools, track_generation=marked)
+        messages, source = conversation.messages, self._source(conversation.tools)
+        template, marked = self._template(source), _has_generation_blocks(source)
+        chat = self._plain(messages, conversation.tools)
+        text, indices = self._rendered(template, chat, track_generation=marked)
         if marked:
             return RenderedChat(text, tuple(self._marked_spans(text, indices, conversation, train_on)))
-        turns = assistant_turns(conversation.messages, conversation.first_trained or 0)
+        turns = assistant_turns(messages, conversation.first_trained or 0)
         if conversation.first_trained is None and train_on == "last_assistant":
             turns = turns[-1:]
-        return RenderedChat(text, tuple(self._turn_span(text, conversation, turn) for turn in turns))
+        spans: list[Span] = []
+        for turn in turns:
+            prompt, _ = self._rendered(template, chat.beginning(turn), add_generation_prompt=True)
+            if not text.startswith(prompt):
+                raise TemplateRewritesHistory
+            spans.append((len(prompt), self._turn_end(text, conversation, turn, len(prompt))))
+        return RenderedChat(text, tuple(spans))
 
     def _marked_spans(self, text: str, indices: list[Span], conversation: Conversation, train_on: str) -> list[Span]:
         """The template's own `{% generation %}` spans, those that are to be trained."""
@@ -159,12 +174,6 @@ class ChatRenderer:
         if not text.startswith(before):
             raise TemplateRewritesHistory
         return [span for span in spans if span[0] >= len(before)]
-
-    def _turn_span(self, text: str, conversation: Conversation, turn: int) -> Span:
-        prompt = self.render(conversation.messages[:turn], conversation.tools, add_generation_prompt=True)
-        if not text.startswith(prompt):
-            raise TemplateRewritesHistory
-        return len(prompt), self._turn_end(text, conversation, turn, len(prompt))
 
     def _turn_end(self, text: str, conversation: Conversation, turn: int, start: int) -> int:
         """Just after the end-of-turn token of the turn whose content starts at `start`."""
@@ -188,8 +197,8 @@ class ChatRenderer:
 
         Empty when the template has no such text; turns are then placed by renderings and by their content.
         """
-        template = self._template(tools)
-        if template not in self._end_of_turn:
+        source = self._source(tools)
+        if source not in self._end_of_turn:
             question = {"role": "user", "content": "spurlineprobequestion"}
             answered = [question, {"role": "assistant", "content": _PROBE_ANSWER}]
             try:
@@ -197,10 +206,11 @@ class ChatRenderer:
             except BadRowError:
                 texts = []
             tails = [text.partition(_PROBE_ANSWER)[2] for text in texts]
-            self._end_of_turn[template] = _common_prefix(tails).rstrip()
-        return self._end_of_turn[template]
+            self._end_of_turn[source] = _common_prefix(tails).rstrip()
+        return self._end_of_turn[source]
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> str:
+    def _source(self, tools: list[dict[str, Any]] | None) -> str:
+        """The text of the template for conversations with such tools."""
         try:
             return self._tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
         except ValueError as error:
@@ -208,50 +218,62 @@ class ChatRenderer:
                 f"the tokenizer {self._tokenizer.name_or_path} has no usable chat template: {error}"
             ) from error
 
-    def _render(
+    def _template(self, source: str) -> ChatTemplate:
+        template = self._templates.get(source)
+        if template is None:
+            try:
+                template = ChatTemplate(source, self._tokenizer.special_tokens_map)
+            except ValueError as error:
+                raise ModelError(
+                    f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Give another one "
+                    "(`model.chat_template`: a file, or a name such as chatml)."
+                ) from error
+            self._templates[source] = template
+        return template
+
+    def _plain(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> PlainChat:
+        try:
+            return PlainChat.of(messages, tools)
+        except Exception as error:
+            # Rows may hold anything, such as values nested without end.
+            raise self._refused(error) from error
+
+    def _rendered(
         self,
-        messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None,
+        template: ChatTemplate,
+        chat: PlainChat,
         *,
         add_generation_prompt: bool = False,
         track_generation: bool = False,
     ) -> tuple[str, list[Span]]:
-        variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
-        template = self._template(tools)
         try:
-            compile_template(template)
-        except ValueError as error:
-            raise ModelError(
-                f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Give another one "
-                "(`model.chat_template`: a file, or a name such as chatml)."
-            ) from error
-        try:
-            return render_template(template, messages, tools, variables, track_generation=track_generation)
+            return template.render(chat, add_generation_prompt=add_generation_prompt, track_generation=track_generation)
         except TemplateTooCostlyError as error:
-            raise self._too_costly(error, messages, tools) from error
+            raise self._too_costly(error, chat) from error
         except Exception as error:
             # A template is a program, which may fail with anything.
-            reason = str(error) or type(error).__name__
-            raise BadRowError(
-                "messages",
-                f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
-                "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
-            ) from error
+            raise self._refused(error) from error
 
-    def _too_costly(
-        self, error: TemplateTooCostlyError, messages: Sequence[Message], tools: list[dict[str, Any]] | None
-    ) -> Exception:
+    def _refused(self, error: Exception) -> BadRowError:
+        reason = str(error) or type(error).__name__
+        return BadRowError(
+            "messages",
+            f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
+            "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
+        )
+
+    def _too_costly(self, error: TemplateTooCostlyError, chat: PlainChat) -> Exception:
         """The row's fault when it is large, the template's when it is not."""
         name = template_name(self._tokenizer)
-        if is_large([list(messages), tools]):
+        if is_large([chat.messages, chat.tools]):
             return BadRowError(
                 "messages",
                 f"are more than the chat template {name} can render: {error}. Take the row out, or cut it in parts.",
             )
         return ModelError(
-            f"the chat template {name} is not rendered any further: {error}, for a row of {len(messages)} messages. A "
-            "template that loops without end, or writes without measure, is broken or hostile; give another one "
-            "(`model.chat_template`: a file, or a name such as chatml)."
+            f"the chat template {name} is not rendered any further: {error}, for a row of {len(chat.messages)} "
+            "messages. A template that loops without end, or writes without measure, is broken or hostile; give "
+            "another one (`model.chat_template`: a file, or a name such as chatml)."
         )
 
 

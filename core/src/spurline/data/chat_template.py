@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, cast
 
@@ -413,71 +414,75 @@ def compile_template(template: str) -> jinja2.Template:
         raise ValueError("its expressions or blocks are nested too deeply") from error
 
 
-_TEXT, _SCALARS = {str}, {str, bool}
+_TEXT = {str}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields that transformers gives to templates under each other's names."""
 
 
-def _plain_chat(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What transformers makes of the messages, faster for those of texts alone."""
-    chat: list[Any] = []
-    for message in messages:
-        if type(message) is dict and set(map(type, message.values())) <= _TEXT:
-            plain: Any = message.copy()
-        else:
-            plain = _plain_template_data(message)
-        if type(plain) is not dict or not plain.keys().isdisjoint(_REASONING):
-            [plain] = _alias_reasoning_fields([plain])
-        chat.append(plain)
-    return chat
+@dataclass(frozen=True)
+class PlainChat:
+    """Messages and tools as templates may see them: lists, mappings, texts and numbers, and nothing with methods."""
+
+    messages: list[Any]
+    tools: list[Any] | None
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> PlainChat:
+        """What transformers makes of them, faster for messages of texts alone."""
+        chat: list[Any] = []
+        for message in messages:
+            if type(message) is dict and set(map(type, message.values())) <= _TEXT:
+                plain: Any = message.copy()
+            else:
+                plain = _plain_template_data(message)
+            if type(plain) is not dict or (len(plain) > 2 and not plain.keys().isdisjoint(_REASONING)):
+                [plain] = _alias_reasoning_fields([plain])
+            chat.append(plain)
+        return cls(chat, tools and _plain_template_data(tools))
+
+    def beginning(self, num_messages: int) -> PlainChat:
+        """The first messages alone; they are shared, which is safe as templates change nothing."""
+        return PlainChat(self.messages[:num_messages], self.tools)
 
 
-@lru_cache(maxsize=32)
-def _globals_of(compiled: jinja2.Template) -> tuple[dict[str, Any], frozenset[str]]:
-    """What every rendering of a template has beside its variables, and the names of that."""
-    return dict(compiled.globals), frozenset(compiled.globals)
+class ChatTemplate:
+    """A compiled template, with the variables that are the same in all its renderings."""
 
+    def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
+        """special_tokens: the tokenizer's, by name. Raises ValueError with what is wrong with the source."""
+        self._compiled = compile_template(source)
+        self._globals = set(self._compiled.globals)
+        self._shared = {**self._compiled.globals, "documents": None, **_plain_template_data(dict(special_tokens))}
 
-def _context_of(compiled: jinja2.Template, variables: Mapping[str, Any]) -> _BudgetContext:
-    """What `compiled.new_context(variables)` makes, without going through the globals for each rendering."""
-    defaults, names = _globals_of(compiled)
-    context = _BudgetContext(compiled.environment, {**defaults, **variables}, compiled.name, compiled.blocks)
-    context.globals_keys = set(names)
-    return context
+    def render(
+        self, chat: PlainChat, *, add_generation_prompt: bool = False, track_generation: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the messages, and where `{% generation %}` blocks wrote, `[start, stop)` in characters.
 
+        Raises TemplateTooCostlyError when the rendering spends its budget, and whatever else a template raises.
+        """
+        compiled, context = self._compiled, self._context(chat, add_generation_prompt)
+        if not track_generation:
+            return "".join(compiled.root_render_func(context)), []
+        blocks: list[str] = []
+        spans: list[tuple[int, int]] = []
+        with cast("Any", compiled.environment).activate_tracker(blocks, spans):
+            for block in compiled.root_render_func(context):
+                # The tracker joins what there is so far to see where a span begins.
+                context.budget.spend(len(blocks) >> 6)
+                blocks.append(block)
+        return "".join(blocks), spans
 
-def render_template(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    variables: Mapping[str, Any],
-    *,
-    track_generation: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of the messages, and where `{% generation %}` blocks wrote, `[start, stop)` in characters.
-
-    variables: `add_generation_prompt` and the tokenizer's special tokens. Raises ValueError for a template that cannot
-    be compiled, TemplateTooCostlyError when a rendering spends its budget, and whatever else a template raises.
-    """
-    compiled = compile_template(template)
-    chat = _plain_chat(messages)
-    is_plain = set(map(type, variables.values())) <= _SCALARS
-    plain = variables if is_plain else _plain_template_data(dict(variables))
-    given = {"documents": None, **plain, "messages": chat, "tools": tools and _plain_template_data(tools)}
-    context = _context_of(compiled, given)
-    size = 0
-    for message in chat:
-        content = message.get("content")
-        if isinstance(content, str):
-            size += len(content)
-    context.budget = Budget(_STEPS + _STEPS_PER_MESSAGE * len(chat) + _STEPS_PER_CHARACTER * size)
-    if not track_generation:
-        return "".join(compiled.root_render_func(context)), []
-    blocks: list[str] = []
-    spans: list[tuple[int, int]] = []
-    with cast("Any", compiled.environment).activate_tracker(blocks, spans):
-        for block in compiled.root_render_func(context):
-            # The tracker joins what there is so far to see where a span begins.
-            context.budget.spend(len(blocks) >> 6)
-            blocks.append(block)
-    return "".join(blocks), spans
+    def _context(self, chat: PlainChat, add_generation_prompt: bool) -> _BudgetContext:
+        """What `new_context` of jinja makes, without going through the globals for each rendering."""
+        given = {"messages": chat.messages, "tools": chat.tools, "add_generation_prompt": add_generation_prompt}
+        compiled = self._compiled
+        context = _BudgetContext(compiled.environment, {**self._shared, **given}, compiled.name, compiled.blocks)
+        context.globals_keys = self._globals
+        size = 0
+        for message in chat.messages:
+            content = message.get("content")
+            if isinstance(content, str):
+                size += len(content)
+        context.budget = Budget(_STEPS + _STEPS_PER_MESSAGE * len(chat.messages) + _STEPS_PER_CHARACTER * size)
+        return context

@@ -6,7 +6,7 @@ slice of the rows, so worker processes can share a dataset; what a row becomes n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class Sample:
     ignored: sorts of things in the row that the chat template leaves out."""
 
     row: int
-    tokens: Sequence[int]
+    tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
     truncated: bool
     ignored: tuple[str, ...] = ()
@@ -73,6 +73,16 @@ class PreparedRows:
     rows: Sequence[int]
     items: list[_Text | TokenRow | Dropped]
     error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The texts of PreparedRows as the tokenizer encoded them: chats in order, and plain texts in order. by_bytes: what
+    masks the chats, whose offsets mean nothing then; None where the offsets do."""
+
+    by_bytes: TokenBytes | None
+    chats: Sequence[Encoding]
+    others: Sequence[Encoding]
 
 
 class RowEncoder:
@@ -111,44 +121,52 @@ class RowEncoder:
                 return PreparedRows(rows[: len(items)], items, error)
         return PreparedRows(rows, items)
 
-    def encode_texts(self, prepared: PreparedRows) -> list[Masked]:
-        """Encode the texts and mask their spans, one tokenizer call per kind of text.
+    def encode_texts(self, prepared: PreparedRows) -> EncodedTexts:
+        """Encode the texts, one tokenizer call per kind of text.
 
-        Needs only the tokenizer, so any thread may do it, one at a time.
+        Needs only the tokenizer, so any thread may do it, one at a time, while another one prepares or finishes rows.
         """
-        texts = [item for item in prepared.items if isinstance(item, _Text)]
-        chats = [item for item in texts if item.is_chat]
-        encoded = {True: iter(self._encode_chats(chats)), False: iter(self._encode_by_offsets(texts, is_chat=False))}
-        return [next(encoded[item.is_chat]) for item in texts]
+        chats, others = _by_kind(prepared)
+        by_bytes = self._token_bytes
+        return EncodedTexts(
+            by_bytes,
+            encode_batch(self._tokenizer, _texts(chats), is_chat=True)
+            if by_bytes is None
+            else by_bytes.encode(_texts(chats)),
+            encode_batch(self._tokenizer, _texts(others), is_chat=False),
+        )
 
-    def _encode_chats(self, chats: Sequence[_Text]) -> list[Masked]:
-        if self._token_bytes is None or not chats:
-            return self._encode_by_offsets(chats, is_chat=True)
-        found = self._token_bytes.encode([item.text for item in chats], [item.spans for item in chats])
+    def _masked(self, prepared: PreparedRows, encoded: EncodedTexts) -> Iterator[Masked]:
+        """Tokens and mask of each text, in order."""
+        chats, others = _by_kind(prepared)
+        if encoded.by_bytes is None:
+            of_chats = _by_offsets(chats, encoded.chats)
+        else:
+            of_chats = self._by_bytes(encoded.by_bytes, chats, encoded.chats)
+        made = {True: iter(of_chats), False: iter(_by_offsets(others, encoded.others))}
+        return (next(made[item.is_chat]) for item in prepared.items if isinstance(item, _Text))
+
+    def _by_bytes(self, by_bytes: TokenBytes, chats: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
+        found = by_bytes.masked(encodings, _texts(chats), [item.spans for item in chats])
         declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
+        if not declined:
+            return [masked for masked in found if masked is not None]
         if len(declined) * _MOST_DECLINED > len(chats):
             # What such a tokenizer does with most texts it will do with those to come.
             self._token_bytes = None
-        others = iter(self._encode_by_offsets(declined, is_chat=True))
+        others = iter(_by_offsets(declined, by_bytes.encode_with_offsets(_texts(declined))))
         return [masked if masked is not None else next(others) for masked in found]
 
-    def _encode_by_offsets(self, items: Sequence[_Text], *, is_chat: bool) -> list[Masked]:
-        chosen = [item for item in items if item.is_chat == is_chat]
-        encoded = _call(self._tokenizer, [item.text for item in chosen], is_chat)
-        return [
-            (tokens, mask_of_spans(encoding, item.spans))
-            for item, (tokens, encoding) in zip(chosen, encoded, strict=True)
-        ]
-
-    def finish(self, prepared: PreparedRows, encoded: Iterable[Masked]) -> list[Sample | Dropped]:
+    def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
         """As of `encode`. Raises what went wrong with the first row that is an error."""
-        of_text = iter(encoded)
+        of_text = self._masked(prepared, encoded)
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):
             if isinstance(item, Dropped):
                 outcomes.append(item)
             elif isinstance(item, TokenRow):
-                outcomes += self._finish(row, item.input_ids, np.asarray(item.loss_mask, dtype=np.uint8))
+                tokens, mask = np.array(item.input_ids, np.int32), np.array(item.loss_mask, np.uint8)
+                outcomes += self._finish(row, tokens, mask)
             else:
                 outcomes += self._finish(row, *self._ended(item, next(of_text)), item.ignored)
         if prepared.error is not None:
@@ -184,10 +202,13 @@ class RowEncoder:
             text = item.prompt + item.completion
             require_text(text, values)
             return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends)
-        require_chat_template(self._tokenizer, self._dataset.location(row))
+        if not has_template:
+            require_chat_template(self._tokenizer, self._dataset.location(row))
         rendered = self._chat.render_for_training(item, self._data.train_on)
         require_text(rendered.text, values)
-        found = find_left_out(self._chat, item) if is_doubtful(item, rendered.text) else []
+        if not is_doubtful(item, rendered.text):
+            return _Text(rendered.text, rendered.spans, is_chat=True)
+        found = find_left_out(self._chat, item)
         if found and self._data.on_ignored == "error":
             refuse_left_out(found, self._tokenizer, self._dataset.location(row))
         ignored = tuple(dict.fromkeys(left_out.what for left_out in found))
@@ -206,13 +227,14 @@ class RowEncoder:
         return _end_with(self._tokenizer.eos_token_id, *encoded) if item.ends else encoded
 
     def _finish(
-        self, row: int, tokens: Sequence[int], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
+        self, row: int, tokens: NDArray[np.int32], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
     ) -> Sequence[Sample | Dropped]:
         """Apply the rules for the first token, for samples without loss and for `max_length`."""
         limit = self._data.max_length
         # Nothing precedes the first token, so nothing can predict it.
         mask[:1] = 0
-        if not mask.any():
+        # Faster than `any` for so few.
+        if not np.count_nonzero(mask):
             return [Dropped(row, NO_LOSS_TOKENS)]
         if len(tokens) <= limit:
             return [Sample(row, tokens, mask, truncated=False, ignored=ignored)]
@@ -247,18 +269,30 @@ def _pieces(sample: Sample, limit: int) -> list[Sample]:
     return pieces
 
 
+def _by_kind(prepared: PreparedRows) -> tuple[list[_Text], list[_Text]]:
+    """The texts that are chats, and the others."""
+    texts = [item for item in prepared.items if isinstance(item, _Text)]
+    return [item for item in texts if item.is_chat], [item for item in texts if not item.is_chat]
+
+
+def _texts(items: Sequence[_Text]) -> list[str]:
+    return [item.text for item in items]
+
+
+def _by_offsets(items: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
+    return [
+        (np.array(encoding.ids, np.int32), mask_of_spans(encoding, item.spans))
+        for item, encoding in zip(items, encodings, strict=True)
+    ]
+
+
 def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoding]:
     """`tokenizers.Encoding` of each text; special tokens are added to plain text only."""
-    return [encoding for _, encoding in _call(tokenizer, texts, is_chat)]
-
-
-def _call(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[tuple[list[int], Encoding]]:
     if not texts:
         return []
     batch = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
     assert batch.encodings is not None, "a fast tokenizer returns encodings"
-    # The ids are there as lists already; `Encoding.ids` would make each list once more.
-    return list(zip(batch["input_ids"], batch.encodings, strict=True))
+    return batch.encodings
 
 
 def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -288,9 +322,9 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> 
         )
 
 
-def _end_with(end: Any, tokens: list[int], mask: NDArray[np.uint8]) -> tuple[list[int], NDArray[np.uint8]]:
+def _end_with(end: Any, tokens: NDArray[np.int32], mask: NDArray[np.uint8]) -> Masked:
     """Tokens that end with the end-of-sequence token, which has loss."""
-    if not tokens or tokens[-1] != end:
-        tokens, mask = [*tokens, end], np.append(mask, np.uint8(0))
+    if not len(tokens) or tokens[-1] != end:
+        tokens, mask = np.append(tokens, np.int32(end)), np.append(mask, np.uint8(0))
     mask[-1] = 1
     return tokens, mask

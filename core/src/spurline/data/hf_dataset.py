@@ -2,8 +2,8 @@
 
 Place on the way: config -> files and their rows (local_files, arrow_rows) -> the rows of the split. Split strings such
 as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and the rounding of Hugging Face
-`datasets`, for local files as for hub names. That library takes a second to import, so whoever needs it imports it when
-it does; a run on a file of JSON lines does not.
+`datasets`, for local files as for hub names. That library takes a second to import, and pyarrow a quarter of one, so
+whoever needs them imports them when it does; a run on a file of JSON lines does not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow
 import xxhash
 
 from spurline.data.configs import HfDatasetConfig, TableLimits
@@ -33,6 +32,9 @@ from spurline.data.local_files import (
     open_json,
 )
 from spurline.errors import DataError, listing, suggestion
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 class _SplitRows:
@@ -128,7 +130,11 @@ class HfDataset:
             count = min(stop - start, len(rows) - place, self._end_of_part(start) - start)
             tables.append(rows.arrow(place, place + count))
             start += count
-        return pyarrow.concat_tables(tables) if tables else None
+        if not tables:
+            return None
+        import pyarrow
+
+        return pyarrow.concat_tables(tables)
 
     def _chosen(self) -> Iterator[tuple[_SplitRows, str]]:
         """Each part's split, and which rows of it as text; rows are counted only where the split leaves some out."""

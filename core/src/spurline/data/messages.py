@@ -30,13 +30,11 @@ SHAREGPT_ROLES = {
 }
 """Other names in use, and the role each stands for."""
 
-_PLAIN = {"role", "content"}
-
 
 def read_messages(value: Any, field: str) -> list[Message]:
     """The messages of one field. Raises BadRowError naming the message and key that is malformed."""
     items = _parsed(value, field)
-    if not isinstance(items, Sequence) or isinstance(items, str):
+    if type(items) is not list and (not isinstance(items, Sequence) or isinstance(items, str)):
         raise BadRowError(field, f'is {describe(items)}, expected a list like [{{"role": "user", "content": "..."}}].')
     if not items:
         raise BadRowError(field, "is an empty list: a conversation needs at least one message.")
@@ -83,11 +81,13 @@ def _parsed(value: Any, field: str) -> Any:
 
 
 def _message(item: Any, field: str) -> Message:
+    if type(item) is dict and len(item) == 2:
+        # Nearly all messages of most data.
+        role, content = item.get("role"), item.get("content")
+        if type(role) is str and role in ROLES and type(content) is str:
+            return {"role": role, "content": content}
     if not isinstance(item, Mapping):
         raise BadRowError(field, f"is {describe(item)}, expected an object with role and content.")
-    if item.keys() == _PLAIN and item["role"] in ROLES and type(item["content"]) is str:
-        # Nearly all messages of most data.
-        return {"role": item["role"], "content": item["content"]}
     message = {key: value for key, value in item.items() if value is not None}
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     if role_key not in message:

@@ -174,7 +174,7 @@ def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> 
     sums = sums_by_number(weights, pairs)
     columns = {
         "segment_ids": torch.where(kept, 2 * ids - chosen.int(), 0),
-        "position_ids": torch.where(rejected, positions - start, torch.where(chosen, positions, 0)),
+        "position_ids": torch.where(rejected, positions - start, torch.where(chosen, positions, 0)).int(),
         "loss_weights": torch.where(kept, weights / sums[pairs].clamp(min=1e-30), 0.0).to(weights.dtype),
         "pair_ids": torch.where(chosen, pairs, torch.where(rejected, -pairs, 0)).int(),
     }

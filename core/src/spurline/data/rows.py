@@ -137,11 +137,11 @@ class RowView:
 
     def _deepest(self, column: str) -> tuple[Mapping[str, Any], str]:
         """The innermost object on the way to the column, and what was to be found there."""
-        holder, name = self._row, self.label(column)
-        while name not in holder:
-            first, dot, rest = name.partition(".")
+        holder, name = self._row, self._names.get(column, column)
+        while name not in holder and "." in name:
+            first, _, rest = name.partition(".")
             inner: Any = holder.get(first)
-            if not dot or not isinstance(inner, Mapping):
+            if not isinstance(inner, Mapping):
                 break
             holder, name = cast("Mapping[str, Any]", inner), rest
         return holder, name

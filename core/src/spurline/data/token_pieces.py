@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -30,10 +29,15 @@ class TokenPieces:
 
     def of(self, token_id: int) -> bytes:
         """The bytes that a token stands for; a number without a token is `<token N>`."""
-        piece = self._known.get(token_id)
-        if piece is None:
-            piece = self._known[token_id] = self._bytes(token_id)
-        return piece
+        return self.of_all([token_id])[0]
+
+    def of_all(self, token_ids: list[int]) -> list[bytes]:
+        """As `of` for each, faster where they are many."""
+        unknown = [token_id for token_id in token_ids if token_id not in self._known]
+        names: list[Any] = self._tokenizer.convert_ids_to_tokens(unknown) if unknown else []  # type: ignore[assignment]
+        for token_id, name in zip(unknown, names, strict=True):
+            self._known[token_id] = self._bytes(token_id, name)
+        return [self._known[token_id] for token_id in token_ids]
 
     @property
     def are_bytes(self) -> bool:
@@ -44,15 +48,17 @@ class TokenPieces:
         """Whether it is a mark of the template or the model, such as `<|im_end|>`, and no text."""
         return token_id in self._special
 
-    def _bytes(self, token_id: int) -> bytes:
+    def _bytes(self, token_id: int, token: Any) -> bytes:
+        """token: what the vocabulary calls it."""
         if token_id in self._added:
             return str(self._added[token_id].content).encode(errors="backslashreplace")
-        token: Any = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return f"<token {token_id}>".encode()
         if self._kind == "bytes":
-            with suppress(UnicodeEncodeError):
-                return str(token).translate(_byte_of_sign()).encode("latin-1")
+            try:
+                return token.translate(_byte_of_sign()).encode("latin-1")
+            except UnicodeEncodeError:
+                pass
         elif self._kind == "sentencepiece":
             byte = _BYTE.fullmatch(token)
             return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode(errors="backslashreplace")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,15 +160,19 @@ class Findings:
 
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
     """What `RowEncoder` made of rows of dataset number `source`, in order."""
-    samples = [outcome for outcome in outcomes if isinstance(outcome, Sample)]
+    samples: list[Sample] = []
     counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:
+        if isinstance(outcome, Sample):
+            samples.append(outcome)
+            if not outcome.truncated and not outcome.ignored:
+                continue
         for fate in _fates(outcome):
             seen = counts.get(fate, Count(fate[0], 0, outcome.row, fate[1]))
             counts[fate] = replace(seen, count=seen.count + 1)
     return SampleBlock(
         source,
-        tokens=np.fromiter(chain.from_iterable([sample.tokens for sample in samples]), np.int32),
+        tokens=joined([sample.tokens for sample in samples], np.int32),
         loss_mask=joined([sample.loss_mask for sample in samples], np.uint8),
         lengths=np.array([len(sample.tokens) for sample in samples], dtype=np.int64),
         rows=np.array([sample.row for sample in samples], dtype=np.int64),

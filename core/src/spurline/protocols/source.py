@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from spurline.protocols.evaluation import HeldOutEvaluation
     from spurline.protocols.rollout_engine import ColocatedEngine
     from spurline.protocols.tokenization import DatasetToTokenize
+    from spurline.rl.configs import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class SourceConfig(ComponentConfig):
     def most_turns(self) -> int:
         """Responses that one attempt may hold; 1 where nothing is generated."""
         return 1
+
+    @property
+    def samples_by(self) -> SamplingConfig | None:
+        """How responses are sampled, for whoever asks the trained model later; None where nothing is generated."""
+        return None
 
     @property
     def uses_reference(self) -> bool:
@@ -253,6 +259,10 @@ class DecoratedSourceConfig(SourceConfig):
     @property
     def most_turns(self) -> int:
         return self.of.most_turns
+
+    @property
+    def samples_by(self) -> SamplingConfig | None:
+        return self.of.samples_by
 
     @property
     def uses_reference(self) -> bool:

@@ -238,7 +238,7 @@ def _main(module: str, parent: str, folder: str, *arguments: str) -> None:
     else:
         end_with(int(parent))
     me = Parent(list(arguments))
-    with importing():
+    with importing(for_good=True):
         main = importlib.import_module(module).main
     main(me)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from spurline.report.markup import text
 
-MAX_POINTS = 2000
+MAX_POINTS = 300
 """Points one trace may have; longer series keep the extremes of each stretch."""
 
 _SMOOTHED_FROM = 10
@@ -29,11 +29,11 @@ def series_color(index: int) -> str:
     return f"--series-{index % 8 + 1}"
 
 
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """At most MAX_POINTS points of a series, in order: first, last, and the lowest and highest of each stretch."""
-    if len(steps) <= MAX_POINTS:
+def thinned(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
+    """At most `most` points of a series, in order: first, last, and the lowest and highest of each stretch."""
+    if len(steps) <= most:
         return list(steps), list(values)
-    stretches = (MAX_POINTS - 2) // 2
+    stretches = (most - 2) // 2
     kept = {0, len(steps) - 1}
     for stretch in range(stretches):
         indices = range(stretch * len(steps) // stretches, (stretch + 1) * len(steps) // stretches)
@@ -69,10 +69,17 @@ def moving_means(values: Sequence[float], weights: Sequence[float] | None = None
 
 
 def line(
-    name: str, steps: Sequence[int], values: Sequence[float], color: str, *, width: float = 2, **changes: Any
+    name: str,
+    steps: Sequence[int],
+    values: Sequence[float],
+    color: str,
+    *,
+    width: float = 2,
+    most: int = MAX_POINTS,
+    **changes: Any,
 ) -> Trace:
-    """A line over steps; its points are marked when they are few. `changes` are plotly trace attributes."""
-    kept_steps, kept_values = thinned(steps, values)
+    """A line over steps, of `most` points; they are marked when they are few. `changes` are plotly trace attributes."""
+    kept_steps, kept_values = thinned(steps, values, most)
     trace: Trace = {
         "type": "scatter",
         "mode": "lines+markers" if len(kept_steps) <= 40 else "lines",

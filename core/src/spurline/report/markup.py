@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from spurline.protocols.report_panel import ReportPanelConfig
+
+_STATUSES = ("finished", "failed", "stopped", "running", "interrupted")
 
 
 class Panel:
@@ -78,3 +81,27 @@ def shares(parts: Sequence[tuple[str, float, str]]) -> str:
         for label, share, amount in parts
     )
     return f'<ul class="shares">{rows}</ul>'
+
+
+def status_mark(status: str) -> str:
+    """The status of a run as a mark of its own colour."""
+    known, shown = (status, status.capitalize()) if status in _STATUSES else ("unknown", status)
+    return f'<span class="status {known}">{text(shown)}</span>'
+
+
+def footer(subject: str) -> str:
+    """The last line of a page. subject: HTML, what the page is of."""
+    return f"<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>"
+
+
+def scalar(value: Any) -> str:
+    """The value as it would be written in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(scalar(item) for item in value)}]"
+    return str(value) if value != "" else '""'

@@ -1,15 +1,12 @@
 """Write RUN_DIR/report.html: the panels that the config selects, in one file that opens anywhere, without a network.
 
-A RunRecord and panels in page order go in; the page comes out, written atomically. It carries plotly.js, its style and
-its script; a content security policy forbids it to load anything.
+A RunRecord and panels in page order go in; the page comes out, written atomically.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,17 +17,10 @@ from spurline.errors import RunFailedError
 from spurline.files import replace_file
 from spurline.plugins.registry import Registry
 from spurline.protocols.report_panel import ReportPanel, ReportPanelConfig, RunRecord
-from spurline.report.markup import text
+from spurline.report.document import document
+from spurline.report.markup import footer, status_mark, text
 from spurline.report.record import read_record, setting
 from spurline.run.directory import RunDirectory
-
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval' blob:; style-src 'unsafe-inline'; "
-    "img-src data: blob:; font-src data:; worker-src blob:; form-action 'none'; base-uri 'none'"
-)
-# For plugins' own figures too: plotly.js offers by default to upload the data of a chart to a server.
-_PLOTLY_DEFAULTS = 'Plotly.setPlotConfig({showSendToCloud: false, plotlyServerURL: "", displaylogo: false});'
-_STATUSES = ("finished", "failed", "stopped", "running", "interrupted")
 
 
 def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
@@ -64,42 +54,19 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
 
 
 def _page(record: RunRecord, sections: Iterable[str]) -> str:
-    # Imported here: reading a run directory needs no plotly.
-    from plotly.offline import get_plotlyjs
-
     name = record.run_dir.resolve().name
     notice = '<p class="notice">No training step has finished yet: there is nothing to plot.</p>'
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{text(name)} · Spurline report</title>
-<style>{_asset("report.css")}</style>
-<script>{get_plotlyjs()}</script>
-<script>{_PLOTLY_DEFAULTS}</script>
-</head>
-<body>
-<main>
-{_header(record, name)}
+    body = f"""{_header(record, name)}
 {"" if record.metrics else notice}
 <div class="grid">
 {"".join(sections)}
 </div>
-<footer>Spurline report of <code>{text(record.run_dir.resolve())}</code>, written \
-{datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>
-</main>
-<script>{_asset("report.js")}</script>
-</body>
-</html>
-"""
+{footer(f"Spurline report of <code>{text(record.run_dir.resolve())}</code>")}"""
+    return document(f"{name} · Spurline report", body)
 
 
 def _header(record: RunRecord, name: str) -> str:
     status = str(record.summary.get("status", "unknown"))
-    known, shown = (status, status.capitalize()) if status in _STATUSES else ("unknown", status)
     finished = int(record.metrics[-1]["step"]) if record.metrics else 0
     total = record.summary.get("total_steps")
     progress = ""
@@ -108,15 +75,15 @@ def _header(record: RunRecord, name: str) -> str:
         progress = f'<div class="progress" title="{share} of all steps"><span style="width:{share}"></span></div>'
     error = record.summary.get("error")
     failure = f'<pre class="failure">{text(error)}</pre>' if error else ""
-    facts = " · ".join(text(fact) for fact in _facts(record.config, record.summary))
+    facts = " · ".join(text(fact) for fact in facts_of(record.config, record.summary))
     return (
         f'<header><div class="title"><h1>{text(name)}</h1>'
-        f'<span class="status {known}">{text(shown)}</span></div>'
+        f"{status_mark(status)}</div>"
         f'<p class="facts">{facts}</p>{progress}{failure}</header>'
     )
 
 
-def _facts(config: Any, summary: Mapping[str, Any]) -> list[str]:
+def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
     """What was trained on what: model, training data, loss, backend and its devices; those that are known."""
     data = setting(config, "data", "train")
     entries = data if isinstance(data, (list, tuple)) else []
@@ -128,21 +95,22 @@ def _facts(config: Any, summary: Mapping[str, Any]) -> list[str]:
     return [str(fact) for fact in [*found, backend, device and f"on {device}"] if fact]
 
 
-def _asset(name: str) -> str:
-    return files("spurline.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
 def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
     """Render RUN_DIR/report.html from what the run left behind; returns its path."""
     registry, configs = loaded.host.registry, loaded.config.report.panels
     if configs is None:
         configs = default_panels(registry)
     panels: list[ReportPanel] = [registry.create("report_panel", config) for config in configs]
+    return write_report(record_of(directory), panels, directory.report)
+
+
+def record_of(directory: RunDirectory) -> RunRecord:
+    """What the run left so far. One that says it is running while no process holds it is interrupted."""
     record = read_record(directory.path)
     if record.summary.get("status") == "running" and not directory.is_in_use():
         # Its process died without a word: killed, or the machine went down.
         record = replace(record, summary={**record.summary, "status": "interrupted"})
-    return write_report(record, panels, directory.report)
+    return record
 
 
 def default_panels(registry: Registry) -> list[ComponentConfig]:

@@ -9,7 +9,7 @@ are no scores here, even where they stay within 0..1.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,21 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RunDirectoryError(f"{path}: holds a {type(content).__name__}, expected a JSON object.")
     return content
+
+
+def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
+    """A name for each run: that of its folder where it is enough, else as many folders above it as tell them apart."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+
+    def name_of(own: tuple[str, ...]) -> str:
+        for length in range(1, len(own) + 1):
+            if sum(other[-length:] == own[-length:] for other in parts) == 1:
+                break
+        else:
+            length = len(own)
+        return str(Path(*own[-length:]))
+
+    return [name_of(own) for own in parts]
 
 
 GIVEN_UP = "failed"

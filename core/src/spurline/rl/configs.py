@@ -356,6 +356,10 @@ class PromptSourceConfig(SourceConfig):
         return self.environment.most_turns
 
     @property
+    def samples_by(self) -> SamplingConfig:
+        return self.sampling
+
+    @property
     def uses_reference(self) -> bool:
         return self.kl_in_reward is not None
 

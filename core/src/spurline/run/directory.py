@@ -18,6 +18,7 @@ from typing import IO, Any
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError
 from spurline.files import remove_unfinished, write_failure, write_json
+from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 
@@ -93,7 +94,8 @@ class RunDirectory:
         target.mkdir()
         own = (self.eval_samples, self.config, self.summary, self.report)
         # The metrics last: they say that there is something to move, also after a kill on the way.
-        for name in (*(path.name for path in own), *more, self.metrics.name):
+        # Rollouts whatever this run is: an earlier one may have generated.
+        for name in (*(path.name for path in own), ROLLOUTS_FILE, *more, self.metrics.name):
             if (self.path / name).exists():
                 (self.path / name).rename(target / name)
         return (

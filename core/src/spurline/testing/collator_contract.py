@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import MAY_BE_WIDE, TrainingBatch
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import CollatesFlat, Collator, ParallelLayout, RolloutCollator
 from spurline.rl.flat_turns import FlatTurns
@@ -219,12 +219,15 @@ def clone(batch: TrainingBatch) -> TrainingBatch:
 
 
 def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
-    """Every column: same name, dtype, shape, order and bits."""
+    """Every column: same name, dtype, shape, order and bits; ids and positions may be wide in one and narrow in the
+    other."""
     assert batch.tokens.keys() == expected.tokens.keys()
     columns = {name: (batch.tokens[name], expected.tokens[name]) for name in batch.tokens}
     columns["unit_ids"] = (batch.unit_ids, expected.unit_ids)
     columns["is_padding_row"] = (batch.is_padding_row, expected.is_padding_row)
     for name, (got, wanted) in columns.items():
+        if name in MAY_BE_WIDE:
+            got, wanted = got.long(), wanted.long()
         assert got.dtype == wanted.dtype, (name, got.dtype, wanted.dtype)
         assert got.shape == wanted.shape, (name, got.shape, wanted.shape)
         assert torch.equal(got, wanted), f"column {name} differs"

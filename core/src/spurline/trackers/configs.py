@@ -50,6 +50,77 @@ class WandbTrackerConfig(TrackerConfig):
     """`offline` writes locally, to be synced later."""
 
 
+class MlflowTrackerConfig(TrackerConfig):
+    """MLflow; needs `pip install spurline[mlflow]`. A resumed run continues the same MLflow run."""
+
+    name: str = "mlflow"
+    tracking_uri: str | None = None
+    """A server (`http://127.0.0.1:5000`) or a database (`sqlite:///mlflow.db`). Default is MLFLOW_TRACKING_URI, else
+    what MLflow itself takes: a database in the working directory."""
+    experiment: str = "spurline"
+    """MLflow experiment; made where there is none."""
+    run_name: str | None = None
+    """Display name; default is the run directory's name."""
+    tags: dict[str, str] = {}
+    """Tags of the run."""
+
+
+class TrackioTrackerConfig(TrackerConfig):
+    """Trackio; needs `pip install spurline[trackio]`. A resumed run continues the same Trackio run."""
+
+    name: str = "trackio"
+    project: str = "spurline"
+    """Trackio project."""
+    run_name: str | None = None
+    """Beginning of the run's name, which ends in characters of its own; default is the run directory's name."""
+    group: str | None = None
+    """Group of runs that this one belongs to."""
+    space_id: str | None = None
+    """Space on the Hugging Face hub (`user/space`) that metrics are sent to; default is a database on this machine, in
+    TRACKIO_DIR or the cache of the hub's library."""
+    private: bool = True
+    """Whether a Space that is made for this run can be seen by its owner alone."""
+
+
+class SwanlabTrackerConfig(TrackerConfig):
+    """SwanLab; needs `pip install spurline[swanlab]`. A resumed run continues the same SwanLab experiment."""
+
+    name: str = "swanlab"
+    project: str = "spurline"
+    """SwanLab project."""
+    workspace: str | None = None
+    """SwanLab user or organization."""
+    run_name: str | None = None
+    """Display name; default is the run directory's name."""
+    mode: Literal["online", "offline", "local"] = "online"
+    """`offline` writes RUN_DIR/swanlab, for `swanlab sync`; `local` writes it for `swanlab watch`."""
+    tags: tuple[str, ...] = ()
+    """Tags of the experiment."""
+
+
+class OpenTelemetryTrackerConfig(TrackerConfig):
+    """OTLP over HTTP, to a collector or a service; needs `pip install spurline[opentelemetry]`."""
+
+    name: str = "opentelemetry"
+    endpoint: str | None = None
+    """Address up to, and without, `/v1/metrics`. Default is OTEL_EXPORTER_OTLP_ENDPOINT, else `http://localhost:4318`.
+    Headers, with their keys, come from OTEL_EXPORTER_OTLP_HEADERS alone."""
+    service_name: str = "spurline"
+    """The resource's `service.name`."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time that one request may take."""
+
+
+class PrometheusTrackerConfig(TrackerConfig):
+    """An address that Prometheus scrapes while the run goes on; needs `pip install spurline[prometheus]`."""
+
+    name: str = "prometheus"
+    host: str = "127.0.0.1"
+    """Address to listen on. Whoever reaches it reads the metrics; `0.0.0.0` is everybody in the network."""
+    port: int = Field(default=9464, gt=0, lt=65536)
+    """Port of `/metrics`. Two runs on one machine need two."""
+
+
 def missing_library(name: str, error: ImportError) -> ConfigError:
     """The error for tracker `name` whose library of that name cannot be imported."""
     text = (

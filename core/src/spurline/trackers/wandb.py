@@ -6,16 +6,13 @@ The library is imported when the tracker is built, not when this module is.
 from __future__ import annotations
 
 import importlib
-import re
-import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from spurline.errors import ConfigError, Problem
-from spurline.files import replace_file
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import WandbTrackerConfig, missing_library
+from spurline.trackers.run_id import stored_run_id
 
 ID_FILE = "wandb_run_id"
 """Name of the file inside the run directory that holds the W&B run id."""
@@ -39,7 +36,7 @@ class WandbTracker:
     def start(self, info: RunInfo) -> None:
         """Open the W&B run. Raises ConfigError when W&B refuses, for example without an API key."""
         assert self._run is None, "WandbTracker is already started"
-        run_id = stored_run_id(info.run_dir, is_resumed=info.resume_step > 0)
+        run_id = stored_run_id(info.run_dir, ID_FILE, is_resumed=info.resume_step > 0)
         try:
             self._run = self._wandb.init(
                 project=self._config.project,
@@ -71,19 +68,3 @@ class WandbTracker:
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
-
-
-def stored_run_id(run_dir: Path, *, is_resumed: bool) -> str:
-    """The id of the W&B run that belongs to `run_dir`: the stored one when resuming, else a new one, stored first.
-
-    A run that starts over gets a new id: W&B would ignore its first steps under the old one.
-    """
-    path = run_dir / ID_FILE
-    if is_resumed and path.exists():
-        stored = path.read_text(encoding="utf-8").strip()
-        if stored:
-            return stored
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.resolve().name).strip("-")[:40] or "run"
-    run_id = f"{name}-{secrets.token_hex(4)}"
-    replace_file(path, f"{run_id}\n")
-    return run_id

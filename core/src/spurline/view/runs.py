@@ -11,10 +11,13 @@ from typing import Any
 from spurline.errors import RunDirectoryError
 from spurline.protocols.report_panel import RunRecord
 from spurline.report.figure import thinned
-from spurline.report.record import CONFIG_FILE, SUMMARY_FILE, evaluations_of, read_mapping, setting
+from spurline.report.record import CONFIG_FILE, SUMMARY_FILE, distinct_names, evaluations_of, read_mapping, setting
 from spurline.run.directory import RunDirectory
 from spurline.trackers.jsonl import METRICS_FILE
 from spurline.view.rollout_index import RolloutIndex
+
+MAX_POINTS = 2000
+"""Points of a curve that a page is sent."""
 
 
 class ViewedRun:
@@ -58,7 +61,7 @@ class ViewedRun:
     def series(self, metric: str) -> dict[str, Any]:
         """Steps and values of a metric, thinned to what a plot can show."""
         steps, values = self._record().series(metric)
-        kept_steps, kept_values = thinned(steps, values)
+        kept_steps, kept_values = thinned(steps, values, MAX_POINTS)
         return {"steps": kept_steps, "values": kept_values}
 
     def evaluations(self) -> dict[str, Any]:
@@ -135,9 +138,5 @@ class _MetricLines:
 
 
 def open_runs(run_dirs: Sequence[Path]) -> list[ViewedRun]:
-    """The runs of these folders, each with a name of its own: that of the folder where it is enough, else its path."""
-    names = [run_dir.resolve().name for run_dir in run_dirs]
-    return [
-        ViewedRun(run_dir, name if names.count(name) == 1 else str(run_dir))
-        for run_dir, name in zip(run_dirs, names, strict=True)
-    ]
+    """The runs of these folders, each with a name of its own."""
+    return [ViewedRun(run_dir, name) for run_dir, name in zip(run_dirs, distinct_names(run_dirs), strict=True)]

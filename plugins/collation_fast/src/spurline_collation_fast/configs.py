@@ -37,7 +37,7 @@ class ParallelTokenizationConfig(TokenizationConfig):
     # Strict: `true` is no number of workers.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
     """Worker processes, each with its slice of the rows. 0 stays in this process, on the tokenizer's own threads;
-    `auto` measures the first rows and takes what will be done sooner."""
+    `auto` measures the first rows, takes what will be done sooner, and goes on here while workers start."""
     cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
     """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False

@@ -26,6 +26,7 @@ from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagge
 from spurline.data.collators.layout import layout_info
 from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments, SegmentNames
 from spurline_collation_fast.kernels import Kernels, Table
+from spurline_collation_fast.processor_caches import past_caches_from_bytes
 
 Buffer = NDArray[np.uint8]
 
@@ -107,9 +108,6 @@ _DTYPES = {
 }
 _ALWAYS = ("input_ids", "segment_ids", "position_ids")
 """Columns that any segments have, whatever values they come with."""
-
-PAST_CACHES_FROM_BYTES = 8 << 20
-"""Bytes of a batch from which on it is written past the caches: about a core's share of the last level."""
 
 
 class Placement(NamedTuple):
@@ -205,7 +203,7 @@ class RowWriter:
             segments.lengths,
             *tables,
             self._pad_token_id,
-            lease.size > PAST_CACHES_FROM_BYTES,
+            lease.size > past_caches_from_bytes(),
             arrays["input_ids"][rows],
             arrays["segment_ids"][rows],
             arrays["position_ids"][rows],

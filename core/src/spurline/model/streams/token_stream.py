@@ -189,11 +189,12 @@ def token_stream(
     send = profile.send
     experts = batch.tokens.get(ROUTED_EXPERTS)
     return TokenStream(
-        input_ids=send(input_ids).unsqueeze(0),
-        position_ids=send(batch.tokens["position_ids"].flatten()[index]).unsqueeze(0),
+        # What crosses to the device is narrow; indices are wide there.
+        input_ids=send(input_ids).long().unsqueeze(0),
+        position_ids=send(batch.tokens["position_ids"].flatten()[index]).long().unsqueeze(0),
         plan=plan_segments(lengths, profile.slots_per_attention_call, send),
         source=send(target_positions - 1),
-        targets=send(input_ids[target_positions]),
+        targets=send(input_ids[target_positions]).long(),
         weights=send(weights[target_positions].to(profile.weight_dtype)),
         segment_index=send(segment_index),
         columns={name: send(batch.tokens[name].flatten(0, 1)[batch_index]) for name in columns},

@@ -49,13 +49,26 @@
     yaxis: axis(),
   });
 
-  const draw = () => {
-    for (const source of document.querySelectorAll("script.figure")) {
-      const { data, layout } = JSON.parse(source.textContent);
-      Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);
-    }
-  };
+  // A figure inside a closed <details> has no width yet: it is drawn when it is opened.
+  const drawn = (source) => !source.closest("details:not([open])");
 
-  draw();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  const sources = [...document.querySelectorAll("script.figure")];
+  const draw = (figures) => sources.forEach((source, number) => {
+    if (!drawn(source)) return;
+    const { data, layout } = figures[number];
+    Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);
+  });
+
+  Promise.all([unpacked("figures"), plotlyLoaded]).then(([text]) => {
+    const figures = JSON.parse(text);
+    draw(figures);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));
+    for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", () => part.open && draw(figures));
+    document.documentElement.dataset.drawn = "yes";
+  }).catch((error) => {
+    const problem = document.createElement("p");
+    problem.className = "notice";
+    problem.textContent = `This browser cannot draw the plots: ${error.message}`;
+    document.querySelector("main").prepend(problem);
+  });
 })();

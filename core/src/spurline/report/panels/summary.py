@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from spurline.protocols.report_panel import RunRecord
-from spurline.report.markup import Card, Panel, block, cards, text
+from spurline.report.markup import Card, Panel, block, cards, scalar, text
 from spurline.report.panels.rollouts import REWARD
 from spurline.report.panels.speed import generation_speed, training_speed
 from spurline.report.record import evaluation_losses, evaluation_scores, label_of
@@ -128,7 +128,7 @@ class ConfigPanel(Panel):
 
 
 def _change(entry: Mapping[str, Any]) -> str:
-    before, now = (_scalar(_whole(entry[side])) for side in ("before", "now"))
+    before, now = (scalar(_whole(entry[side])) for side in ("before", "now"))
     return f"after step {entry['step']:,}: {entry['key']}: {before} -> {now}"
 
 
@@ -150,7 +150,7 @@ def _entries(value: Any) -> str:
 
 def _entry(key: str, value: Any) -> str:
     css = ' class="unset"' if value is None else ""
-    return f"<div><dt>{text(key)}:</dt><dd{css}>{text(_scalar(value))}</dd></div>"
+    return f"<div><dt>{text(key)}:</dt><dd{css}>{text(scalar(value))}</dd></div>"
 
 
 def _is_nested(value: Any) -> bool:
@@ -158,16 +158,3 @@ def _is_nested(value: Any) -> bool:
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value)
-
-
-def _scalar(value: Any) -> str:
-    """The value as it would be written in YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Mapping):
-        return "{}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(_scalar(item) for item in value)}]"
-    return str(value) if value != "" else '""'

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.data.token_pieces import TokenPieces
-from spurline.errors import RunFailedError
+from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.rl.group_runner import GivenUpPrompt
 from spurline.rl.kept_rollouts.blocks import PieceTable, TokenScores, encode, encode_lost, split_groups
 from spurline.rl.kept_rollouts.members import ROLLOUTS_FILE, MemberFile, cut_back, pack
@@ -67,9 +67,16 @@ class RolloutKeeper:
         return self._most_bytes > 0
 
     def start(self, last_step: int) -> None:
-        """Cut an earlier file back to the steps up to `last_step`, and open it."""
+        """Cut an earlier file back to the steps up to `last_step`, and open it.
+
+        A damaged file refuses only a run that would add to it; with nothing to keep it stays as it is.
+        """
         assert self._file is None, f"{self._path} is already open"
-        cut_back(self._path, last_step)
+        try:
+            cut_back(self._path, last_step)
+        except RunDirectoryError:
+            if self.is_on:
+                raise
         if self.is_on:
             self._pieces = PieceTable(TokenPieces(self._tokenizer))
             self._file = MemberFile(self._path, self._most_bytes)

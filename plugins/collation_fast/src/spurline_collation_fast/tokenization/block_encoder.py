@@ -7,12 +7,13 @@ TokenColumns follows the rules of RowEncoder and of `spurline.data.formats` on w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +24,13 @@ from spurline.data.token_store import Count, SampleBlock
 from spurline.data.tokenization import arrow_rows, block_of_outcomes
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.tokenization.chunks import Chunk
+from spurline_collation_fast.tokenization.worker_choice import available_cores
+
+_STARTED = 2
+"""Chunks that the tokenizer is given before the first of them is waited for."""
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 class BlockEncoder:
@@ -44,26 +52,34 @@ class BlockEncoder:
         """The block of each chunk, in order. Datasets are touched by the calling thread only.
 
         While the tokenizer encodes one chunk on threads of its own, the rows of the next are read and rendered and
-        the masks of the one before are made. The first row in order that is an error is the one raised.
+        the masks of the one before are made; another chunk is ready then, so that its threads never wait. The first row
+        in order that is an error is the one raised.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
-            finish: Callable[[], SampleBlock] | None = None
+        if available_cores() < 2:
+            # Threads would only take turns.
             for chunk in chunks:
-                finish_next = self._start(chunk, executor)
-                if finish is not None:
-                    yield finish()
-                finish = finish_next
-            if finish is not None:
-                yield finish()
+                yield self._start(chunk, None)()
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
+            started: deque[Callable[[], SampleBlock]] = deque()
+            for chunk in chunks:
+                started.append(self._start(chunk, executor))
+                if len(started) > _STARTED:
+                    yield started.popleft()()
+            while started:
+                yield started.popleft()()
 
-    def _start(self, chunk: Chunk, executor: ThreadPoolExecutor) -> Callable[[], SampleBlock]:
-        """Begin with a chunk; the result waits for it and gives its block, or raises its error."""
+    def _start(self, chunk: Chunk, executor: ThreadPoolExecutor | None) -> Callable[[], SampleBlock]:
+        """Begin with a chunk; the result waits for it and gives its block, or raises its error. executor: encodes the
+        texts meanwhile; None leaves that to the result."""
         encoder = self._encoder(chunk.source)
         columns = self._columns.get(chunk.source)
         block = columns.read(chunk) if columns is not None else None
         if block is not None:
             return lambda: block
         prepared = encoder.prepare(chunk.rows)
+        if executor is None:
+            return lambda: block_of_outcomes(chunk.source, encoder.finish(prepared, encoder.encode_texts(prepared)))
         encoded = executor.submit(encoder.encode_texts, prepared)
         # No time limit on the result: it is computed in this process and cannot get lost.
         return lambda: block_of_outcomes(chunk.source, encoder.finish(prepared, encoded.result()))
@@ -128,6 +144,8 @@ class TokenColumns:
         if column.null_count == len(column):
             return None
         _require(column.null_count == 0)
+        import pyarrow
+
         return column.chunk(0) if column.num_chunks == 1 else pyarrow.concat_arrays(column.chunks)
 
     def _ids(self, table: pyarrow.Table) -> _Ragged:
@@ -208,6 +226,8 @@ def _counts(fates: list[tuple[str, NDArray[np.bool_]]], first_row: int) -> tuple
 
 
 def _ragged(column: pyarrow.Array, *, flags: bool = False) -> _Ragged:
+    import pyarrow
+
     if not isinstance(column, (pyarrow.ListArray, pyarrow.LargeListArray)):
         raise _Unusual
     offsets = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -218,6 +238,8 @@ def _ragged(column: pyarrow.Array, *, flags: bool = False) -> _Ragged:
 
 def _integers(column: pyarrow.Array, *, flags: bool = False) -> Integers:
     """Whole numbers, or also booleans where they stand for 0 and 1."""
+    import pyarrow
+
     is_flag = flags and pyarrow.types.is_boolean(column.type)
     _require(is_flag or (pyarrow.types.is_integer(column.type) and column.type != pyarrow.uint64()))
     _require(column.null_count == 0)

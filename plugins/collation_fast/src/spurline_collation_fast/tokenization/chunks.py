@@ -8,7 +8,7 @@ cannot say travels in its header.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, BinaryIO
@@ -44,12 +44,12 @@ class RowLine:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def chunks(self, rows: range, size: int) -> Iterator[Chunk]:
-        """The rows as chunks of at most `size`, each within one dataset, in order."""
+    def chunks(self, rows: range, size: Callable[[], int]) -> Iterator[Chunk]:
+        """The rows as chunks of at most `size`, asked for each, within one dataset each, in order."""
         position = rows.start
         while position < rows.stop:
             source, row = self.place(position)
-            stop = min(row + size, self._ends[source] - self._begins[source], row + rows.stop - position)
+            stop = min(row + size(), self._ends[source] - self._begins[source], row + rows.stop - position)
             yield Chunk(source, row, stop)
             position += stop - row
 

@@ -35,8 +35,9 @@ from spurline_collation_fast.tokenization.slice_workers import SliceWorkers
 from spurline_collation_fast.tokenization.worker_choice import (
     MEASURE_S,
     CostMeter,
-    available_cores,
     for_seconds,
+    idle_cores,
+    rows_while_they_start,
     workers_worth_starting,
 )
 
@@ -131,7 +132,10 @@ class ParallelTokenization:
 
 
 ROWS_PER_CHUNK = 256
-"""Enough to keep the tokenizer's own threads busy."""
+"""Enough to keep the tokenizer's own threads busy, unless rows are short."""
+MOST_ROWS_PER_CHUNK = 1024
+TOKENS_PER_CHUNK = 1 << 16
+"""Of short rows so many: the tokenizer's threads stand still for a moment after each chunk."""
 
 Advance = Callable[[int], None]
 
@@ -145,6 +149,7 @@ class BlockSource:
         self._encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
         self._encoder.check_formats()
         self._line = RowLine([len(source.dataset) for source in task.datasets])
+        self._rows_per_chunk = ROWS_PER_CHUNK
         self.notes: list[str] = []
 
     @property
@@ -158,12 +163,12 @@ class BlockSource:
         if self._config.workers == "auto":
             return self._soonest(advance)
         if self._config.workers == 0 or not rows:
-            return self._here(self._line.chunks(rows, ROWS_PER_CHUNK), advance)
+            return self._here(self._chunks(rows), advance)
         return self._forced(rows, self._config.workers, advance)
 
     def _soonest(self, advance: Advance) -> Generator[SampleBlock, None, None]:
         """Encode the first rows here, with the clock running, and the rest where it will be done sooner."""
-        chunks = self._line.chunks(range(self.num_rows), ROWS_PER_CHUNK)
+        chunks = self._chunks(range(self.num_rows))
         done = 0
         # The first chunk also compiles the template and starts threads; it says nothing about the others.
         for block in self._here(islice(chunks, 1), advance):
@@ -173,11 +178,12 @@ class BlockSource:
         for block in self._here(for_seconds(chunks, MEASURE_S), advance):
             done += block.num_rows
             yield block
-        left = self.num_rows - done
-        workers = workers_worth_starting(left, meter.cost(done - unmeasured), available_cores()) if left else 0
+        left, cost = self.num_rows - done, meter.cost(max(1, done - unmeasured))
+        workers = workers_worth_starting(left, cost, idle_cores()) if left else 0
         if workers:
+            meanwhile = min(left - workers, rows_while_they_start(cost))
             try:
-                with closing(self._in_workers(range(done, self.num_rows), workers, advance)) as blocks:
+                with closing(self._in_workers(range(done, self.num_rows), workers, advance, meanwhile)) as blocks:
                     for block in blocks:
                         done += block.num_rows
                         yield block
@@ -185,7 +191,7 @@ class BlockSource:
                 self.notes.append(
                     f"tokenized in one process instead of {workers}: the data cannot be given to another one ({error})."
                 )
-        yield from self._here(self._line.chunks(range(done, self.num_rows), ROWS_PER_CHUNK), advance)
+        yield from self._here(self._chunks(range(done, self.num_rows)), advance)
 
     def _forced(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
         try:
@@ -196,12 +202,23 @@ class BlockSource:
                 "dataset in a module that can be imported and let it be pickled, or set tokenization.workers: 0."
             ) from error
 
+    def _chunks(self, rows: range) -> Iterator[Chunk]:
+        return self._line.chunks(rows, lambda: self._rows_per_chunk)
+
     def _here(self, chunks: Iterator[Chunk], advance: Advance) -> Generator[SampleBlock, None, None]:
         for block in self._encoder.blocks(chunks):
             advance(block.num_rows)
+            rows = TOKENS_PER_CHUNK * block.num_rows // max(1, len(block.tokens))
+            self._rows_per_chunk = min(max(ROWS_PER_CHUNK, rows), max(ROWS_PER_CHUNK, MOST_ROWS_PER_CHUNK))
             yield block
 
-    def _in_workers(self, rows: range, workers: int, advance: Advance) -> Generator[SampleBlock, None, None]:
+    def _in_workers(
+        self, rows: range, workers: int, advance: Advance, meanwhile: int = 0
+    ) -> Generator[SampleBlock, None, None]:
+        """meanwhile: the first rows, which are encoded here while the workers start with the others."""
+        here, there = rows[:meanwhile], rows[meanwhile:]
         timeout_s = self._config.stall_timeout_s
-        with SliceWorkers(self._task, self._line, rows, workers, timeout_s, advance, self._folder) as running:
+        with SliceWorkers(self._task, self._line, there, workers, timeout_s, advance, self._folder) as running:
+            with closing(self._here(self._chunks(here), advance)) as blocks:
+                yield from blocks
             yield from running.blocks()

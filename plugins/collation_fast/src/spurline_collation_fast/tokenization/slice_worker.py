@@ -89,7 +89,7 @@ def _encode(task: SliceTask, rows: range, path: Path, parent: Parent) -> None:
     encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
     line = RowLine([len(source.dataset) for source in task.datasets])
     with path.open("ab") as file:
-        for block in encoder.blocks(line.chunks(rows, ROWS_PER_CHUNK)):
+        for block in encoder.blocks(line.chunks(rows, lambda: ROWS_PER_CHUNK)):
             try:
                 header = write_block(block, file)
                 # The parent reads what it is told of at once.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spurline_collation_fast.tokenization.chunks import Chunk
 
-WORKER_START_S = 6.0
+WORKER_START_S = 3.0
 """Processor seconds until a worker encodes its first row: imports, the tokenizer, opening the data."""
 
 CLEARLY = 1.25
@@ -68,10 +68,21 @@ def workers_worth_starting(num_rows: int, cost: RowCost, num_cores: int) -> int:
     return workers if there * CLEARLY < here else 0
 
 
+def rows_while_they_start(cost: RowCost) -> int:
+    """Rows that this process encodes until workers encode theirs: it has half of the cores' time for so long."""
+    return int(WORKER_START_S / (2 * cost.wall_s))
+
+
 def available_cores() -> int:
     """Cores that this process may use, by its affinity and by the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.floor(min(cores, cores_of_quota())))
+
+
+def idle_cores() -> int:
+    """Those of them that others leave: on a busy machine rows take long here, and would in workers as well."""
+    idle = (os.cpu_count() or 1) - os.getloadavg()[0]
+    return max(1, min(available_cores(), math.floor(idle)))
 
 
 def cores_of_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:

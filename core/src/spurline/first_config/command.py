@@ -1,0 +1,118 @@
+"""What `spurline init` does: asks for what it was not told, looks at data and model, writes the file, plans it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from spurline.errors import UserError
+from spurline.first_config.survey import DataFacts, Task, data_facts, model_facts
+from spurline.first_config.text import Choices, config_text
+from spurline.plugins.host import installed_plugins
+from spurline.progress import Progress
+from spurline.terminal import printable
+
+_LARGE = 3_000_000_000
+"""Parameters from which on adapters are proposed."""
+_USUAL_PLUGINS = ("collation_fast",)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What was given on the command line; None was not."""
+
+    model: str | None
+    data: str | None
+    task: Task | None
+    eval: str | None
+    reward: str | None
+    lora: bool | None
+    epochs: float | None
+    steps: int | None
+
+
+class Asker:
+    """Asks on a terminal. may_ask: False takes the default, or refuses where there is none."""
+
+    def __init__(self, *, may_ask: bool) -> None:
+        self._may_ask = may_ask
+
+    def text(self, question: str, option: str, default: str | None = None) -> str:
+        if self._may_ask:
+            return str(typer.prompt(question, default=default, err=True))
+        if default is None:
+            raise UserError(
+                f"{option} is missing: {question[0].lower()}{question[1:]}. Give it, or run this in a terminal."
+            )
+        return default
+
+    def yes(self, question: str, *, default: bool) -> bool:
+        return typer.confirm(question, default=default, err=True) if self._may_ask else default
+
+
+def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force: bool, may_ask: bool) -> list[str]:
+    """Write the file; returns lines on what was found and chosen. Raises UserError, ModelError, DataError."""
+    if path.exists() and not force:
+        raise UserError(f"{path} exists. Give --force to write over it, or another name.")
+    if wishes.epochs is not None and wishes.steps is not None:
+        raise UserError("--epochs and --steps are both given. Give one.")
+    ask = Asker(may_ask=may_ask and sys.stdin.isatty())
+    model = wishes.model or ask.text("Which model (a folder, or a name on the hub)", "--model")
+    data = wishes.data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
+    progress("reading the model's config")
+    facts = model_facts(model)
+    progress("reading the data")
+    rows = data_facts(model, facts, data, wishes.task)
+    found = [
+        f"model: {facts.parameters:,} parameters"
+        + ("" if facts.context is None else f", {facts.context:,} positions")
+        + ("" if facts.has_chat_template else ", no chat template"),
+        f"data: {rows.words}, the longest {'prompt' if rows.task == 'rl' else 'sample'} of the first rows has "
+        f"{rows.longest:,} tokens",
+    ]
+    choices = Choices(
+        model,
+        data,
+        f"runs/{path.stem}",
+        _length(wishes, rows),
+        _lora(wishes, facts.parameters, ask),
+        wishes.eval,
+        _reward(wishes, rows, ask),
+        tuple(name for name in _USUAL_PLUGINS if name in installed_plugins()),
+    )
+    text = config_text(choices, facts, rows)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return [printable(line) for line in found]
+
+
+def _length(wishes: Wishes, rows: DataFacts) -> str:
+    if wishes.steps is not None:
+        return f"steps: {wishes.steps}"
+    if wishes.epochs is not None:
+        return f"epochs: {wishes.epochs:g}"
+    if rows.task == "rl":
+        return "steps: 200                       # each generates, scores and trains on a batch"
+    return "epochs: 1                        # passes over the data"
+
+
+def _lora(wishes: Wishes, parameters: int, ask: Asker) -> bool:
+    if wishes.lora is not None:
+        return wishes.lora
+    return ask.yes("Train adapters (LoRA) instead of all weights?", default=parameters >= _LARGE)
+
+
+def _reward(wishes: Wishes, rows: DataFacts, ask: Asker) -> str | None:
+    if rows.task != "rl":
+        if wishes.reward is not None:
+            raise UserError(f"--reward is for reinforcement learning, and this is --task {rows.task}. Give --task rl.")
+        return None
+    if wishes.reward is not None:
+        return wishes.reward
+    default = "exact_match" if rows.has_reference else None
+    return ask.text("Which reward (a name that `spurline plugins` lists, or file.py:function)", "--reward", default)

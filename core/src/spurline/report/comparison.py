@@ -1,0 +1,293 @@
+"""Several runs on one page: what they were set to, what they came to, and their curves over each other.
+
+RunRecords with names go in, one HTML file of less than 2 MB comes out. A run has the same colour everywhere. Curves are
+of metrics that at least two runs recorded; the common ones stand open, the others are folded by the first part of
+their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spurline.errors import RunDirectoryError, UserError, listing
+from spurline.files import replace_file
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.document import document
+from spurline.report.figure import Trace, line, one_of_several, series_color, step_figure, thinned
+from spurline.report.markup import block, caption, footer, scalar, status_mark, table, text
+from spurline.report.page import facts_of, record_of
+from spurline.report.record import distinct_names, evaluation_losses, evaluation_scores, evaluations_of
+from spurline.run.directory import RunDirectory
+from spurline.trackers.readout import score
+
+COMPARISON_FILE = "comparison.html"
+"""Where a comparison goes by default, in the working directory."""
+
+_HEADLINES = ("loss", "reward/mean", "grad_norm", "response/length", "mismatch/kl", "time/step")
+_OPEN_POINTS, _FOLDED_POINTS = 10_000, 8_000
+"""Points of all curves that stand open, and of all that are folded: they bound the size of the page."""
+_MOST_POINTS, _FEWEST_POINTS = 300, 12
+"""Points of one curve, whatever the number of curves."""
+_MOST_ROWS = 10
+"""Steps of a table of evaluation scores; of more, these are chosen evenly, the first and the last included."""
+_MOST_SETTINGS = 250
+_NOTHING = "\u2013"
+_SHOWN_SETTING = 100
+"""Characters of a setting."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run with its name and colour on the page. color: the name of a CSS variable."""
+
+    name: str
+    record: RunRecord
+    color: str
+    dash: str
+
+    @property
+    def mark(self) -> str:
+        """Its name with its colour, as HTML."""
+        return f'<span class="swatch" style="background:var({self.color})"></span>{text(self.name)}'
+
+
+def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Compare the runs of these folders in `out`; returns its path.
+
+    Raises RunDirectoryError for a folder that is no run, UserError for one given twice and for runs that recorded no
+    metric in common.
+    """
+    runs = _read(run_dirs)
+    shared = _shared_metrics(runs)
+    if not shared:
+        recorded = "; ".join(f"{run.name}: {listing(_metrics(run)[:8]) or 'nothing yet'}" for run in runs)
+        raise UserError(f"These runs have recorded no metric in common, so there is nothing to compare ({recorded}).")
+    sections = [
+        _section("Results", _results(runs)),
+        _section("Settings that differ", _settings(runs)),
+        *_curves(runs, shared),
+        *(_section(f"Evaluation: {name}", content) for name, content in _evaluations(runs)),
+    ]
+    folders = ", ".join(f"<code>{text(run.record.run_dir.resolve())}</code>" for run in runs)
+    body = f"""{_header(runs)}
+<div class="grid">
+{"".join(sections)}
+</div>
+{footer(f"Spurline comparison of {folders}")}"""
+    page = document(f"{', '.join(run.name for run in runs)} · Spurline comparison", body)
+    replace_file(out, page.encode(errors="replace").decode())
+    return out
+
+
+def _read(run_dirs: Sequence[Path]) -> list[ComparedRun]:
+    places = [run_dir.resolve() for run_dir in run_dirs]
+    twice = next((run_dir for run_dir, place in zip(run_dirs, places, strict=True) if places.count(place) > 1), None)
+    if twice is not None:
+        raise UserError(f"{twice} is given twice. Give each run once.")
+    for run_dir in run_dirs:
+        if not run_dir.is_dir():
+            raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
+    return [
+        ComparedRun(name, record_of(RunDirectory(run_dir)), series_color(number), "solid" if number < 8 else "dot")
+        for number, (run_dir, name) in enumerate(zip(run_dirs, distinct_names(run_dirs), strict=True))
+    ]
+
+
+def _metrics(run: ComparedRun) -> list[str]:
+    return sorted({name for entry in run.record.metrics for name in entry} - {"step"})
+
+
+def _shared_metrics(runs: Sequence[ComparedRun]) -> list[str]:
+    """Names of metrics that two runs or more recorded."""
+    recorded = [name for run in runs for name in _metrics(run)]
+    return sorted({name for name in recorded if recorded.count(name) > 1})
+
+
+def _header(runs: Sequence[ComparedRun]) -> str:
+    entries = "".join(
+        f"<li><strong>{run.mark}</strong> {status_mark(str(run.record.summary.get('status', 'unknown')))} "
+        f'<span class="facts">{text(" · ".join(_facts(run.record)))}</span></li>'
+        for run in runs
+    )
+    return f'<header><h1>{len(runs)} runs compared</h1><ul class="runs">{entries}</ul></header>'
+
+
+def _facts(record: RunRecord) -> list[str]:
+    finished = int(record.metrics[-1]["step"]) if record.metrics else 0
+    total = record.summary.get("total_steps")
+    steps = f"{finished:,} of {total:,} steps" if isinstance(total, int) else f"{finished:,} steps"
+    return [steps, *facts_of(record.config, record.summary)]
+
+
+def _section(title: str, content: str) -> str:
+    return f'<section class="panel"><h2>{text(title)}</h2>{content}</section>'
+
+
+# Results
+
+
+def _direction(runs: Sequence[ComparedRun], name: str) -> Callable[..., Any] | None:
+    """`min` or `max`, whichever of its values is the best; None where neither is known to be."""
+    if name == "loss":
+        # The loss of a policy says nothing of how good it is.
+        return None if any(run.record.series("reward/mean")[0] for run in runs) else min
+    if name == "reward/mean" or name.rpartition("/")[2] in ("reward", "pass@1"):
+        return max
+    recorded = [run.record for run in runs if run.record.series(name)[0]]
+    if any(name in evaluation_losses(record) for record in recorded) or name.endswith("perplexity"):
+        return min
+    return max if all(name in evaluation_scores(record)[0] for record in recorded) else None
+
+
+def _results(runs: Sequence[ComparedRun]) -> str:
+    names = [name for name in _HEADLINES if any(run.record.series(name)[0] for run in runs)]
+    evaluated = sorted({name for run in runs for name in _metrics(run) if name.startswith("eval/")})
+    rows: list[list[str]] = []
+    for name in [*names, *(name for name in evaluated if not name.endswith("/time"))][:60]:
+        direction = _direction(runs, name)
+        series = [run.record.series(name) for run in runs]
+        bests = [direction(values) for _, values in series if values] if direction else []
+        rows.append([text(name), *(_result(steps, values, direction, bests) for steps, values in series)])
+    return block(
+        caption("The last value of each metric, and the best one with its step; the best of all runs is bold."),
+        _run_table(["Metric"], runs, rows),
+        wide=True,
+    )
+
+
+def _result(
+    steps: Sequence[int], values: Sequence[float], direction: Callable[..., Any] | None, bests: Sequence[float]
+) -> str:
+    if not values:
+        return _NOTHING
+    if direction is None:
+        return score(values[-1])
+    best = direction(range(len(values)), key=values.__getitem__)
+    shown = f"best {score(values[best])} at step {steps[best]:,}"
+    is_best = len(bests) > 1 and values[best] == direction(bests)
+    return f"{score(values[-1])} <small>{f'<strong>{shown}</strong>' if is_best else shown}</small>"
+
+
+def _run_table(
+    headings: Sequence[str], runs: Sequence[ComparedRun], rows: Sequence[Sequence[str]], css: str = ""
+) -> str:
+    """A table with a column for each run, headed by its name in its colour."""
+    head = "".join(f'<th scope="col">{text(heading)}</th>' for heading in headings)
+    head += "".join(f'<th scope="col">{run.mark}</th>' for run in runs)
+    return table([], rows, css=css).replace("<thead><tr></tr>", f"<thead><tr>{head}</tr>", 1)
+
+
+# Settings
+
+
+def _settings(runs: Sequence[ComparedRun]) -> str:
+    flat = [_flat(run.record.config) for run in runs]
+    keys = list(dict.fromkeys(key for settings in flat for key in settings))
+    # The folder is what the runs are called by.
+    differing = [
+        key for key in keys if key != "run_dir" and len({settings.get(key, _NOTHING) for settings in flat}) > 1
+    ]
+    if not differing:
+        return block(caption("None: the runs have the same config."), wide=True)
+    rows = [
+        [f"<code>{text(key)}</code>", *(f"<code>{text(_cut(settings.get(key, _NOTHING)))}</code>" for settings in flat)]
+        for key in differing[:_MOST_SETTINGS]
+    ]
+    left_out = len(differing) - len(rows)
+    note = [caption(f"{left_out:,} others differ too; config.json of each run has them.")] if left_out else []
+    return block(_run_table(["Setting"], runs, rows, css="settings-table"), *note, wide=True)
+
+
+def _flat(value: Any, key: str = "") -> dict[str, str]:
+    """Key path -> value as YAML has it, of every leaf; parts of lists by their number."""
+    if isinstance(value, Mapping) and value:
+        items = [(str(name), item) for name, item in value.items()]
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+        items = [(str(number), item) for number, item in enumerate(value)]
+    else:
+        return {key: scalar(value)}
+    return {path: leaf for name, item in items for path, leaf in _flat(item, f"{key}.{name}" if key else name).items()}
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= _SHOWN_SETTING else f"{value[: _SHOWN_SETTING - 1]}…"
+
+
+# Curves
+
+
+def _curves(runs: Sequence[ComparedRun], shared: Sequence[str]) -> list[str]:
+    headlines = [name for name in _HEADLINES if name in shared]
+    headlines += [name for name in shared if name.startswith("eval/") and not name.endswith("/time")][:12]
+    rest = [name for name in shared if name not in headlines]
+    # Those that stand open are drawn twice: the values, and their moving mean.
+    most = _points(_OPEN_POINTS, 2 * len(runs) * len(headlines))
+    sections = [_section(name, block(_curve(runs, name, most, smoothed=True))) for name in headlines]
+    groups: dict[str, list[str]] = {}
+    for name in rest:
+        groups.setdefault(name.partition("/")[0] if "/" in name else "other", []).append(name)
+    most = _points(_FOLDED_POINTS, len(runs) * len(rest))
+    for group, names in sorted(groups.items()):
+        plots = "".join(f"<div><h3>{text(name)}</h3>{_curve(runs, name, most, smoothed=False)}</div>" for name in names)
+        folded = f'<details><summary>{len(names)} more</summary><div class="columns even">{plots}</div></details>'
+        sections.append(_section(group, block(folded, wide=True)))
+    return sections
+
+
+def _points(budget: int, num_curves: int) -> int:
+    return max(_FEWEST_POINTS, min(_MOST_POINTS, budget // max(1, num_curves)))
+
+
+def _curve(runs: Sequence[ComparedRun], name: str, most: int, *, smoothed: bool) -> str:
+    traces: list[Trace] = []
+    for run in runs:
+        steps, values = run.record.series(name)
+        if not values:
+            continue
+        # Four digits are more than a plot shows.
+        values = [float(f"{value:.4g}") for value in values]
+        if smoothed and not name.startswith("eval/"):
+            drawn = one_of_several(run.name, steps, values, run.color, most=most)
+            for trace in drawn:
+                trace["y"] = [float(f"{value:.4g}") for value in trace["y"]]
+        else:
+            drawn = [line(run.name, *thinned(steps, values, most), run.color)]
+        traces += [trace | {"line": {**trace["line"], "dash": run.dash}} for trace in drawn]
+    return step_figure(traces, name, label=f"{name} over steps of {', '.join(run.name for run in runs)}")
+
+
+# Evaluations
+
+
+def _evaluations(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
+    """Name and content of each evaluation set: for each of its metrics a row for a step and a column for a run."""
+    prefixes = sorted(
+        {prefix for run in runs for prefix in evaluations_of(run.record)}, key=lambda name: (-len(name), name)
+    )
+    sets: dict[str, list[str]] = {}
+    for name in sorted({name for run in runs for name in _metrics(run) if name.startswith("eval/")}):
+        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+        if name != f"{prefix}time":
+            sets.setdefault(prefix, []).append(name)
+    return [
+        (prefix.removeprefix("eval/").rstrip("/") or "held-out data", _evaluation(runs, prefix, names))
+        for prefix, names in sorted(sets.items())
+    ]
+
+
+def _evaluation(runs: Sequence[ComparedRun], prefix: str, names: Sequence[str]) -> str:
+    fragments: list[str] = []
+    for name in names[:10]:
+        found = [dict(zip(*run.record.series(name), strict=True)) for run in runs]
+        steps = sorted({step for values in found for step in values})
+        shown = [steps[round(place * (len(steps) - 1) / (_MOST_ROWS - 1))] for place in range(_MOST_ROWS)]
+        rows = [
+            [f"{step:,}", *(score(values[step]) if step in values else _NOTHING for values in found)]
+            for step in (steps if len(steps) <= _MOST_ROWS else shown)
+        ]
+        note = f" ({_MOST_ROWS} of {len(steps):,} steps)" if len(steps) > _MOST_ROWS else ""
+        fragments += [f"<h3>{text(name.removeprefix(prefix))}{note}</h3>", _run_table(["Step"], runs, rows)]
+    return block(*fragments, wide=True)

@@ -1,0 +1,73 @@
+"""Trackio: one run in a project, on this machine or in a Space; its name is kept in RUN_DIR/trackio_run_name.
+
+The library is imported when the tracker is built, not when this module is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.tracker import RunInfo
+from spurline.trackers.configs import TrackioTrackerConfig, missing_library
+from spurline.trackers.run_id import read_run_id, store_run_id, stored_run_id
+from spurline.trackers.sending import LastStep, SendingTracker
+
+ID_FILE = "trackio_run_name"
+"""Name of the file inside the run directory that holds the name of the Trackio run."""
+
+
+class TrackioTracker(SendingTracker):
+    """Send metrics to a Trackio project."""
+
+    name = "trackio"
+    fix = "Make TRACKIO_DIR writable, or log in to the hub with `hf auth login` where trackers.trackio.space_id is set."
+
+    def __init__(self, config: TrackioTrackerConfig) -> None:
+        super().__init__()
+        try:
+            self._trackio: Any = importlib.import_module("trackio")
+        except ImportError as error:
+            raise missing_library("trackio", error) from error
+        self._config = config
+        self._run: Any = None
+
+    def open_run(self, info: RunInfo) -> LastStep:
+        earlier = read_run_id(info.run_dir, ID_FILE) if info.resume_step else None
+        # Trackio finds a run by its name alone, so no other run may have it.
+        name = earlier or stored_run_id(info.run_dir, ID_FILE, is_resumed=False)
+        if earlier is None and self._config.run_name is not None:
+            name = f"{self._config.run_name}-{name.rpartition('-')[2]}"
+            store_run_id(info.run_dir, ID_FILE, name)
+        # Stdout belongs to the progress of the run.
+        with redirect_stdout(sys.stderr):
+            self._run = self._trackio.init(
+                project=self._config.project,
+                name=name,
+                group=self._config.group,
+                space_id=self._config.space_id,
+                private=self._config.private,
+                config=dict(info.config),
+                resume="allow" if earlier else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        last = self._run._initial_last_step
+        if last is None and earlier and self._config.space_id is not None:
+            text = (
+                f"'trackio' cannot tell which steps {self._config.space_id} holds of run {name}. Start it, then resume."
+            )
+            raise ConfigError([Problem("trackers", text)])
+        return lambda metric: last or 0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close_run(self, *, is_finished: bool) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish()

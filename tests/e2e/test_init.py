@@ -1,0 +1,143 @@
+"""`spurline init`: the config that it writes is one that plans clean and trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from spurline import Run, load_config
+
+Spurline = Callable[..., tuple[int, str, str]]
+
+CHAT = {"messages": [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "1"}]}
+PAIR = {
+    "prompt": [{"role": "user", "content": "say 1"}],
+    "chosen": [{"role": "assistant", "content": "1"}],
+    "rejected": [{"role": "assistant", "content": "2"}],
+}
+
+
+def rows(path: Path, row: dict[str, Any], count: int = 40) -> Path:
+    path.write_text("".join(json.dumps({**row, "number": number}) + "\n" for number in range(count)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "expected"),
+    [
+        (CHAT, (), {"source": "sft", "loss": "cross_entropy", "task": "conversations"}),
+        ({"prompt": "one", "completion": "two"}, ("--lora", "--steps", "3"), {"source": "sft", "steps": 3, "rank": 16}),
+        ({"text": "one two three"}, ("--epochs", "2"), {"source": "sft", "epochs": 2, "task": "plain text"}),
+        (PAIR, (), {"source": "preference", "loss": "dpo", "task": "preference pairs"}),
+        (CHAT, ("--task", "rl"), {"source": "rollouts", "loss": "ppo", "task": "prompts of conversations"}),
+        (
+            {"messages": CHAT["messages"][:1]},
+            ("--reward", "exact_match", "--no-lora"),
+            {"source": "rollouts", "task": "prompts of conversations"},
+        ),
+    ],
+)
+def test_what_is_written_plans_clean_and_can_be_trained(
+    spurline: Spurline,
+    spurline_tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row: dict[str, Any],
+    words: tuple[str, ...],
+    expected: dict[str, Any],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, file = rows(tmp_path / "train data.jsonl", row), tmp_path / "first.yaml"
+    if "--reward" in words:
+        rows(data, {**row, "reference": "1"})
+    given = (
+        "--model",
+        spurline_tiny_model,
+        "--data",
+        data,
+        "--eval",
+        rows(tmp_path / "test.jsonl", {**row, "reference": "1"}),
+    )
+    code, out, err = spurline("init", file, *given, "--yes", *words)
+    assert code == 0, err
+    assert "No problems found. Train with: spurline train" in out
+    assert expected.get("task", "") in out
+    config = load_config(file).config
+    assert config.source.name == expected["source"]
+    assert config.loss.name == expected.get("loss", config.loss.name)
+    assert config.steps == expected.get("steps", config.steps)
+    assert config.epochs == expected.get("epochs", config.epochs)
+    assert (config.backend.adapters is not None) == ("rank" in expected)
+    settings = [line for line in file.read_text().splitlines() if "  # " in line]
+    assert len({line.index(" # ") for line in settings if line.index(" # ") <= 33}) == 1, settings
+    if expected["source"] != "rollouts":
+        result = Run(load_config(file, ["steps=1", "epochs=null", "backend.device=cpu"])).train()
+        assert result.status == "finished"
+
+
+def test_a_terminal_is_asked_for_what_was_not_given(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rows(tmp_path / "train.jsonl", CHAT)
+    asked: list[str] = []
+
+    def ask(question: str, **_: Any) -> str:
+        asked.append(question)
+        return str(spurline_tiny_model if "model" in question else data)
+
+    monkeypatch.setattr(typer, "prompt", ask)
+    monkeypatch.setattr(typer, "confirm", lambda question, **_: asked.append(question) or True)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    code, _, err = spurline("init", tmp_path / "run.yaml", "--no-plan")
+    assert code == 0, err
+    assert [question.partition(" (")[0] for question in asked] == [
+        "Which model",
+        "Which training data",
+        "Train adapters",
+    ]
+    assert load_config(tmp_path / "run.yaml").config.backend.adapters is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--data", "DATA"), "--model is missing: which model"),
+        (("--model", "MODEL"), "--data is missing: which training data"),
+        (("--model", "MODEL", "--data", "DATA", "--task", "dpo"), "--task dpo needs rows with chosen and rejected"),
+        (("--model", "MODEL", "--data", "DATA", "--task", "stf"), "is none of sft, dpo, rl. Did you mean 'sft'?"),
+        (("--model", "MODEL", "--data", "DATA", "--reward", "x"), "--reward is for reinforcement learning"),
+        (
+            ("--model", "MODEL", "--data", "DATA", "--epochs", "1", "--steps", "1"),
+            "--epochs and --steps are both given",
+        ),
+        (("--model", "MODEL", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--model", "nowhere/at/all", "--data", "DATA"), "nowhere/at/all"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    data = rows(tmp_path / "train.jsonl", CHAT)
+    places = {"MODEL": spurline_tiny_model, "DATA": data}
+    code, _, err = spurline("init", tmp_path / "run.yaml", *(places.get(word, word) for word in words), "--yes")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_a_file_that_is_there_stays(spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("mine\n")
+    given = ("--model", spurline_tiny_model, "--data", rows(tmp_path / "train.jsonl", CHAT), "--yes", "--no-plan")
+    code, _, err = spurline("init", tmp_path / "run.yaml", *given)
+    assert (code, "exists. Give --force" in err) == (2, True)
+    assert (tmp_path / "run.yaml").read_text() == "mine\n"
+    assert spurline("init", tmp_path / "run.yaml", *given, "--force")[0] == 0
+
+
+def test_whoever_has_no_config_hears_of_it(spurline: Spurline, tmp_path: Path) -> None:
+    assert "`spurline init` writes one" in spurline("train", tmp_path / "run.yaml")[2]

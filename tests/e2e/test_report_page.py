@@ -1,0 +1,69 @@
+"""Reports as a browser shows them, from the disk and without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from compared_runs import write_run
+from headless_browser import CHROMIUM, Browser
+from rl_run_record import RL_SUMMARY, rl_metrics
+
+from spurline.plugins.host import PluginHost
+from spurline.protocols.report_panel import RunRecord
+from spurline.report.comparison import write_comparison
+from spurline.report.page import default_panels, write_report
+
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")]
+pytest.importorskip("websockets", reason="drives the browser")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser without a network."""
+    with closing(Browser(tmp_path_factory.mktemp("profile"))) as page:
+        page.call("Network.enable")
+        page.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        yield page
+
+
+def opened(browser: Browser, page: Path) -> None:
+    """Show a report, and wait until all that is to be seen is drawn."""
+    browser.go(page.as_uri())
+    browser.wait(f"location.href === {page.as_uri()!r} && document.documentElement?.dataset.drawn === 'yes'")
+    seen = "[...document.querySelectorAll('.plot')].filter(plot => !plot.closest('details:not([open])'))"
+    browser.wait(f"{seen}.every(plot => plot.querySelector('svg.main-svg .trace path'))")
+    assert browser.run("performance.getEntriesByType('resource').length") == 0
+    assert browser.complaints == []
+
+
+def test_the_plots_of_a_run_are_drawn_from_the_file_alone(browser: Browser, tmp_path: Path) -> None:
+    registry = PluginHost.load([]).registry
+    panels = [registry.create("report_panel", config) for config in default_panels(registry)]
+    record = RunRecord(tmp_path, [rl_metrics(step) for step in range(1, 30)], {}, RL_SUMMARY)
+    page = write_report(record, panels, tmp_path / "report.html")
+    opened(browser, page)
+    assert browser.run("document.querySelectorAll('.plot svg.main-svg').length") >= 10
+
+
+def test_a_comparison_draws_a_curve_for_each_run_and_folded_ones_when_they_are_opened(
+    browser: Browser, tmp_path: Path
+) -> None:
+    runs = [write_run(tmp_path / "slow", 12, lr=1e-4), write_run(tmp_path / "fast", 20, lr=1e-3)]
+    page = write_comparison(runs, tmp_path / "comparison.html")
+    opened(browser, page)
+    of_loss = "[...document.querySelectorAll('.panel')].find(panel => panel.querySelector('h2').textContent === 'loss')"
+    strokes = f"[...{of_loss}.querySelectorAll('path.js-line')].map(path => getComputedStyle(path).stroke)"
+    assert browser.run(f"new Set({strokes}).size") == 2
+    folded = "document.querySelector('.panel details')"
+    assert browser.run(f"{folded}.querySelectorAll('svg.main-svg').length") == 0
+    browser.run(f"{folded}.open = true")
+    browser.wait(f"[...{folded}.querySelectorAll('.plot')].every(plot => plot.querySelector('path.js-line'))")
+    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+    try:
+        browser.wait("document.documentElement.scrollWidth <= 390")
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
+    assert browser.complaints == []

@@ -1,0 +1,89 @@
+"""A receiver of OTLP over HTTP on the loopback, which keeps what it is sent."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+
+class OtlpReceiver:
+    """Use with `with`. is_down: answer 503 to everything."""
+
+    def __init__(self) -> None:
+        self.logs: list[Any] = []
+        self.metrics: list[Any] = []
+        self.is_down = False
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    content = gzip.decompress(content)
+                if not receiver.is_down:
+                    receiver._take(self.path, content)
+                self.send_response(503 if receiver.is_down else 200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> OtlpReceiver:
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def steps(self) -> list[int]:
+        """The step of every event of a step; one that came again with its time counts once."""
+        found = {
+            (attributes["spurline.step"].int_value, record.time_unix_nano)
+            for record, attributes in self.events("spurline.step")
+        }
+        return [step for step, _ in found]
+
+    def events(self, name: str) -> list[tuple[Any, dict[str, Any]]]:
+        """Each event of that name, with its attributes."""
+        records = [
+            record
+            for request in self.logs
+            for resource in request.resource_logs
+            for scope in resource.scope_logs
+            for record in scope.log_records
+        ]
+        return [
+            (record, {entry.key: entry.value for entry in record.attributes})
+            for record in records
+            if record.event_name == name
+        ]
+
+    def gauges(self, name: str) -> list[float]:
+        """The values of one gauge; one that came again with its time counts once."""
+        points = {
+            (point.time_unix_nano, point.as_double)
+            for request in self.metrics
+            for resource in request.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == name
+            for point in metric.gauge.data_points
+        }
+        return [value for _, value in sorted(points)]
+
+    def _take(self, path: str, content: bytes) -> None:
+        if path == "/v1/logs":
+            self.logs.append(ExportLogsServiceRequest.FromString(content))
+        else:
+            assert path == "/v1/metrics", path
+            self.metrics.append(ExportMetricsServiceRequest.FromString(content))
