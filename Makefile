@@ -33,8 +33,9 @@ $(VENV)/.packages: $(VENV)/.torch core/pyproject.toml $(wildcard plugins/*/pypro
 	$(PIP) install --quiet -c constraints.txt -e ./core -e ./plugins/collation_fast -e ./plugins/async_rl -e ./plugins/fsdp_backend -e ./plugins/megatron_backend
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.packages pyproject.toml examples/plugin_template/pyproject.toml
-	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,math,optim-8bit,tensorboard,testing,view]' -e ./examples/plugin_template
+$(VENV)/.dev: $(VENV)/.packages pyproject.toml tests/trackers.txt examples/plugin_template/pyproject.toml
+	$(PIP) install --quiet -c constraints.txt --group dev -e './core[lora,math,opentelemetry,optim-8bit,prometheus,tensorboard,testing,view]' -e ./examples/plugin_template
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trackers -r tests/trackers.txt
 	@touch $@
 
 # Tests generate with vLLM itself. A machine with a GPU has, or wants, another build of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 
 import pytest
 
@@ -41,3 +42,12 @@ def test_what_is_imported_for_good_is_never_visited_again() -> None:
         assert gc.get_freeze_count() > before + 1000
     finally:
         gc.unfreeze()
+
+
+def test_what_torchao_says_of_itself_is_left_out_while_importing_alone(caplog: pytest.LogCaptureFixture) -> None:
+    talker = logging.getLogger("torchao")
+    with importing():
+        talker.warning("a kernel for other GPUs does not load")
+        talker.error("broken")
+    talker.warning("said later")
+    assert [record.message for record in caplog.records] == ["broken", "said later"]

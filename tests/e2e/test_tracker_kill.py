@@ -19,9 +19,10 @@ from warm_runs import WarmRuns
 
 LIBRARIES = Path(sys.prefix) / "trackers"
 """What `make test` installs from tests/trackers.txt: their bounds exclude versions that other tests run with."""
-STEPS = 40
+STEPS = 20
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not LIBRARIES.exists(), reason=f"{LIBRARIES} holds no mlflow, trackio and swanlab: make test")
 def test_each_step_stands_once_in_every_store_after_a_kill_and_resume(
@@ -51,11 +52,11 @@ def test_each_step_stands_once_in_every_store_after_a_kill_and_resume(
         }
         path = write_config(config)
         metrics = run_dir / "metrics.jsonl"
-        process = train_for(warm_runs, path, metrics, steps=11, wait_s=0.05)
+        process = train_for(warm_runs, path, metrics, steps=7, wait_s=0.05)
         process.kill()
         process.wait(10)
         killed_at = num_lines(metrics)
-        assert 9 <= killed_at < STEPS
+        assert 7 <= killed_at < STEPS
         process = train_for(warm_runs, path, metrics, steps=2, wait_s=0)
         scraped = scrape(port)
         assert process.wait(120) == 0, path.with_suffix(".log").read_text()
@@ -71,7 +72,7 @@ def test_each_step_stands_once_in_every_store_after_a_kill_and_resume(
     assert Counter(receiver.gauges("spurline.loss")) == dict.fromkeys((line["loss"] for line in lines), 1)
 
     step = int(scraped["spurline_step"])
-    assert scraped["spurline_steps_total"] == step > 9
+    assert scraped["spurline_steps_total"] == step > 6
     assert scraped["spurline_tokens_total"] == sum(line["tokens"] for line in lines[:step])
 
 

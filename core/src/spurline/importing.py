@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -20,12 +20,32 @@ def importing(*, for_good: bool = False) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with _quiet(_TALKERS):
+            yield
         if for_good:
             gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
+
+
+_TALKERS = ("torchao", "torch.utils._pytree")
+"""Loggers of what torchao says while transformers imports it in every process: which of its kernels for GPUs do not
+load, and which of its classes a coming torch will refuse. A run that computes by it (`backend.fp8`) checks more."""
+
+
+@contextmanager
+def _quiet(names: Sequence[str]) -> Iterator[None]:
+    """Only errors of these loggers."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def quiet_bitsandbytes() -> None:

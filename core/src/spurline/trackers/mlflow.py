@@ -15,7 +15,7 @@ from typing import Any
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import MlflowTrackerConfig, missing_library
 from spurline.trackers.run_id import read_run_id, store_run_id
-from spurline.trackers.sending import LastStep, SendingTracker
+from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "mlflow_run_id"
 """Name of the file inside the run directory that holds the MLflow run id."""
@@ -51,7 +51,7 @@ class MlflowTracker(SendingTracker):
         self._config = config
         self._client: Any = None
         self._run_id = ""
-        self._sending: tuple[int, int] = (0, 0)
+        self._sending: tuple[int, int] = (NO_STEP, 0)
 
     def open_run(self, info: RunInfo) -> LastStep:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._config.tracking_uri)
@@ -59,7 +59,7 @@ class MlflowTracker(SendingTracker):
         self._run_id = run.info.run_id
         # Parameters cannot change in MLflow: those of the first start stand.
         steps = {metric.key: int(metric.step) for metric in run.data.to_proto().metrics}
-        return lambda name: steps.get(metric_name(name), 0)
+        return lambda name: steps.get(metric_name(name), NO_STEP)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._sending[0] != step:

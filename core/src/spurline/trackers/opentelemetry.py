@@ -23,7 +23,7 @@ from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import OpenTelemetryTrackerConfig, missing_library
 from spurline.trackers.jsonl import read_json_lines
 from spurline.trackers.run_id import stored_run_id
-from spurline.trackers.sending import LastStep, SendingTracker
+from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "opentelemetry_run_id"
 """Name of the file inside the run directory that holds the resource's `service.instance.id`."""
@@ -64,7 +64,7 @@ class OpenTelemetryTracker(SendingTracker):
             raise ConfigError([Problem("trackers", text)])
         self._config = config
         self._sent: IO[bytes] | None = None
-        self._current = {"step": 0, "time": 0, "done": 0}
+        self._current = {"step": NO_STEP, "time": 0, "done": 0}
 
     def open_run(self, info: RunInfo) -> LastStep:
         address = None if self._config.endpoint is None else self._config.endpoint.rstrip("/")
@@ -82,8 +82,8 @@ class OpenTelemetryTracker(SendingTracker):
         logging.getLogger(_EXPORTER).setLevel(logging.CRITICAL)
         self._event("spurline.start", time.time_ns(), {"spurline.resume_step": info.resume_step})
         path = info.run_dir / SENT_FILE
-        last = self._take_up(path) if info.resume_step else 0
-        replace_file(path, json.dumps(self._current) + "\n" if self._current["step"] else "")
+        last = self._take_up(path) if info.resume_step else NO_STEP
+        replace_file(path, json.dumps(self._current) + "\n" if self._current["step"] != NO_STEP else "")
         self._sent = path.open("ab", buffering=0)
         return lambda name: last
 
@@ -112,7 +112,7 @@ class OpenTelemetryTracker(SendingTracker):
         """Read what an earlier attempt sent. Returns the last step that needs no more sending."""
         lines = read_json_lines(path)
         if not lines:
-            return 0
+            return NO_STEP
         self._current = {key: int(lines[-1][key]) for key in ("step", "time", "done")}
         return self._current["step"] - (self._current["done"] < 2)
 

@@ -63,7 +63,7 @@ class PrometheusTracker:
         latest = {name: float(value) for name, value in metrics.items()}
         totals = {
             "step": float(step),
-            "steps_total": self._values["steps_total"] + 1,
+            "steps_total": self._values["steps_total"] + (step > 0),  # step 0 is an evaluation before training
             "tokens_total": self._values["tokens_total"] + latest.get("tokens", 0.0),
         }
         self._values = {**self._values, **latest, **totals}

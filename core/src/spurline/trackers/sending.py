@@ -24,7 +24,9 @@ from spurline.terminal import printable
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 
 LastStep = Callable[[str], int]
-"""The last step that the store holds of the metric with this name; 0 where it has none."""
+"""The last step that the store holds of the metric with this name; NO_STEP where it has none."""
+NO_STEP = -1
+"""Before step 0, which has the evaluation before training."""
 
 _START_WAIT_S = 60.0
 _CLOSE_WAIT_S = 30.0
@@ -51,7 +53,7 @@ class SendingTracker(ABC):
         self._is_closing = threading.Event()
         self._is_full = False
         self._thread: threading.Thread | None = None
-        self._last_step: LastStep = lambda name: 0
+        self._last_step: LastStep = lambda name: NO_STEP
         self._reached = 0
         self._total_steps = 0
 

@@ -17,7 +17,7 @@ from typing import Any
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import SwanlabTrackerConfig, missing_library
 from spurline.trackers.run_id import read_run_id, store_run_id
-from spurline.trackers.sending import LastStep, SendingTracker
+from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "swanlab_run_id"
 """Name of the file inside the run directory that holds the SwanLab experiment's id."""
@@ -67,7 +67,7 @@ class SwanlabTracker(SendingTracker):
         sys.excepthook = hook
         atexit.unregister(self._run._handle_atexit)
         # Online, SwanLab asks its service itself, and drops what that holds.
-        return lambda name: steps.get(name, 0)
+        return lambda name: steps.get(name, NO_STEP)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
@@ -82,7 +82,7 @@ def last_steps(folder: Path, run_id: str) -> dict[str, int]:
     steps: dict[str, int] = {}
     for path in sorted(folder.glob(f"run-*-{run_id}/*.swanlab")):
         for name, step in scalars(path):
-            steps[name] = max(step, steps.get(name, 0))
+            steps[name] = max(step, steps.get(name, NO_STEP))
     return steps
 
 

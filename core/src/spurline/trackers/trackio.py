@@ -15,7 +15,7 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import TrackioTrackerConfig, missing_library
 from spurline.trackers.run_id import read_run_id, store_run_id, stored_run_id
-from spurline.trackers.sending import LastStep, SendingTracker
+from spurline.trackers.sending import NO_STEP, LastStep, SendingTracker
 
 ID_FILE = "trackio_run_name"
 """Name of the file inside the run directory that holds the name of the Trackio run."""
@@ -63,7 +63,7 @@ class TrackioTracker(SendingTracker):
                 f"'trackio' cannot tell which steps {self._config.space_id} holds of run {name}. Start it, then resume."
             )
             raise ConfigError([Problem("trackers", text)])
-        return lambda metric: last or 0
+        return lambda metric: NO_STEP if last is None else last
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

@@ -309,6 +309,8 @@ let typing = 0;
 function changed() {
   clearTimeout(typing);
   typing = setTimeout(() => {
+    // The reader may have gone to another view meanwhile, whose address this would overwrite.
+    if (place().view !== "rollouts") return;
     state.offset = 0;
     state.query = asked().toString();
     history.replaceState(null, "", "#rollouts?" + state.query);
