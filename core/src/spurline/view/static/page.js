@@ -162,7 +162,7 @@ function chartWidth() {
 }
 
 function chart(name, lines) {
-  const width = chartWidth(), height = 220, left = 58, bottom = 24, top = 8, right = 8;
+  const width = chartWidth(), height = 220, left = 58, bottom = 24, top = 8, right = 16;
   const steps = lines.flatMap((line) => line.steps), values = lines.flatMap((line) => line.values);
   const readout = make("p", { class: "readout" });
   const figure = make("figure", {}, make("figcaption", {}, name));
