@@ -338,7 +338,9 @@ def test_a_prompt_that_alone_is_too_large_keeps_the_file_within_its_limit(
     write(tmp_path, tokenizer, [make_step(1, prompts=3)], most=400)
     assert list(KeptRollouts(tmp_path).attempts()) == []
     assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= 400
-    # Step 2 has a prompt that was given up, which is told all the same.
+    # Step 2 has a prompt that was given up, which is told all the same where there is room for it.
+    write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 40)
+    assert list(KeptRollouts(tmp_path).given_up()) == []
     write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 250)
     assert [prompt.reason for prompt in KeptRollouts(tmp_path).given_up()] == ["row 99: the judge is gone"]
     assert list(KeptRollouts(tmp_path).attempts()) == []
