@@ -138,6 +138,9 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
         (["say 3", "--raw", "--system", "x"], r"--system belongs to a conversation"),
         ([""], r"."),
         (["say 3 " * 2000], r"the prompt has [\d,]+ tokens, and the model sees [\d,]+ in all. Shorten it"),
+        (["\udcff"], r"the prompt is no Unicode text: .*surrogates not allowed. Write it in UTF-8"),
+        (["say 3", "--temperature", "nan"], r"--temperature must be 0"),
+        (["say 3", "--stop", ""], r"--stop must be a text with at least one character"),
         (["--file", "nowhere.jsonl"], r"--file nowhere.jsonl cannot be read: .*No such file"),
     ],
 )
@@ -147,6 +150,70 @@ def test_what_cannot_be_answered_says_why(
     code, _, err = spurline("generate", spurline_tiny_model, *words, "--max-new-tokens", "2")
     assert code == (0 if words == [""] else 2), err
     assert re.search(message, err)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "rows.jsonl:2: has an assistant's turn and nothing"),
+        ('{"prompt": "\\ud800"}', "rows.jsonl:2: "),
+        ("[" * 100_000, "rows.jsonl:2: is not JSON"),
+        (json.dumps({"prompt": "say 3 " * 2000}), "tokens, and the model sees"),
+    ],
+    ids=["no question", "half a pair", "deep", "long"],
+)
+def test_a_bad_row_is_named_before_anything_is_answered(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, row: str, message: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    # The first row is one line: what Unicode calls a line separator ends none, nor is a byte order mark a part of it.
+    file.write_text("\ufeff" + json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + f"\n{row}\n", encoding="utf-8")
+    code, out, err = spurline("generate", spurline_tiny_model, "--file", file, "--max-new-tokens", "2")
+    assert (code, out) == (2, "")
+    assert "rows.jsonl:2: " in err
+    assert message in err
+
+
+def test_without_standard_input_a_prompt_is_asked_for(
+    spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    code, _, err = spurline("generate", spurline_tiny_model)
+    assert (code, "there is no standard input" in err) == (2, True)
+
+
+def test_an_answer_ends_at_a_stop_text_without_what_pads_it_to_the_length_of_others(
+    spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = command.open_model(str(spurline_tiny_model), lambda _: None)
+    [end, *_] = target.stops
+    special = str(target.tokenizer.decode([end], skip_special_tokens=False))
+    [one, two] = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("say 3;", "say 3 and 4")]
+    rows = [one + [end] * (len(two) - len(one)), two]
+    monkeypatch.setattr(
+        target.causal, "generate", lambda ids, **_: torch.cat([ids.expand(2, -1), torch.tensor(rows)], 1)
+    )
+
+    def found(*stop: str) -> list[tuple[str, int, str]]:
+        sampling = command.Sampling(temperature=1.0, stop=stop)
+        answers = command.answer(target, command.raw_prompt(target, "say"), sampling, 2)
+        return [(answer.text, answer.tokens, answer.finish_reason) for answer in answers]
+
+    assert found(";") == [("say 3;", len(one), "stop"), ("say 3 and 4", len(two), "length")]
+    assert found(special) == [("say 3;", len(one) + 1, "stop"), ("say 3 and 4", len(two), "length")]
+
+
+def test_a_model_that_was_exported_with_fewer_steps_does_not_answer(
+    spurline: Spurline, base_config: Config, tmp_path: Path
+) -> None:
+    base_config |= {"steps": 1, "schedule": "constant", "checkpoint": {"export_hf": True}}
+    Run(load_config(base_config)).train()
+    Run(load_config(base_config | {"steps": 2, "checkpoint": {"export_hf": False}})).train()
+    run_dir = Path(base_config["run_dir"])
+    # Whoever reads it fails.
+    (run_dir / "model" / "model.safetensors").write_bytes(b"")
+    code, _, err = spurline("generate", run_dir, "say 3", "--max-new-tokens", "2")
+    assert code == 0, err
 
 
 def test_a_folder_that_is_neither_and_a_run_without_a_checkpoint_are_named(

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import typer
+from ruamel.yaml import YAML
 
 from spurline import Run, load_config
+from spurline.first_config.survey import DataFacts, ModelFacts
+from spurline.first_config.text import Choices, config_text
 
 Spurline = Callable[..., tuple[int, str, str]]
 
@@ -130,6 +133,18 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
     assert not (tmp_path / "run.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    "path", ["word and " * 15 + "rows.jsonl", "a: b # 'c' \"d\" [x], {y}  # z.jsonl", "no", "- 1", "123", "*.jsonl"]
+)
+def test_any_path_is_written_as_it_is(path: str) -> None:
+    model = ModelFacts(10, 128, has_chat_template=True)
+    data = DataFacts("sft", "conversations", 20, has_reference=True, is_chat=True)
+    text = config_text(Choices(path, path, path, "steps: 1", lora=False, eval=path), model, data)
+    read = YAML(typ="safe").load(text)
+    assert (read["model"]["path"], read["run_dir"]) == (path, path)
+    assert read["data"]["train"] == read["data"]["eval"] == path
+
+
 def test_a_file_that_is_there_stays(spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("mine\n")
     given = ("--model", spurline_tiny_model, "--data", rows(tmp_path / "train.jsonl", CHAT), "--yes", "--no-plan")
@@ -137,6 +152,8 @@ def test_a_file_that_is_there_stays(spurline: Spurline, spurline_tiny_model: Pat
     assert (code, "exists. Give --force" in err) == (2, True)
     assert (tmp_path / "run.yaml").read_text() == "mine\n"
     assert spurline("init", tmp_path / "run.yaml", *given, "--force")[0] == 0
+    code, _, err = spurline("init", tmp_path / "run.toml", *given)
+    assert (code, "is YAML" in err, (tmp_path / "run.toml").exists()) == (2, True, False)
 
 
 def test_whoever_has_no_config_hears_of_it(spurline: Spurline, tmp_path: Path) -> None:

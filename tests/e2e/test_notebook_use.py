@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spurline import Run, load_config, notebook
 from spurline.errors import CheckpointError, ConfigError, HookFailedError, UserError
 from spurline.notebook import LivePlot, metrics_frame
+from spurline.run.on_step import OnStepHook
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -118,6 +119,25 @@ def test_on_step_gets_every_step_and_an_error_in_it_ends_the_run(base_config: di
     assert closing.closed == 1
     frame = metrics_frame(base_config["run_dir"])
     assert list(frame["loss"]) == [loss for _, loss in got]
+
+
+def test_each_is_told_of_the_end_also_where_one_before_it_fails() -> None:
+    closed: list[int] = []
+
+    class Closing:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __call__(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self.number)
+            if self.number == 1:
+                raise ValueError("no disk")
+
+    with pytest.raises(ValueError, match="no disk"):
+        OnStepHook([Closing(1), Closing(2)]).on_run_end()
+    assert closed == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import typer.core
 
 from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
 from spurline.importing import importing
-from spurline.terminal import printable
+from spurline.terminal import is_person_asking, printable
 
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
@@ -386,12 +386,12 @@ def generate(
         sampling = replace(found.sampling, **chosen, **({"stop": tuple(stop)} if stop else {}))
         asked = command.Prompts(found, system, raw=raw)
         typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
-        if not prompts and file is None and sys.stdin.isatty():
+        if not prompts and file is None and is_person_asking():
             if as_json or raw or count > 1:
                 raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
             command.talk(found, asked, sampling, seed)
             return
-        texts = list(prompts or ()) or ([] if file is not None else [sys.stdin.read().rstrip("\n")])
+        texts = list(prompts or ()) or ([] if file is not None else [command.text_of_input()])
         every = [(text, asked.of_text(text)) for text in texts]
         every += [] if file is None else asked.of_file(file)
         command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from typing import TextIO
 
 # Escape sequences move the cursor and set the window's title; half a surrogate pair cannot be encoded.
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -12,6 +14,17 @@ _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def printable(text: str) -> str:
     """`text` with control characters, other than tab and end of line, written as escapes."""
     return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def standard_input() -> TextIO | None:
+    """None where the process was started without one."""
+    return sys.stdin
+
+
+def is_person_asking() -> bool:
+    """Whether somebody at a terminal can answer questions."""
+    stream = standard_input()
+    return stream is not None and stream.isatty()
 
 
 def write_nowhere(descriptor: int) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.config.run_config import StopWhenConfig
+from spurline.config.run_config import KeepBestConfig, StopWhenConfig
 from spurline.errors import ConfigError
+from spurline.run.best import BestSoFar
 from spurline.run.early_stop import EarlyStop
 
 VALUES = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=20)
@@ -98,3 +100,16 @@ def test_a_metric_that_is_not_measured_is_named() -> None:
     stop = EarlyStop(StopWhenConfig(metric="eval/scor", patience=1))
     with pytest.raises(ConfigError, match=r"stop_when.metric is eval/scor, .* Did you mean 'eval/score'\?"):
         watch(stop, 1, 1.0)
+
+
+def test_nan_reaches_nothing_and_anything_is_better() -> None:
+    patient, hoping = (
+        EarlyStop(StopWhenConfig(metric="eval/loss", patience=2)),
+        EarlyStop(StopWhenConfig(metric="eval/loss", reaches=0.5)),
+    )
+    best = BestSoFar(KeepBestConfig(metric="eval/loss"))
+    for step, value in enumerate((math.nan, 3.0, math.nan, 2.0), 1):
+        for each in (patient, hoping, best):
+            each.observe(step, {"eval/loss": value}, ["eval"], ["eval"])
+        assert (patient.reason, hoping.reason) == (None, None)
+    assert best.step == 4

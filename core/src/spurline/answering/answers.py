@@ -5,11 +5,13 @@ Each prompt is computed by itself, so that no padding can change an answer; seve
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from tokenizers import Encoding
 from transformers import GenerationConfig, TextStreamer
 
 from spurline.answering.target import Sampling, Target
@@ -30,7 +32,9 @@ class Answer:
 
 
 def chat_prompt(target: Target, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-    """Tokens of a conversation that waits for the model's turn. Raises UserError for a model without a template."""
+    """Tokens of a conversation that waits for the model's turn.
+
+    Raises UserError for a model without a template, and as `_encoded` does."""
     if target.tokenizer.chat_template is None:
         raise UserError(f"{target.words} has no chat template. Give --raw to have it go on from plain text.")
     require_chat_template(target.tokenizer, target.words)
@@ -38,13 +42,12 @@ def chat_prompt(target: Target, messages: Sequence[Message], tools: list[dict[st
         text = ChatRenderer(target.tokenizer).render(messages, tools, add_generation_prompt=True)
     except BadRowError as error:
         raise UserError(f"the chat template refuses the conversation: {error}") from error
-    [encoding] = encode_batch(target.tokenizer, [text], is_chat=True)
-    return list(encoding.ids)
+    return list(_encoded(target, text, is_chat=True).ids)
 
 
 def raw_prompt(target: Target, text: str) -> list[int]:
-    """Tokens of plain text to go on from."""
-    [encoding] = encode_batch(target.tokenizer, [text], is_chat=False)
+    """Tokens of plain text to go on from. Raises UserError as `_encoded` does."""
+    encoding = _encoded(target, text, is_chat=False)
     ids = list(encoding.ids)
     # A tokenizer that ends every text would ask the model to go on after the end.
     if ids and ids[-1] == target.tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
@@ -52,20 +55,29 @@ def raw_prompt(target: Target, text: str) -> list[int]:
     return ids
 
 
+def _encoded(target: Target, text: str, *, is_chat: bool) -> Encoding:
+    """Raises UserError for what is no text, and for what leaves no room for an answer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is no Unicode text: {error}. Write it in UTF-8.") from error
+    [encoding] = encode_batch(target.tokenizer, [text], is_chat=is_chat)
+    length = len(encoding.ids)
+    if target.context is not None and length >= target.context:
+        raise UserError(f"the prompt has {length:,} tokens, and the model sees {target.context:,} in all. Shorten it.")
+    return encoding
+
+
 def answer(
     target: Target, prompt: Sequence[int], sampling: Sampling, count: int = 1, seen: Callable[[str], None] | None = None
 ) -> list[Answer]:
     """Answers to one prompt. seen: is told the text of a single answer as it grows.
 
-    Raises UserError for a prompt that has no tokens, or that leaves no room for an answer.
+    Raises UserError for a prompt that has no tokens.
     """
     room = sampling.max_new_tokens if target.context is None else target.context - len(prompt)
     if not prompt:
         raise UserError("the prompt has no tokens. Write something.")
-    if room < 1:
-        raise UserError(
-            f"the prompt has {len(prompt):,} tokens, and the model sees {target.context:,} in all. Shorten it."
-        )
     if count > 1 and sampling.temperature == 0:
         raise UserError(f"{count} answers would be equal without sampling. Give --temperature as well, such as 0.8.")
     drawn = sampling.temperature > 0
@@ -98,9 +110,18 @@ def answer(
 def _read(target: Target, tokens: list[int], stop: Sequence[str]) -> Answer:
     ends = next((place for place, token in enumerate(tokens, 1) if token in target.stops), None)
     tokens = tokens[:ends]
+
+    def is_over(length: int) -> bool:
+        # A text to stop at may be that of a special token.
+        text = str(target.tokenizer.decode(tokens[:length], skip_special_tokens=False))
+        return any(word in text for word in stop)
+
+    if is_over(len(tokens)):
+        # What comes behind it pads the answer to the length of the others.
+        ends = bisect_left(range(len(tokens)), True, key=is_over)
+        tokens = tokens[:ends]
     text = str(target.tokenizer.decode(tokens, skip_special_tokens=True))
-    stopped = ends is not None or any(word in text for word in stop)
-    return Answer(text, len(tokens), "stop" if stopped else "length")
+    return Answer(text, len(tokens), "length" if ends is None else "stop")
 
 
 class _Watched(TextStreamer):

@@ -15,12 +15,12 @@ from spurline.answering.answers import Answer, answer, chat_prompt, raw_prompt
 from spurline.answering.target import Sampling, Target, is_run, no_run_or_model, open_model, open_run, seeded
 from spurline.config.loading import LoadedConfig
 from spurline.data.messages import Message
-from spurline.data.prompts import ChatQuestion, read_question
+from spurline.data.prompts import ChatQuestion, TextQuestion, read_question
 from spurline.data.rows import BadRowError
 from spurline.errors import DataError, UserError
 from spurline.progress import Progress
 from spurline.protocols.dataset import DatasetConfig
-from spurline.terminal import printable
+from spurline.terminal import printable, standard_input
 
 _YOU = "you> "
 _RESET = "/reset"
@@ -37,6 +37,17 @@ def opened(target: str, load_run: Any, checkpoint: str, stack: ExitStack, progre
     if path.is_dir() and not (path / "config.json").is_file():
         raise no_run_or_model(target)
     return open_model(target, progress)
+
+
+def text_of_input() -> str:
+    """All of standard input, which is one prompt."""
+    stream = standard_input()
+    if stream is None:
+        raise UserError("there is no standard input to read a prompt from. Give a prompt, or --file.")
+    try:
+        return stream.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is no text in UTF-8: {error}.") from error
 
 
 class Prompts:
@@ -56,7 +67,8 @@ class Prompts:
     def of_file(self, path: Path) -> Iterator[tuple[str, list[int]]]:
         """(what was asked, prompt) of each row, in any format with text; answers in the rows are not read."""
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            # A text may hold the other line ends of Unicode, at which `splitlines` would cut it.
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--file {path} cannot be read: {error}.") from error
         config = DatasetConfig(name="jsonl")
@@ -71,17 +83,25 @@ class Prompts:
             if not isinstance(row, dict):
                 raise UserError(f'{where}: is no JSON object, such as {{"prompt": "..."}}.')
             question = read_question(row, config, has_chat_template=has_template)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: is not JSON ({error}).") from error
         except (BadRowError, DataError) as error:
             raise UserError(f"{where}: {error}") from error
-        if not isinstance(question, ChatQuestion):
+        try:
+            return self._of_question(question)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def _of_question(self, question: ChatQuestion | TextQuestion) -> tuple[str, list[int]]:
+        if isinstance(question, TextQuestion):
             return question.text, raw_prompt(self._target, question.text)
         asked = question.messages[: question.answer_at]
-        if asked and asked[0]["role"] != "system":
+        if not asked:
+            raise UserError("has an assistant's turn and nothing before it that it could answer. Add a user's turn.")
+        if asked[0]["role"] != "system":
             asked = [*self.begin, *asked]
         if self._raw:
-            raise UserError(f"{where}: is a conversation, and --raw goes on from plain text. Leave --raw out.")
+            raise UserError("is a conversation, and --raw goes on from plain text. Leave --raw out.")
         return str(asked[-1].get("content", "")), chat_prompt(self._target, asked, question.tools)
 
 
@@ -127,7 +147,12 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
             messages = list(prompts.begin)
         elif text.strip():
             asked = [*messages, {"role": "user", "content": text}]
-            [found] = answer(target, chat_prompt(target, asked), sampling, seen=_show)
+            try:
+                [found] = answer(target, chat_prompt(target, asked), sampling, seen=_show)
+            except UserError as error:
+                # Too long by now, most often; what was said so far stays.
+                typer.echo(printable(f"Error: {error} {_RESET} begins anew."), err=True)
+                continue
             typer.echo()
             _say_cut_off(found, as_json=False)
             messages = [*asked, {"role": "assistant", "content": found.text}]

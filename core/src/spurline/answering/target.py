@@ -7,6 +7,7 @@ would answer: adapters merged, the tokenizer with the run's chat template. The f
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -47,9 +48,10 @@ class Sampling:
     def __post_init__(self) -> None:
         for option, is_wrong, words in (
             ("--max-new-tokens", self.max_new_tokens < 1, "at least 1"),
-            ("--temperature", self.temperature < 0, "0, which takes the likeliest token, or more"),
+            ("--temperature", not 0 <= self.temperature < math.inf, "0, which takes the likeliest token, or more"),
             ("--top-p", not 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("--top-k", self.top_k < 0, "0, for all tokens, or more"),
+            ("--stop", "" in self.stop, "a text with at least one character"),
         ):
             if is_wrong:
                 raise UserError(f"{option} must be {words}.")
@@ -91,6 +93,8 @@ def open_run(loaded: LoadedConfig, checkpoint: str, stack: ExitStack, progress: 
     found = store.chosen(None if checkpoint == "latest" else checkpoint)
     is_exported = (
         checkpoint == "latest"
+        # Without the setting, a model there is what the run was when it finished with fewer steps.
+        and loaded.config.checkpoint.export_hf
         and read_mapping(directory.path / SUMMARY_FILE).get("status") == "finished"
         and (directory.exported_model / "config.json").is_file()
     )

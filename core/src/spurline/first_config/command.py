@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from spurline.first_config.survey import DataFacts, Task, data_facts, model_fact
 from spurline.first_config.text import Choices, config_text
 from spurline.plugins.host import installed_plugins
 from spurline.progress import Progress
-from spurline.terminal import printable
+from spurline.terminal import is_person_asking, printable
 
 _LARGE = 3_000_000_000
 """Parameters from which on adapters are proposed."""
@@ -55,11 +54,13 @@ class Asker:
 
 def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force: bool, may_ask: bool) -> list[str]:
     """Write the file; returns lines on what was found and chosen. Raises UserError, ModelError, DataError."""
+    if path.suffix.lower() == ".toml":
+        raise UserError(f"{path}: what is written is YAML. Give a name that ends in .yaml.")
     if path.exists() and not force:
         raise UserError(f"{path} exists. Give --force to write over it, or another name.")
     if wishes.epochs is not None and wishes.steps is not None:
         raise UserError("--epochs and --steps are both given. Give one.")
-    ask = Asker(may_ask=may_ask and sys.stdin.isatty())
+    ask = Asker(may_ask=may_ask and is_person_asking())
     model = wishes.model or ask.text("Which model (a folder, or a name on the hub)", "--model")
     data = wishes.data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
     progress("reading the model's config")

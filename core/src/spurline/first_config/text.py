@@ -5,6 +5,8 @@ Values begin where practitioners begin; the comments say in which direction to g
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass
 
 from ruamel.yaml import YAML
@@ -151,7 +153,11 @@ def _training(choices: Choices, data: DataFacts) -> str:
 
 
 def _scalar(value: str) -> str:
-    """As YAML writes it: quoted where it must be."""
-    out = StringIO()
-    YAML(typ="safe", pure=True).dump([value], out)
+    """As YAML writes it on one line: quoted where it must be."""
+    if "  # " in value:
+        # What `_aligned` takes for the beginning of a comment.
+        return json.dumps(value, ensure_ascii=False).replace("  # ", " \\x20# ")
+    out, yaml = StringIO(), YAML(typ="safe", pure=True)
+    yaml.width = sys.maxsize
+    yaml.dump([value], out)
     return out.getvalue().strip().removeprefix("- ").removeprefix("[").removesuffix("]")

@@ -19,10 +19,14 @@ _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 34
 _COLORS = ("#2a78d6", "#d9772b", "#2c9d62", "#b8479a", "#8a6fd1", "#b3891d", "#1c9bb0", "#d0504d")
 """As different as eight can be, on light pages and dark ones."""
+_ROUNDING = 1e-12
+"""Ticks of a range that is a smaller part of its values would fall on each other."""
+_SMALLEST, _LARGEST = 1e-300, 1e300
+"""A range of values between them can be divided."""
 
 
 def line_plot(title: str, series: Series) -> str:
-    """One plot of all series. What is not finite is a gap; series without a finite value are left out."""
+    """One plot of all series. What is not finite, or too large to be drawn, is a gap; series of gaps are left out."""
     known = {name: _finite(steps, values) for name, (steps, values) in series.items()}
     shown = {name: points for name, points in known.items() if points[0]}
     every_step = [step for steps, _ in shown.values() for step in steps] or [0]
@@ -65,15 +69,16 @@ def _stroked(part: str) -> str:
 
 
 def _finite(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    pairs = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    pairs = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= _LARGEST]
     return thinned([step for step, _ in pairs], [value for _, value in pairs])
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """A range with room in it, also around a single value."""
-    if high > low:
+    """A range with room in it, also around a single value, and around values that only rounding tells apart."""
+    size = max(abs(low), abs(high))
+    if high - low > max(size * _ROUNDING, _SMALLEST):
         return low, high
-    room = abs(low) * 0.1 or 1.0
+    room = size * 0.1 if size > _SMALLEST else 1.0
     return low - room, high + room
 
 

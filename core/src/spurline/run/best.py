@@ -6,6 +6,7 @@ step is the best, and what the next manifest says. It writes nothing; `spurline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -90,7 +91,9 @@ def measured(
 
 
 def is_better(config: WatchedMetricConfig, value: float, than: float, by: float = 0.0) -> bool:
-    """Whether a value is better than another by more than so much."""
+    """Whether a value is better than another by more than so much. NaN is worse than anything."""
+    if math.isnan(than):
+        return not math.isnan(value)
     return value < than - by if config.lower_is_better else value > than + by
 
 

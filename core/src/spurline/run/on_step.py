@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 from spurline.errors import UserError
 from spurline.plugins.hookspecs import hookimpl
@@ -28,10 +29,12 @@ class OnStepHook:
 
     @hookimpl
     def on_run_end(self) -> None:
-        for function in self._functions:
-            close = getattr(function, "close", None)
-            if callable(close):
-                close()
+        with ExitStack() as stack:
+            # Each is told, also where one before it fails.
+            for function in reversed(self._functions):
+                close = getattr(function, "close", None)
+                if callable(close):
+                    stack.callback(close)
 
 
 def _check(function: object) -> None:
