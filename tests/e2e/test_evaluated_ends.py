@@ -10,10 +10,12 @@ import pytest
 from run_helpers import fail_at, read_metrics
 
 from spurline import Run, load_config
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, HookFailedError, RunFailedError
+from spurline.plugins.hookspecs import hookimpl
 from spurline.report.record import read_record
 from spurline.run.evaluation import DataEvaluation
 from spurline.run.plan import make_plan
+from spurline.trackers.jsonl import read_json_lines
 
 Config = dict[str, Any]
 Spurline = Callable[..., tuple[int, str, str]]
@@ -147,3 +149,49 @@ def test_rollouts_are_evaluated_before_the_first_step_too(rl_config: Config, tmp
     others = read_metrics(tmp_path / "without")
     for name in ("loss", "reward/mean", "rollout/tokens"):
         assert [line[name] for line in lines] == [line[name] for line in others]
+
+
+def test_step_0_stands_although_the_evaluation_of_step_1_failed(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config["evaluation"]["at_start"] = True
+    left = iter([0.0, None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+    def evaluate(self: DataEvaluation, backend: object) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        score = next(left)
+        if score is None:
+            raise RunFailedError("a reward")
+        return {"score": score}, []
+
+    monkeypatch.setattr(DataEvaluation, "evaluate", evaluate)
+    with pytest.raises(RunFailedError, match="a reward"):
+        Run(load_config(config)).train()
+    Run(load_config(config)).train()
+    lines = read_metrics(config["run_dir"])
+    assert [(line["step"], line["eval/score"]) for line in lines] == [(step, float(step)) for step in range(7)]
+
+
+class _FailsAfterEvaluation:
+    @hookimpl
+    def on_eval_end(self, step: int) -> None:
+        raise ZeroDivisionError
+
+
+def test_answers_of_step_0_are_kept_once(config: Config) -> None:
+    generate = {"rewards": {"right": "exact_match"}, "max_new_tokens": 2, "max_samples": 2}
+    config["evaluation"] = {"every_steps": 6, "at_start": True, "generate": generate}
+    loaded = load_config(config)
+    loaded.host.attach(_FailsAfterEvaluation(), "fails")
+    with pytest.raises(HookFailedError):
+        Run(loaded).train()
+    Run(load_config(config)).train()
+    answers = read_json_lines(Path(config["run_dir"]) / "eval_samples.jsonl")
+    assert [answer["step"] for answer in answers] == [0, 0, 6, 6]
+
+
+def test_a_misspelled_metric_of_the_best_is_found_at_step_0(config: Config) -> None:
+    config["evaluation"]["at_start"] = True
+    config["checkpoint"]["keep_best"] = "eval/los"
+    with pytest.raises(ConfigError, match="Did you mean 'eval/loss'"):
+        Run(load_config(config)).train()
+    assert read_metrics(config["run_dir"]) == []

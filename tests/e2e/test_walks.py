@@ -22,6 +22,7 @@ SET_UP = re.compile(
     | spurline/(errors|importing|files|progress|digests|tensor_files|terminal)\.py
     | spurline/backends/local/checkpoint\.py
     | spurline/model/(architecture|device_profile|freezing|loading|memory|probe|generation|computing|kernels)\.py
+    | spurline/in_memory/functions\.py
     | spurline/model/(other_forwards|saved_state|saved_weights|weight_files|weights)\.py
     | spurline/model/(holding/(host_copies|narrow_weights|quantized_weights)|experts/routers|streams/positions)\.py
     | spurline/ranks/(devices|launch)\.py

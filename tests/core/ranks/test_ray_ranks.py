@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -22,7 +21,7 @@ from spurline.ranks.group import ANY_CLUSTER, ClusterNeed, ClusterRequest, RankG
 from spurline.ranks.launch import open_ranks
 
 pytest.importorskip("ray")
-from spurline.ranks import cluster_room, ray_node
+from spurline.ranks import cluster_room, ray_actors, ray_node
 from spurline.ranks.cluster_room import ranks_per_machine
 from spurline.ranks.ray_cluster import Node, RayCluster
 
@@ -155,12 +154,12 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
 
 
 @pytest.mark.processes
-def test_ranks_that_are_never_there_are_named_without_a_stack(start: Start) -> None:
-    # Ray may hold idle processes ready, so that a longer time could be enough for both to be there.
-    with pytest.raises(RankFailedError, match=r"`start` was not done within 0.001 s.*start_timeout_s") as raised:
-        start(2, start_s=0.001)
-    # One that is there within that time is not named.
-    assert re.search("[12] of 2 ranks have not answered", str(raised.value))
+def test_ranks_that_are_never_there_are_named_without_a_stack(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However short the limit, a rank may be there: Ray holds idle processes ready.
+    monkeypatch.setattr(ray_actors.RayRanks, "_wait", lambda self, missing, timeout_s: {})
+    with pytest.raises(RankFailedError, match=r"`start` was not done within 0.1 s.*start_timeout_s") as raised:
+        start(2, start_s=0.1)
+    assert "2 of 2 ranks have not answered" in str(raised.value)
     assert "Stack of" not in str(raised.value)
 
 

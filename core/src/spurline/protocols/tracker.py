@@ -35,12 +35,19 @@ class RunInfo:
     total_steps: int
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    continues: bool = False
+    """Whether a checkpoint is continued also where `resume_step` is 0: its step 1 is still to be evaluated."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this goes on from a checkpoint; a new run has no earlier part in any store."""
+        return self.continues or self.resume_step > 0
 
     @property
     def first_step(self) -> int:
         """The first step whose metrics may come. A new run may begin with step 0, the evaluation of the model as it is
         before training."""
-        return self.resume_step + 1 if self.resume_step else 0
+        return self.resume_step + 1 if self.is_resumed else 0
 
 
 class Tracker(Protocol):

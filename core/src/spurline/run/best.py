@@ -50,7 +50,8 @@ class BestSoFar:
         if self._config is None:
             return
         value = measured(self._config, "checkpoint.keep_best", scores, labels, every)
-        if value is not None and (self.value is None or is_better(self._config, value, self.value)):
+        # There is no checkpoint of step 0 that could be kept.
+        if step and value is not None and (self.value is None or is_better(self._config, value, self.value)):
             self.step, self.value = step, value
 
     def facts(self) -> dict[str, Any] | None:

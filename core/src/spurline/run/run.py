@@ -316,13 +316,15 @@ class Run:
         stack.callback(self.loaded.host.detach, "on_step")
         history = {"history": list(resume.history)} if resume.history else {}
         self._files = RunRecordFiles(self.directory, summarize_run(components, self.loaded) | history)
-        self._files.start(self.loaded.resolved(), self.state.step)
+        # A new run keeps no answers, not even those of step 0 that an earlier attempt left.
+        self._files.start(self.loaded.resolved(), -1 if resume.checkpoint is None else self.state.step)
 
     def _start_trackers(self, stack: ExitStack) -> None:
         # A step whose evaluation is still to come gets its line when that is done.
         kept = self.state.step - (1 if self._resumed.pending is not None else 0)
         notes = (*self._notes, *self._files.data_notes())
-        info = RunInfo(self.directory.path, kept, self.source.total_steps, self.loaded.resolved(), notes)
+        continues = self._resumed.checkpoint is not None
+        info = RunInfo(self.directory.path, kept, self.source.total_steps, self.loaded.resolved(), notes, continues)
         for tracker in self._components.trackers.values():
             tracker.start(info)
             stack.callback(tracker.close)
@@ -367,7 +369,7 @@ class Run:
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps still to train, 1-based, until the last one, a stop signal, or the end that `stop_when` asks for."""
-        while not self._is_done() and not self._stop:
+        while not self.is_done and not self._stop:
             self.directory.check_present()
             self._scores = {}
             self._step_under_way = self.state.step + 1
@@ -410,9 +412,7 @@ class Run:
         labels = [evaluation.label for evaluation in due]
         every = [evaluation.label for evaluation in self._components.data.evaluations]
         self._early_stop.observe(step, scores, labels, every)
-        if step:
-            # There is no checkpoint of step 0 that could be kept.
-            self._best.observe(step, scores, labels, every)
+        self._best.observe(step, scores, labels, every)
         return scores, samples
 
     def _evaluated(
@@ -463,8 +463,8 @@ class Run:
         minutes = self.config.checkpoint.every_minutes
         is_time = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         is_due = self._is_due(step, self.config.checkpoint.every_steps)
-        if self._stop or self._is_done() or is_time or is_due or self._best.step == step:
-            goes_on = not self._stop and not self._is_done()
+        if self._stop or self.is_done or is_time or is_due or self._best.step == step:
+            goes_on = not self._stop and not self.is_done
             self._save(step, beside=self.config.checkpoint.is_async and goes_on)
 
     def saving_metrics(self) -> dict[str, float]:
@@ -502,12 +502,13 @@ class Run:
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self.source.total_steps or (every is not None and step % every == 0)
 
-    def _is_done(self) -> bool:
-        """Whether there is no further step to train."""
+    @property
+    def is_done(self) -> bool:
+        """Whether there is no further step to train: the last one was made, or `stop_when` ended the run."""
         return self.state.step >= self.source.total_steps or self._early_stop.reason is not None
 
     def _status(self) -> Literal["finished", "stopped"]:
-        return "finished" if self._is_done() else "stopped"
+        return "finished" if self.is_done else "stopped"
 
     def _stop_reason(self) -> str | None:
         if self.state.step >= self.source.total_steps:
@@ -627,4 +628,4 @@ class Run:
         step = self._step_under_way
         if step is not None:
             return f"Finishing step {step:,} and saving"
-        return "Finishing and saving" if self._is_done() else f"Stopping before step {self.state.step + 1:,}"
+        return "Finishing and saving" if self.is_done else f"Stopping before step {self.state.step + 1:,}"

@@ -57,7 +57,7 @@ class ConsoleTracker:
         """Print the notes on the start, and open the live bar when the output is a terminal."""
         self._total_steps = info.total_steps
         self._health = HealthWatch(clip_threshold(info.config))
-        if info.resume_step:
+        if info.is_resumed:
             # What comes is compared with what was, also before a resume.
             for metrics in read_json_lines(info.run_dir / METRICS_FILE):
                 self._health.judge(int(metrics["step"]), metrics)

@@ -75,7 +75,7 @@ class MlflowTracker(SendingTracker):
 
     def _earlier_run(self, info: RunInfo) -> Any:
         """The run that is resumed; None where the store has none, such as another store than before."""
-        run_id = read_run_id(info.run_dir, ID_FILE) if info.resume_step else None
+        run_id = read_run_id(info.run_dir, ID_FILE) if info.is_resumed else None
         if run_id is None:
             return None
         try:

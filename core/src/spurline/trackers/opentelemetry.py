@@ -73,7 +73,7 @@ class OpenTelemetryTracker(SendingTracker):
         self._gauges = self._metric_exporter(endpoint=address and f"{address}/v1/metrics", timeout=timeout)
         attributes = {
             "service.name": self._config.service_name,
-            "service.instance.id": stored_run_id(info.run_dir, ID_FILE, is_resumed=info.resume_step > 0),
+            "service.instance.id": stored_run_id(info.run_dir, ID_FILE, is_resumed=info.is_resumed),
             "spurline.run": info.run_dir.resolve().name,
         }
         self._resource = self._resources.Resource.create(attributes)
@@ -82,7 +82,7 @@ class OpenTelemetryTracker(SendingTracker):
         logging.getLogger(_EXPORTER).setLevel(logging.CRITICAL)
         self._event("spurline.start", time.time_ns(), {"spurline.resume_step": info.resume_step})
         path = info.run_dir / SENT_FILE
-        last = self._take_up(path) if info.resume_step else NO_STEP
+        last = self._take_up(path) if info.is_resumed else NO_STEP
         replace_file(path, json.dumps(self._current) + "\n" if self._current["step"] != NO_STEP else "")
         self._sent = path.open("ab", buffering=0)
         return lambda name: last

@@ -45,7 +45,7 @@ class PrometheusTracker:
         assert self._server is None, "PrometheusTracker is already started"
         self._run, self._total_steps = info.run_dir.resolve().name, info.total_steps
         self._values = dict(_NOTHING_YET)
-        for line in read_json_lines(info.run_dir / METRICS_FILE) if info.resume_step else []:
+        for line in read_json_lines(info.run_dir / METRICS_FILE) if info.is_resumed else []:
             if line["step"] <= info.resume_step:
                 self.log(int(line["step"]), line)
         registry = self._library.CollectorRegistry()

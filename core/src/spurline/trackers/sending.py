@@ -58,7 +58,7 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def open_run(self, info: RunInfo) -> LastStep:
-        """Open the store and the run in it: the one it belongs to when `info.resume_step` is not 0, else a new one."""
+        """Open the store and the run in it: the one it belongs to when `info.is_resumed`, else a new one."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -91,7 +91,7 @@ class SendingTracker(ABC):
                 self._is_closing.set()
                 raise self._refused(f"no answer within {_START_WAIT_S:.0f} s.") from error
             raise self._refused(f"{_words(error)}.") from error
-        earlier = read_json_lines(info.run_dir / METRICS_FILE) if info.resume_step else []
+        earlier = read_json_lines(info.run_dir / METRICS_FILE) if info.is_resumed else []
         for line in earlier:
             if line["step"] <= info.resume_step:
                 self._enqueue(int(line["step"]), line)

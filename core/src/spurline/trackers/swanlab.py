@@ -41,7 +41,7 @@ class SwanlabTracker(SendingTracker):
         self._run: Any = None
 
     def open_run(self, info: RunInfo) -> LastStep:
-        run_id = read_run_id(info.run_dir, ID_FILE) if info.resume_step else None
+        run_id = read_run_id(info.run_dir, ID_FILE) if info.is_resumed else None
         folder = info.run_dir / FOLDER
         steps = last_steps(folder, run_id) if run_id is not None and self._config.mode != "online" else {}
         if run_id is None:

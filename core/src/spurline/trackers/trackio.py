@@ -37,7 +37,7 @@ class TrackioTracker(SendingTracker):
         self._run: Any = None
 
     def open_run(self, info: RunInfo) -> LastStep:
-        earlier = read_run_id(info.run_dir, ID_FILE) if info.resume_step else None
+        earlier = read_run_id(info.run_dir, ID_FILE) if info.is_resumed else None
         # Trackio finds a run by its name alone, so no other run may have it.
         name = earlier or stored_run_id(info.run_dir, ID_FILE, is_resumed=False)
         if earlier is None and self._config.run_name is not None:

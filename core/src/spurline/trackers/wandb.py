@@ -36,7 +36,7 @@ class WandbTracker:
     def start(self, info: RunInfo) -> None:
         """Open the W&B run. Raises ConfigError when W&B refuses, for example without an API key."""
         assert self._run is None, "WandbTracker is already started"
-        run_id = stored_run_id(info.run_dir, ID_FILE, is_resumed=info.resume_step > 0)
+        run_id = stored_run_id(info.run_dir, ID_FILE, is_resumed=info.is_resumed)
         try:
             self._run = self._wandb.init(
                 project=self._config.project,

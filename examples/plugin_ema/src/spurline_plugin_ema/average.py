@@ -56,7 +56,7 @@ class Average:
 
     @hookimpl
     def on_run_end(self, error: BaseException | None) -> None:
-        finished = self._run.state.step == self._run.source.total_steps
+        finished = self._run.is_done
         if error is None and finished and self._settings.export:
             with self._backend.swapped("policy", self._weights):
                 self._run.export(self._run.directory.path / "ema_model", replace=True)
