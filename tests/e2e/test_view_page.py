@@ -58,6 +58,10 @@ def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_p
         page.wait("document.querySelectorAll('#charts figure').length >= 3")
         assert page.run("location.href").rstrip("/").endswith(address.partition("/?")[0].rpartition("//")[2])
         assert page.run("document.querySelectorAll('#charts figure:first-child path.line').length") == 2
+        width = page.run("document.querySelector('#charts svg').viewBox.baseVal.width")
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+        page.wait(f"document.querySelector('#charts svg').viewBox.baseVal.width < Math.min(390, {width})")
+        page.call("Emulation.clearDeviceMetricsOverride")
         page.run("document.querySelector('#metrics input').click()")
         page.wait("location.hash.includes('m=')")
 
