@@ -58,6 +58,10 @@ def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_p
         page.wait("document.querySelectorAll('#charts figure').length >= 3")
         assert page.run("location.href").rstrip("/").endswith(address.partition("/?")[0].rpartition("//")[2])
         assert page.run("document.querySelectorAll('#charts figure:first-child path.line').length") == 2
+        width = page.run("document.querySelector('#charts svg').viewBox.baseVal.width")
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+        page.wait(f"document.querySelector('#charts svg').viewBox.baseVal.width < Math.min(390, {width})")
+        page.call("Emulation.clearDeviceMetricsOverride")
         page.run("document.querySelector('#metrics input').click()")
         page.wait("location.hash.includes('m=')")
 
@@ -100,7 +104,7 @@ def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_p
 
         page.run("location.hash = 'rollouts?run=0&prompt=sort&min_step=4'")
         page.wait("document.querySelector('#found').textContent.startsWith('0 attempts')")
-        add_step(runs[0], 4)
+        add_step(runs[0], 1000)
         page.wait("document.querySelectorAll('#list tbody tr').length === 2")
         assert page.run("document.querySelector('#given-up').hidden")
         with (runs[0] / ROLLOUTS_FILE).open("ab") as file:
@@ -131,4 +135,9 @@ def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_p
             page.run(f"location.hash = '{view}'")
             page.wait(f"!document.getElementById('{view}').hidden")
             assert page.run("document.documentElement.scrollWidth") <= 390
+            assert page.run("scrollY") == 0
+            if view == "curves":
+                beyond = "[...document.querySelectorAll('.tick')].filter(e => e.getBoundingClientRect().right > "
+                page.wait("[...document.querySelectorAll('.tick')].some(e => e.textContent === '1,000')")
+                assert page.run(f"{beyond}e.ownerSVGElement.getBoundingClientRect().right).length") == 0
         assert page.complaints == []

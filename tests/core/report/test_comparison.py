@@ -88,6 +88,23 @@ def test_a_comparison_of_long_runs_with_many_metrics_takes_less_than_2_mb(tmp_pa
     assert page.stat().st_size < 2_000_000
 
 
+def test_many_runs_that_differ_in_everything_take_less_than_2_mb_and_say_what_is_left_out(tmp_path: Path) -> None:
+    noise = random.Random(5)
+    folders = [write_run(tmp_path / f"a-run-with-a-long-name-{number}", 1) for number in range(10)]
+    for folder in folders:
+        config = {f"setting{number}": f"{noise.random()}" * 6 for number in range(200)}
+        (folder / "config.json").write_text(json.dumps(config | {"evaluations": {f"set{i}": {} for i in range(30)}}))
+        with (folder / "metrics.jsonl").open("w") as file:
+            for step in range(1, 31):
+                line = {f"group/metric{number}": noise.random() for number in range(100)} | {"loss": noise.random()}
+                line |= {f"eval/set{number % 30}/score{number}": noise.random() for number in range(90)}
+                file.write(json.dumps({"step": step} | line) + "\n")
+    page = write_comparison(folders, tmp_path / "comparison.html")
+    assert page.stat().st_size < 2_000_000
+    assert re.search(r"Results .* more metrics: spurline view and metrics.jsonl have them", words(page))
+    assert re.search(r"others differ too; config.json", words(page))
+
+
 def test_text_of_runs_is_escaped(tmp_path: Path) -> None:
     attack = "<script>alert(1)</script>"
     folders = [write_run(tmp_path / name, 2, more={attack: 1.0}) for name in ("<b>x", "y")]

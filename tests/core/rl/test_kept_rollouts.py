@@ -9,6 +9,8 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import numpy as np
@@ -323,10 +325,45 @@ def test_of_a_step_that_is_too_large_some_prompts_are_kept(tmp_path: Path, token
     (tmp_path / ROLLOUTS_FILE).unlink()
     write(tmp_path, tokenizer, [step], most=2 * size + 8)
     attempts = list(KeptRollouts(tmp_path).attempts())
-    assert (tmp_path / ROLLOUTS_FILE).stat().st_size < size
-    assert {attempt.one_in for attempt in attempts} == {2}
-    assert sorted({attempt.draw for attempt in attempts}) == list(range(0, 40, 2))
-    _same_as(attempts[2], step.groups[2].trajectories[0])
+    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= size // 2 + 2
+    # Half of the prompts take a little more than half.
+    assert {attempt.one_in for attempt in attempts} == {3}
+    assert sorted({attempt.draw for attempt in attempts}) == list(range(0, 40, 3))
+    _same_as(attempts[2], step.groups[3].trajectories[0])
+
+
+def test_a_prompt_that_alone_is_too_large_keeps_the_file_within_its_limit(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write(tmp_path, tokenizer, [make_step(1, prompts=3)], most=400)
+    assert list(KeptRollouts(tmp_path).attempts()) == []
+    assert (tmp_path / ROLLOUTS_FILE).stat().st_size <= 400
+    # Step 2 has a prompt that was given up, which is told all the same where there is room for it.
+    write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 40)
+    assert list(KeptRollouts(tmp_path).given_up()) == []
+    write(tmp_path, tokenizer, [make_step(2, prompts=1)], most=4 * 250)
+    assert [prompt.reason for prompt in KeptRollouts(tmp_path).given_up()] == ["row 99: the judge is gone"]
+    assert list(KeptRollouts(tmp_path).attempts()) == []
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_end_of_the_process(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Event()
+    monkeypatch.setattr(MemberFile, "append", lambda *_: answers.wait(60))
+    monkeypatch.setattr("spurline.rl.kept_rollouts.keeper._PATIENCE_S", 0.05)
+    kept = RolloutKeeper(tmp_path, tokenizer, MB)
+    kept.start(0)
+    kept.keep(make_step(1))
+    [writer] = [thread for thread in enumerate_threads() if thread.name == "spurline-kept-rollouts"]
+    with pytest.raises(RunFailedError, match="Does the disk still answer"):
+        kept.keep(make_step(2))
+    kept.close()
+    # Neither `close` has waited for the writer, nor does the interpreter, which waits for all others.
+    assert writer.is_alive()
+    assert writer.daemon
+    answers.set()
+    writer.join(30)
 
 
 def _same_as(kept: KeptAttempt, attempt: Trajectory) -> None:

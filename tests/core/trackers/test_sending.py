@@ -126,6 +126,27 @@ def test_a_store_that_is_down_at_the_start_is_an_error_with_the_fix(
     tracker.goes_on.set()
 
 
+def test_a_store_that_opens_after_the_start_gave_up_has_its_run_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "_START_WAIT_S", 0.05)
+    tracker = ListTracker([])
+    tracker.goes_on.clear()
+    with pytest.raises(ConfigError, match="no answer"):
+        started(tmp_path, tracker)
+    (opening,) = [thread for thread in threading.enumerate() if thread.name == "list-tracker"]
+    tracker.goes_on.set()
+    opening.join(10)
+    assert tracker.finished is False
+
+
+def test_a_time_limit_of_the_library_is_told_in_its_own_words(tmp_path: Path) -> None:
+    tracker = ListTracker([])
+    tracker.failures.append(TimeoutError("the read timed out"))
+    with pytest.raises(ConfigError, match=r"cannot start a run: the read timed out\. Start the list"):
+        started(tmp_path, tracker)
+
+
 @pytest.mark.parametrize("kind", ["mlflow", "trackio", "swanlab", "opentelemetry", "prometheus"])
 def test_a_missing_library_is_a_config_error_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch, kind: str

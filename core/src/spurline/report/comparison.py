@@ -7,8 +7,10 @@ their names.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,21 @@ COMPARISON_FILE = "comparison.html"
 """Where a comparison goes by default, in the working directory."""
 
 _HEADLINES = ("loss", "reward/mean", "grad_norm", "response/length", "mismatch/kl", "time/step")
+_MOST_BYTES = 1_990_000
+_SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
+"""Of what the page shows at most, tried in turn until it is small enough."""
 _OPEN_POINTS, _FOLDED_POINTS = 8_000, 6_000
-"""Points of all curves that stand open, and of all that are folded: they bound the size of the page."""
+"""Points of all curves that stand open, and of all that are folded."""
 _MOST_POINTS, _FEWEST_POINTS = 300, 12
 """Points of one curve, whatever the number of curves."""
+_MOST_FOLDED = 400
+"""Metrics whose curves are folded."""
 _MOST_ROWS = 10
 """Steps of a table of evaluation scores; of more, these are chosen evenly, the first and the last included."""
 _MOST_SETTINGS = 150
+_MOST_RESULTS = 60
+_MOST_SCORES = 60
+"""Tables of evaluation scores, of all sets."""
 _NOTHING = "\u2013"
 _SHOWN_SETTING = 100
 """Characters of a setting."""
@@ -53,6 +63,31 @@ class ComparedRun:
         """Its name with its colour, as HTML."""
         return f'<span class="swatch" style="background:var({self.color})"></span>{text(self.name)}'
 
+    @cached_property
+    def metrics(self) -> list[str]:
+        """Sorted names of all it recorded."""
+        return sorted({name for entry in self.record.metrics for name in entry} - {"step"})
+
+    @cached_property
+    def losses(self) -> frozenset[str]:
+        """Names of its held-out losses."""
+        return frozenset(evaluation_losses(self.record))
+
+    @cached_property
+    def shares(self) -> frozenset[str]:
+        """Names of its evaluation scores of which more is better."""
+        return frozenset(evaluation_scores(self.record)[0])
+
+    @cached_property
+    def _known_series(self) -> dict[str, tuple[list[int], list[float]]]:
+        return {}
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric."""
+        if name not in self._known_series:
+            self._known_series[name] = self.record.series(name)
+        return self._known_series[name]
+
 
 def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     """Compare the runs of these folders in `out`; returns its path.
@@ -63,13 +98,26 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     runs = _read(run_dirs)
     shared = _shared_metrics(runs)
     if not shared:
-        recorded = "; ".join(f"{run.name}: {listing(_metrics(run)[:8]) or 'nothing yet'}" for run in runs)
+        recorded = "; ".join(f"{run.name}: {listing(run.metrics[:8]) or 'nothing yet'}" for run in runs)
         raise UserError(f"These runs have recorded no metric in common, so there is nothing to compare ({recorded}).")
+    for share in _SHARES:
+        page = _page(runs, shared, share).encode(errors="replace")
+        if len(page) <= _MOST_BYTES:
+            break
+    replace_file(out, page.decode())
+    return out
+
+
+def _page(runs: Sequence[ComparedRun], shared: Sequence[str], share: float) -> str:
+    """The whole page. share: of the most that each section may show."""
     sections = [
-        _section("Results", _results(runs)),
-        _section("Settings that differ", _settings(runs)),
-        *_curves(runs, shared),
-        *(_section(f"Evaluation: {name}", content) for name, content in _evaluations(runs)),
+        _section("Results", _results(runs, _part(_MOST_RESULTS, share))),
+        _section("Settings that differ", _settings(runs, _part(_MOST_SETTINGS, share))),
+        *_curves(runs, shared, share),
+        *(
+            _section(f"Evaluation: {name}", content)
+            for name, content in _evaluations(runs, _part(_MOST_SCORES, share), max(2, _part(_MOST_ROWS, share)))
+        ),
     ]
     folders = ", ".join(f"<code>{text(run.record.run_dir.resolve())}</code>" for run in runs)
     body = f"""{_header(runs)}
@@ -77,9 +125,11 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
 {"".join(sections)}
 </div>
 {footer(f"Spurline comparison of {folders}")}"""
-    page = document(f"{', '.join(run.name for run in runs)} · Spurline comparison", body)
-    replace_file(out, page.encode(errors="replace").decode())
-    return out
+    return document(f"{', '.join(run.name for run in runs)} · Spurline comparison", body)
+
+
+def _part(most: int, share: float) -> int:
+    return max(1, round(most * share))
 
 
 def _read(run_dirs: Sequence[Path]) -> list[ComparedRun]:
@@ -96,14 +146,10 @@ def _read(run_dirs: Sequence[Path]) -> list[ComparedRun]:
     ]
 
 
-def _metrics(run: ComparedRun) -> list[str]:
-    return sorted({name for entry in run.record.metrics for name in entry} - {"step"})
-
-
 def _shared_metrics(runs: Sequence[ComparedRun]) -> list[str]:
     """Names of metrics that two runs or more recorded."""
-    recorded = [name for run in runs for name in _metrics(run)]
-    return sorted({name for name in recorded if recorded.count(name) > 1})
+    recorded = Counter(name for run in runs for name in run.metrics)
+    return sorted(name for name, count in recorded.items() if count > 1)
 
 
 def _header(runs: Sequence[ComparedRun]) -> str:
@@ -133,29 +179,35 @@ def _direction(runs: Sequence[ComparedRun], name: str) -> Callable[..., Any] | N
     """`min` or `max`, whichever of its values is the best; None where neither is known to be."""
     if name == "loss":
         # The loss of a policy says nothing of how good it is.
-        return None if any(run.record.series("reward/mean")[0] for run in runs) else min
+        return None if any("reward/mean" in run.metrics for run in runs) else min
     if name == "reward/mean" or name.rpartition("/")[2] in ("reward", "pass@1"):
         return max
-    recorded = [run.record for run in runs if run.record.series(name)[0]]
-    if any(name in evaluation_losses(record) for record in recorded) or name.endswith("perplexity"):
+    if any(name in run.losses for run in runs) or name.endswith("perplexity"):
         return min
-    return max if all(name in evaluation_scores(record)[0] for record in recorded) else None
+    return max if all(name in run.shares for run in runs if name in run.metrics) else None
 
 
-def _results(runs: Sequence[ComparedRun]) -> str:
-    names = [name for name in _HEADLINES if any(run.record.series(name)[0] for run in runs)]
-    evaluated = sorted({name for run in runs for name in _metrics(run) if name.startswith("eval/")})
+def _results(runs: Sequence[ComparedRun], most: int) -> str:
+    recorded = {name for run in runs for name in run.metrics}
+    names = [name for name in _HEADLINES if name in recorded]
+    names += sorted(name for name in recorded if name.startswith("eval/") and not name.endswith("/time"))
     rows: list[list[str]] = []
-    for name in [*names, *(name for name in evaluated if not name.endswith("/time"))][:60]:
+    for name in names[:most]:
         direction = _direction(runs, name)
-        series = [run.record.series(name) for run in runs]
+        series = [run.series(name) for run in runs]
         bests = [direction(values) for _, values in series if values] if direction else []
         rows.append([text(name), *(_result(steps, values, direction, bests) for steps, values in series)])
     return block(
         caption("The last value of each metric, and the best one with its step; the best of all runs is bold."),
         _run_table(["Metric"], runs, rows),
+        *_left_out(len(names) - len(rows), "metrics"),
         wide=True,
     )
+
+
+def _left_out(number: int, what: str) -> list[str]:
+    """A line that says so, where something was left out."""
+    return [caption(f"{number:,} more {what}: spurline view and metrics.jsonl have them.")] if number else []
 
 
 def _result(
@@ -183,7 +235,7 @@ def _run_table(
 # Settings
 
 
-def _settings(runs: Sequence[ComparedRun]) -> str:
+def _settings(runs: Sequence[ComparedRun], most: int) -> str:
     flat = [_flat(run.record.config) for run in runs]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     # The folder is what the runs are called by.
@@ -194,7 +246,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
         return block(caption("None: the runs have the same config."), wide=True)
     rows = [
         [f"<code>{text(key)}</code>", *(f"<code>{text(_cut(settings.get(key, _NOTHING)))}</code>" for settings in flat)]
-        for key in differing[:_MOST_SETTINGS]
+        for key in differing[:most]
     ]
     left_out = len(differing) - len(rows)
     note = [caption(f"{left_out:,} others differ too; config.json of each run has them.")] if left_out else []
@@ -219,32 +271,37 @@ def _cut(value: str) -> str:
 # Curves
 
 
-def _curves(runs: Sequence[ComparedRun], shared: Sequence[str]) -> list[str]:
+def _curves(runs: Sequence[ComparedRun], shared: Sequence[str], share: float) -> list[str]:
     headlines = [name for name in _HEADLINES if name in shared]
     headlines += [name for name in shared if name.startswith("eval/") and not name.endswith("/time")][:12]
-    rest = [name for name in shared if name not in headlines]
+    every = [name for name in shared if name not in headlines]
+    rest = every[: _part(_MOST_FOLDED, share)]
     # Those that stand open are drawn twice: the values, and their moving mean.
-    most = _points(_OPEN_POINTS, 2 * len(runs) * len(headlines))
+    most = _points(share, _OPEN_POINTS, 2 * len(runs) * len(headlines))
     sections = [_section(name, block(_curve(runs, name, most, smoothed=True))) for name in headlines]
     groups: dict[str, list[str]] = {}
     for name in rest:
         groups.setdefault(name.partition("/")[0] if "/" in name else "other", []).append(name)
-    most = _points(_FOLDED_POINTS, len(runs) * len(rest))
+    most = _points(share, _FOLDED_POINTS, len(runs) * len(rest))
     for group, names in sorted(groups.items()):
         plots = "".join(f"<div><h3>{text(name)}</h3>{_curve(runs, name, most, smoothed=False)}</div>" for name in names)
         folded = f'<details><summary>{len(names)} more</summary><div class="columns even">{plots}</div></details>'
         sections.append(_section(group, block(folded, wide=True)))
+    if left_out := _left_out(len(every) - len(rest), "metrics"):
+        sections.append(_section("not drawn", block(*left_out, wide=True)))
     return sections
 
 
-def _points(budget: int, num_curves: int) -> int:
-    return max(_FEWEST_POINTS, min(_MOST_POINTS, budget // max(1, num_curves)))
+def _points(share: float, budget: int, num_curves: int) -> int:
+    """Of each curve."""
+    fewest = max(4, _part(_FEWEST_POINTS, share))
+    return max(fewest, min(_MOST_POINTS, _part(budget, share) // max(1, num_curves)))
 
 
 def _curve(runs: Sequence[ComparedRun], name: str, most: int, *, smoothed: bool) -> str:
     traces: list[Trace] = []
     for run in runs:
-        steps, values = run.record.series(name)
+        steps, values = run.series(name)
         if not values:
             continue
         # Four digits are more than a plot shows.
@@ -262,32 +319,36 @@ def _curve(runs: Sequence[ComparedRun], name: str, most: int, *, smoothed: bool)
 # Evaluations
 
 
-def _evaluations(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
+def _evaluations(runs: Sequence[ComparedRun], most: int, most_rows: int) -> list[tuple[str, str]]:
     """Name and content of each evaluation set: for each of its metrics a row for a step and a column for a run."""
     prefixes = sorted(
         {prefix for run in runs for prefix in evaluations_of(run.record)}, key=lambda name: (-len(name), name)
     )
     sets: dict[str, list[str]] = {}
-    for name in sorted({name for run in runs for name in _metrics(run) if name.startswith("eval/")}):
+    for name in sorted({name for run in runs for name in run.metrics if name.startswith("eval/")}):
         prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
         if name != f"{prefix}time":
             sets.setdefault(prefix, []).append(name)
-    return [
-        (prefix.removeprefix("eval/").rstrip("/") or "held-out data", _evaluation(runs, prefix, names))
-        for prefix, names in sorted(sets.items())
+    shown = sorted(sets.items())[:most]
+    each = max(1, most // max(1, len(shown)))
+    found = [
+        (prefix.removeprefix("eval/").rstrip("/") or "held-out data", _evaluation(runs, prefix, names, each, most_rows))
+        for prefix, names in shown
     ]
+    left_out = _left_out(len(sets) - len(shown), "sets")
+    return [*found, ("not shown", block(*left_out, wide=True))] if left_out else found
 
 
-def _evaluation(runs: Sequence[ComparedRun], prefix: str, names: Sequence[str]) -> str:
+def _evaluation(runs: Sequence[ComparedRun], prefix: str, names: Sequence[str], most: int, most_rows: int) -> str:
     fragments: list[str] = []
-    for name in names[:10]:
-        found = [dict(zip(*run.record.series(name), strict=True)) for run in runs]
+    for name in names[:most]:
+        found = [dict(zip(*run.series(name), strict=True)) for run in runs]
         steps = sorted({step for values in found for step in values})
-        shown = [steps[round(place * (len(steps) - 1) / (_MOST_ROWS - 1))] for place in range(_MOST_ROWS)]
+        shown = [steps[round(place * (len(steps) - 1) / (most_rows - 1))] for place in range(most_rows)]
         rows = [
             [f"{step:,}", *(score(values[step]) if step in values else _NOTHING for values in found)]
-            for step in (steps if len(steps) <= _MOST_ROWS else shown)
+            for step in (steps if len(steps) <= most_rows else shown)
         ]
-        note = f" ({_MOST_ROWS} of {len(steps):,} steps)" if len(steps) > _MOST_ROWS else ""
+        note = f" ({most_rows} of {len(steps):,} steps)" if len(steps) > most_rows else ""
         fragments += [f"<h3>{text(name.removeprefix(prefix))}{note}</h3>", _run_table(["Step"], runs, rows)]
-    return block(*fragments, wide=True)
+    return block(*fragments, *_left_out(len(names[most:]), "metrics"), wide=True)

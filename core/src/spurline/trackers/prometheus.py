@@ -18,6 +18,9 @@ from spurline.trackers.configs import PrometheusTrackerConfig, missing_library
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 
 _STOP_WAIT_S = 5.0
+_NOTHING_YET: dict[str, float] = {"step": 0.0, "steps_total": 0.0, "tokens_total": 0.0}
+# As OpenMetrics, which Prometheus asks for, a counter is named without `_total`, and a name belongs to one metric.
+_FAMILIES_OF_COUNTERS = ("spurline_steps", "spurline_tokens")
 
 
 class PrometheusTracker:
@@ -35,13 +38,13 @@ class PrometheusTracker:
         self._run = ""
         self._total_steps = 0
         # A scrape comes on another thread; each step replaces this as a whole.
-        self._values: dict[str, float] = {}
+        self._values = dict(_NOTHING_YET)
 
     def start(self, info: RunInfo) -> None:
         """Listen. Raises ConfigError when the port is taken."""
         assert self._server is None, "PrometheusTracker is already started"
         self._run, self._total_steps = info.run_dir.resolve().name, info.total_steps
-        self._values = {"step": 0.0, "steps_total": 0.0, "tokens_total": 0.0}
+        self._values = dict(_NOTHING_YET)
         for line in read_json_lines(info.run_dir / METRICS_FILE) if info.is_resumed else []:
             if line["step"] <= info.resume_step:
                 self.log(int(line["step"]), line)
@@ -86,13 +89,15 @@ class PrometheusTracker:
         steps = self._families.GaugeMetricFamily("spurline_planned_steps", "Steps of the whole run.")
         steps.add_metric([], self._total_steps)
         yield steps
-        names: set[str] = set()
+        names = {"spurline_run", "spurline_planned_steps"}
         for name, value in values.items():
+            is_counter = name in ("steps_total", "tokens_total")
             public = f"spurline_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
+            if not is_counter and public in _FAMILIES_OF_COUNTERS:
+                public += "_of_step"
             if public in names:
                 continue
             names.add(public)
-            is_counter = name in ("steps_total", "tokens_total")
             family = self._families.CounterMetricFamily if is_counter else self._families.GaugeMetricFamily
             shown = family(public, f"Spurline's metric {name}." if not is_counter else "Since the run began.")
             shown.add_metric([], value)

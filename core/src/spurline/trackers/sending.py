@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import ClassVar
 
 from spurline.errors import ConfigError, Problem
@@ -85,11 +84,12 @@ class SendingTracker(ABC):
         except ConfigError:
             self._thread = None
             raise
-        except FutureTimeoutError as error:
-            self._thread = None
-            raise self._refused(f"no answer within {_START_WAIT_S:.0f} s.") from error
         except Exception as error:
             self._thread = None
+            if not opened.done():
+                # A store that opens later has its run closed.
+                self._is_closing.set()
+                raise self._refused(f"no answer within {_START_WAIT_S:.0f} s.") from error
             raise self._refused(f"{_words(error)}.") from error
         earlier = read_json_lines(info.run_dir / METRICS_FILE) if info.is_resumed else []
         for line in earlier:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from spurline.rl.trajectory import Group
 _BLOCK_TOKENS = 1_000_000
 """Tokens of one line: what is there a second and a third time while it is written or read."""
 _LARGEST_SHARE = 4
-"""No step takes more than this part of the file; of larger ones prompts are left out, evenly."""
+"""No step takes more than this part of the file; of larger ones prompts are left out, evenly, at last all of them."""
 _PATIENCE_S = 600.0
 """More than any disk that still answers takes to write one step."""
 
@@ -59,7 +60,6 @@ class RolloutKeeper:
         self._most_bytes = most_bytes
         self._tokenizer = tokenizer
         self._file: MemberFile | None = None
-        self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
 
     @property
@@ -80,15 +80,16 @@ class RolloutKeeper:
         if self.is_on:
             self._pieces = PieceTable(TokenPieces(self._tokenizer))
             self._file = MemberFile(self._path, self._most_bytes)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="spurline-kept-rollouts")
 
     def keep(self, taken: KeptStep) -> None:
         """Begin to write a step. Raises what went wrong with the one before."""
         self._wait()
-        if self._thread is None:
+        if self._file is None:
             self.start(taken.step - 1)
-        assert self._thread is not None, "nothing is kept, so nothing is to be handed over"
-        self._writing = self._thread.submit(self._write, taken)
+        assert self._file is not None, "nothing is kept, so nothing is to be handed over"
+        self._writing = Future()
+        # A daemon, which the end of the process does not wait for: the disk may not answer any more.
+        Thread(target=self._run, args=(taken, self._writing), name="spurline-kept-rollouts", daemon=True).start()
 
     def flush(self) -> None:
         """Force the steps handed over to the disk. Raises what went wrong with the last one."""
@@ -98,7 +99,7 @@ class RolloutKeeper:
 
     def close(self) -> None:
         """End the thread and let go of the file. What went wrong does not hide an error that is on its way."""
-        ended_by, writing = sys.exception(), self._writing
+        ended_by = sys.exception()
         try:
             self._wait()
         except Exception as failure:
@@ -107,12 +108,9 @@ class RolloutKeeper:
             if failure is not ended_by:
                 ended_by.add_note(f"Writing the rollouts failed too: {failure}")
         finally:
-            if self._thread is not None:
-                # A thread that is stuck would hold up the end as well.
-                self._thread.shutdown(wait=writing is None or writing.done(), cancel_futures=True)
             if self._file is not None:
                 self._file.close()
-            self._thread = self._file = None
+            self._file = None
 
     def _wait(self) -> None:
         """Until the step handed over last is written."""
@@ -127,16 +125,30 @@ class RolloutKeeper:
                 "still answer? Set source.keep_rollouts: 0 to go on without."
             ) from error
 
+    def _run(self, taken: KeptStep, writing: Future[None]) -> None:
+        try:
+            self._write(taken)
+        except BaseException as failure:  # noqa: BLE001 - raised on the loop's thread, by who waits for it
+            writing.set_exception(failure)
+        else:
+            writing.set_result(None)
+
     def _write(self, taken: KeptStep) -> None:
         assert self._file is not None, "written after close"
         scores = TokenScores(
             *(np.concatenate([np.empty(0, np.float32), *taken.column(name)]) for name in ("old_logprobs", "advantages"))
         )
-        packed = pack(taken.step, self._lines(taken, scores, 1))
-        largest = self._most_bytes // _LARGEST_SHARE
-        if len(packed) > largest:
-            packed = pack(taken.step, self._lines(taken, scores, -(-len(packed) // largest)))
-        self._file.append(taken.step, packed)
+        largest, prompts, one_in = self._most_bytes // _LARGEST_SHARE, max(len(taken.groups), len(taken.filtered)), 1
+        packed = pack(taken.step, self._lines(taken, scores, one_in))
+        while len(packed) > largest:
+            if one_in >= prompts:
+                # A single prompt is too large.
+                packed = pack(taken.step, self._lost_lines(taken))
+                break
+            one_in = min(prompts, max(one_in + 1, -(-one_in * len(packed) // largest)))
+            packed = pack(taken.step, self._lines(taken, scores, one_in))
+        if len(packed) <= largest:
+            self._file.append(taken.step, packed)
 
     def _lines(self, taken: KeptStep, scores: TokenScores, one_in: int) -> Iterator[bytes]:
         """The lines of a step. one_in: of so many prompts one."""
@@ -150,6 +162,9 @@ class RolloutKeeper:
         filtered = taken.filtered[::one_in]
         for part in split_groups(filtered, _BLOCK_TOKENS):
             yield self._line(taken, "filtered", filtered[part], None, one_in)
+        yield from self._lost_lines(taken)
+
+    def _lost_lines(self, taken: KeptStep) -> Iterator[bytes]:
         if taken.lost:
             lost = [{"uid": prompt.uid, "draw": prompt.draw, "reason": prompt.reason} for prompt in taken.lost]
             yield encode_lost(taken.step, lost)

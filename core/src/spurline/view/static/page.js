@@ -133,7 +133,8 @@ async function showCurves(query) {
     return make("label", { class: "check" }, box, name);
   }));
   const answers = await Promise.all(chosen.map((name) => ask("series", new URLSearchParams({ metric: name }))));
-  byId("charts").replaceChildren(...chosen.map((name, number) => chart(name, answers[number])));
+  drawn = { width: chartWidth(), charts: () => chosen.map((name, number) => chart(name, answers[number])) };
+  byId("charts").replaceChildren(...drawn.charts());
   if (!chosen.length) byId("charts").append(make("p", {}, names.length ? "Choose a metric." : "No step has finished yet."));
 }
 
@@ -155,6 +156,15 @@ function ticks(low, high, count) {
   return found;
 }
 
+let drawn = null;
+addEventListener("resize", () => {
+  // A hidden view has no width.
+  if (!drawn || !byId("charts").clientWidth || drawn.width === chartWidth()) return;
+  drawn.width = chartWidth();
+  const charts = drawn.charts();
+  if (charts.length) byId("charts").replaceChildren(...charts);
+});
+
 // As the grid of page.css lays figures out, so that text keeps its size.
 function chartWidth() {
   const all = byId("charts").clientWidth, gap = 14, columns = Math.max(1, Math.floor((all + gap) / (480 + gap)));
@@ -162,7 +172,7 @@ function chartWidth() {
 }
 
 function chart(name, lines) {
-  const width = chartWidth(), height = 220, left = 58, bottom = 24, top = 8, right = 8;
+  const width = chartWidth(), height = 220, left = 58, bottom = 24, top = 8, right = 16;
   const steps = lines.flatMap((line) => line.steps), values = lines.flatMap((line) => line.values);
   const readout = make("p", { class: "readout" });
   const figure = make("figure", {}, make("figcaption", {}, name));
@@ -173,6 +183,7 @@ function chart(name, lines) {
   if (!steps.length) return figure;
   const bounds = (all) => all.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
   let [first, last] = bounds(steps), [low, high] = bounds(values);
+  const end = last;
   if (first === last) [first, last] = [first - 1, last + 1];
   const room = low === high ? Math.abs(low) * 0.1 || 1 : (high - low) * 0.05;
   [low, high] = [low - room, high + room];
@@ -217,7 +228,7 @@ function chart(name, lines) {
     cursor.setAttribute("visibility", "visible");
     tell(step);
   });
-  tell(last);
+  tell(end);
   return figure;
 }
 
