@@ -136,24 +136,6 @@ def test_step_0_stands_once_after_a_resume_and_after_a_start_from_nothing(config
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_step_0_stands_where_the_evaluation_of_the_first_step_failed_and_a_resume_makes_it(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config["evaluation"]["at_start"] = True
-    config["trackers"] = ["tensorboard"]
-    config["steps"] = 2
-    give_scores(monkeypatch, 1)
-    # There is no score for the first step.
-    with pytest.raises(StopIteration):
-        Run(load_config(config)).train()
-    [begin] = read_metrics(config["run_dir"])
-    give_scores(monkeypatch, 2, 3)
-    Run(load_config(config)).train()
-    lines = read_metrics(config["run_dir"])
-    assert [(line["step"], line["eval/score"]) for line in lines] == [(0, 1), (1, 2), (2, 3)]
-    assert lines[0] == begin
-
-
 def test_rollouts_are_evaluated_before_the_first_step_too(rl_config: Config, tmp_path: Path) -> None:
     rl_config["data"]["eval"] = rl_config["data"]["train"]
     rl_config["source"]["held_out"] = {"max_prompts": 2, "success": {"reward": "early"}}

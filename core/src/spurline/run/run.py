@@ -322,18 +322,12 @@ class Run:
     def _start_trackers(self, stack: ExitStack) -> None:
         # A step whose evaluation is still to come gets its line when that is done.
         kept = self.state.step - (1 if self._resumed.pending is not None else 0)
-        # Without a kept step a tracker begins anew, and what the model was before training is not measured again.
-        resumed = self._resumed.checkpoint is not None
-        earlier = read_json_lines(self.directory.metrics) if resumed and not kept else []
-        begin = [line for line in earlier if line["step"] == 0]
         notes = (*self._notes, *self._files.data_notes())
         continues = self._resumed.checkpoint is not None
         info = RunInfo(self.directory.path, kept, self.source.total_steps, self.loaded.resolved(), notes, continues)
         for tracker in self._components.trackers.values():
             tracker.start(info)
             stack.callback(tracker.close)
-            for line in begin:
-                tracker.log(0, {name: value for name, value in line.items() if name != "step"})
 
     def _start_batches(self, stack: ExitStack) -> None:
         first = self.state.step + 1
