@@ -118,6 +118,8 @@ def test_a_terminal_is_asked_for_what_was_not_given(
             ("--model", "MODEL", "--data", "DATA", "--epochs", "1", "--steps", "1"),
             "--epochs and --steps are both given",
         ),
+        (("--model", "MODEL", "--data", "DATA", "--epochs", "-1"), "epochs"),
+        (("--model", "MODEL", "--data", "DATA", "--task", "rl", "--reward", "exact_mach"), "exact_mach"),
         (("--model", "MODEL", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--model", "nowhere/at/all", "--data", "DATA"), "nowhere/at/all"),
     ],

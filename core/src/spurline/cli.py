@@ -391,7 +391,8 @@ def generate(
                 raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
             command.talk(found, asked, sampling, seed)
             return
-        texts = list(prompts or ()) or ([] if file is not None else [command.text_of_input()])
+        texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
+        texts = texts or ([] if file is not None else [command.text_of_input()])
         every = [(text, asked.of_text(text)) for text in texts]
         every += [] if file is None else asked.of_file(file)
         command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from ruamel.yaml import YAML
 
+from spurline.config.loading import load_config
 from spurline.errors import UserError
 from spurline.first_config.survey import DataFacts, Task, data_facts, model_facts
 from spurline.first_config.text import Choices, config_text
@@ -84,7 +86,14 @@ def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force:
         _reward(wishes, rows, ask),
         tuple(name for name in _USUAL_PLUGINS if name in installed_plugins()),
     )
+    if rows.task == "rl" and facts.context is not None and rows.longest >= facts.context:
+        raise UserError(
+            f"a prompt of {data} has {rows.longest:,} tokens, and the model sees {facts.context:,} in all: none is left "
+            "for an answer. Leave such rows out, or choose another model."
+        )
     text = config_text(choices, facts, rows)
+    # What the options ask for may be wrong: a reward that is not there, a number of epochs below 0.
+    load_config(YAML(typ="safe", pure=True).load(text))
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -100,7 +100,7 @@ def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
             "  prompts_per_step: 32",
             "  samples_per_prompt: 8  # attempts at each prompt, compared with each other",
             "  environment:",
-            "    name: single_turn  # multi_turn and agents: docs, Environments",
+            "    name: single_turn  # tools and agents: docs, Environments",
             f"    rewards: {_scalar(choices.reward or '')}",
             "  advantage: grpo",
             "  sampling:",
