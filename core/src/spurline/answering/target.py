@@ -66,7 +66,7 @@ class Sampling:
 @dataclass(frozen=True)
 class Target:
     """What answers. words: what it is, for people. sampling: what it is usually asked with. stops: tokens that end an
-    answer. context: tokens that it can see; None without a limit. tools: whether a run's rows bring tools."""
+    answer. context: tokens that it can see; None without a limit."""
 
     words: str
     model: ModelConfig

@@ -88,8 +88,8 @@ def write_first_config(path: Path, wishes: Wishes, progress: Progress, *, force:
     )
     if rows.task == "rl" and facts.context is not None and rows.longest >= facts.context:
         raise UserError(
-            f"a prompt of {data} has {rows.longest:,} tokens, and the model sees {facts.context:,} in all: none is left "
-            "for an answer. Leave such rows out, or choose another model."
+            f"a prompt of {data} has {rows.longest:,} tokens, and the model sees {facts.context:,} in all: none is "
+            "left for an answer. Leave such rows out, or choose another model."
         )
     text = config_text(choices, facts, rows)
     # What the options ask for may be wrong: a reward that is not there, a number of epochs below 0.
