@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import subprocess
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from spurline import load_config
 from spurline.config.loading import LoadedConfig
 from spurline.errors import ConfigError, PluginError
+from spurline.files import remove_unfinished
 from spurline.protocols.reward import Answer
 from spurline.rl.environments.tools import Toolbox
 from spurline.rl.functions import load_function
@@ -154,7 +158,8 @@ def test_a_function_of_a_wrong_signature_is_told_as_one_of_a_file_is(load: Load)
     def two(prompt: str, response: str) -> float:
         return 0.0
 
-    config = rewards_of(load(rewards=two))["two"]
+    loaded = load(rewards=two)
+    config = rewards_of(loaded)["two"]
     with pytest.raises(ConfigError, match=r"is defined as two\(prompt.*called with one argument"):
         FunctionReward(config)
 
@@ -173,3 +178,38 @@ def test_tools_are_functions_too(load: Load) -> None:
         "double",
         "calculator",
     }
+
+
+def test_a_closure_goes_with_the_config_that_it_was_given_to(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    class Held:
+        """Stands for a model that a reward sees."""
+
+    held = Held()
+    gone = weakref.ref(held)
+
+    def reward(answer: object, held: Held = held) -> float:
+        return 1.0
+
+    rows = [{"prompt": "say 1"}]
+    source = {"name": "rollouts", "prompts_per_step": 1, "environment": {"name": "single_turn", "rewards": reward}}
+    model = {"path": str(spurline_tiny_model)}
+    loaded = load_config({"run_dir": tmp_path, "model": model, "data": {"train": rows}, "source": source, "steps": 1})
+    del reward, held, source
+    gc.collect()
+    assert gone() is not None
+    del loaded
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.processes
+def test_a_model_that_a_kill_left_half_saved_is_cleared_away(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    left, link = tmp_path / f".model.{process.pid}.tmp", tmp_path / f".link.{process.pid}.tmp"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "kept").mkdir()
+    link.symlink_to(tmp_path / "kept")
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

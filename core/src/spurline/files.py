@@ -53,7 +53,10 @@ def remove_unfinished(folder: Path) -> None:
         if named is not None and _has_ended(int(named["process"])):
             # What cannot be removed is in nobody's way.
             with suppress(OSError):
-                path.unlink()
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
 
 def _has_ended(process: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from spurline.config.paths import ConfigPlace, expanded
 from spurline.config.run_config import RunConfig
 from spurline.config.section import BARE, as_list, expand_shorthand, sections_within
 from spurline.errors import ConfigError, PluginError, Problem, line_of
+from spurline.in_memory.functions import forget
 from spurline.in_memory.keeper import Keeper
 from spurline.plugins.host import InstalledPlugin, PluginHost, installed_plugins
 from spurline.plugins.registry import Registry
@@ -82,6 +84,8 @@ def load_config(
         folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
         objects = _keeper(document.values) if isinstance(source, Mapping) and not recorded else None
         place = ConfigPlace(folder, recorded, not recorded and names_cluster(document.values), objects)
+        # A closure may hold a model: it goes with the last copy of this config, all of which have the host.
+        weakref.finalize(host, forget, place.functions)
         config = model.model_validate(_with_defaults_of_source(document.values, host.registry), context=place)
     except ValidationError as error:
         known = installed_plugins() if available is None else available

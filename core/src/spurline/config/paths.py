@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ class ConfigPlace:
 
     recorded: a run wrote these settings down; they are expanded and absolute, and stay as they are.
     on_cluster: section `cluster` places the run on a cluster. objects: keeps what a program gives in place of a path.
+    functions: references that were made to functions.
     """
 
     folder: Path | None = None
     recorded: bool = False
     on_cluster: bool = False
     objects: KeepsObjects | None = None
+    functions: list[str] = field(default_factory=list[str])
 
     def homes(self) -> list[Path]:
         """Folders in which something relative is looked for, in this order."""
@@ -92,7 +94,10 @@ class FunctionSetting:
     def _read(self, value: Any, info: ValidationInfo) -> Any:
         place = _place(info)
         if callable(value):
-            return reference_to(value)
+            reference = reference_to(value)
+            if place is not None:
+                place.functions.append(reference)
+            return reference
         if not isinstance(value, str) or ":" not in value or (place is not None and place.recorded):
             return value
         module, _, function = expanded(value).rpartition(":")

@@ -6,12 +6,14 @@ Light: imports the standard library only.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _REFERENCE = re.compile(r"in-memory(\.\d+)?:(\w+)")
 _functions: dict[str, Callable[..., Any]] = {}
+_numbers = itertools.count()
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -20,13 +22,19 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """A reference that `function_of` understands in this process, for as long as it lives.
+    """A reference that `function_of` understands in this process until `forget`.
 
     Each call gives another one: a cell that defines `reward` anew changes nothing in configs that were loaded before.
     """
-    reference = f"in-memory.{len(_functions)}:{name_of(function)}"
+    reference = f"in-memory.{next(_numbers)}:{name_of(function)}"
     _functions[reference] = function
     return reference
+
+
+def forget(references: Iterable[str]) -> None:
+    """Let go of functions, and of all that they hold."""
+    for reference in references:
+        _functions.pop(reference, None)
 
 
 def is_reference(path: str) -> bool:
