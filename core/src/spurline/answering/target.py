@@ -112,9 +112,9 @@ def open_run(loaded: LoadedConfig, checkpoint: str, stack: ExitStack, progress: 
     return replace(target, words=words, sampling=sampling)
 
 
-def open_model(path: str, progress: Progress, revision: str | None = None) -> Target:
+def open_model(path: str, progress: Progress) -> Target:
     """A folder of a model, or its name on the hub. Raises ModelError."""
-    model = ModelConfig(path=path, revision=revision)
+    model = ModelConfig(path=path)
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
     progress("loading weights")

@@ -105,7 +105,7 @@ def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
             "  advantage: grpo",
             "  sampling:",
             "    temperature: 1.0",
-            f"    max_new_tokens: {max(1, room)}",
+            f"    max_new_tokens: {room}",
             "",
             "minibatches:",
             "  name: by_prompt",
