@@ -28,7 +28,7 @@ from spurline.terminal import is_person_asking, printable
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
     from spurline.protocols.backend import Finding
-    from spurline.run.run import RunResult
+    from spurline.run.ending import RunResult
 
 ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
 RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
