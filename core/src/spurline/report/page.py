@@ -19,7 +19,7 @@ from spurline.plugins.registry import Registry
 from spurline.protocols.report_panel import ReportPanel, ReportPanelConfig, RunRecord
 from spurline.report.document import document
 from spurline.report.markup import footer, status_mark, text
-from spurline.report.record import read_record, setting
+from spurline.report.record import read_record, setting, steps_of
 from spurline.run.directory import RunDirectory
 
 
@@ -67,10 +67,9 @@ def _page(record: RunRecord, sections: Iterable[str]) -> str:
 
 def _header(record: RunRecord, name: str) -> str:
     status = str(record.summary.get("status", "unknown"))
-    finished = int(record.metrics[-1]["step"]) if record.metrics else 0
-    total = record.summary.get("total_steps")
+    finished, total = steps_of(record)
     progress = ""
-    if isinstance(total, int) and finished < total:
+    if total is not None and finished < total:
         share = f"{100 * finished / total:.1f}%"
         progress = f'<div class="progress" title="{share} of all steps"><span style="width:{share}"></span></div>'
     error = record.summary.get("error")
