@@ -20,8 +20,8 @@ from spurline.protocols.report_panel import RunRecord
 from spurline.report.document import document
 from spurline.report.figure import Trace, line, one_of_several, series_color, step_figure, thinned
 from spurline.report.markup import block, caption, footer, scalar, status_mark, table, text
-from spurline.report.page import facts_of, record_of
-from spurline.report.record import distinct_names, evaluation_losses, evaluation_scores, evaluations_of, steps_of
+from spurline.report.page import facts_of, record_of, steps_of
+from spurline.report.record import distinct_names, evaluation_losses, evaluation_scores, evaluations_of
 from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import score
 

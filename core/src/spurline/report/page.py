@@ -19,7 +19,7 @@ from spurline.plugins.registry import Registry
 from spurline.protocols.report_panel import ReportPanel, ReportPanelConfig, RunRecord
 from spurline.report.document import document
 from spurline.report.markup import footer, status_mark, text
-from spurline.report.record import read_record, setting, steps_of
+from spurline.report.record import read_record, setting
 from spurline.run.directory import RunDirectory
 
 
@@ -80,6 +80,12 @@ def _header(record: RunRecord, name: str) -> str:
         f"{status_mark(status)}</div>"
         f'<p class="facts">{facts}</p>{progress}{failure}</header>'
     )
+
+
+def steps_of(record: RunRecord) -> tuple[int, int | None]:
+    """The last step recorded, 0 where there is none, and the steps of the whole run where they are known."""
+    total = record.summary.get("total_steps")
+    return int(record.metrics[-1]["step"]) if record.metrics else 0, total if isinstance(total, int) else None
 
 
 def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:

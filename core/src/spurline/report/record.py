@@ -87,12 +87,6 @@ def setting(config: Any, *keys: str) -> Any:
     return config
 
 
-def steps_of(record: RunRecord) -> tuple[int, int | None]:
-    """The last step recorded, 0 where there is none, and the steps of the whole run where they are known."""
-    total = record.summary.get("total_steps")
-    return int(record.metrics[-1]["step"]) if record.metrics else 0, total if isinstance(total, int) else None
-
-
 def recorded_names(record: RunRecord, prefix: str) -> list[str]:
     """Sorted names of the metrics that begin with `prefix`."""
     return sorted({name for line in record.metrics for name in line if name.startswith(prefix)})

@@ -9,7 +9,7 @@ from spurline.protocols.report_panel import RunRecord
 from spurline.report.markup import Card, Panel, block, cards, scalar, text
 from spurline.report.panels.rollouts import REWARD
 from spurline.report.panels.speed import generation_speed, training_speed
-from spurline.report.record import evaluation_losses, evaluation_scores, label_of, steps_of
+from spurline.report.record import evaluation_losses, evaluation_scores, label_of
 from spurline.run.health import findings, trained_steps
 from spurline.trackers.readout import clock, quantity, score
 
@@ -68,10 +68,10 @@ def _speed_cards(record: RunRecord) -> list[Card]:
 
 def _size_cards(record: RunRecord) -> list[Card]:
     found: list[Card] = []
-    finished, total = steps_of(record)
+    total = record.summary.get("total_steps")
     if record.metrics:
         last = record.metrics[-1]
-        steps = f"{finished:,}" + (f" / {total:,}" if total is not None else "")
+        steps = f"{int(last['step']):,}" + (f" / {total:,}" if total is not None else "")
         found.append(Card("Steps", steps, f"{quantity(float(last['epoch']))} epochs" if "epoch" in last else ""))
     _, tokens = record.series("tokens")
     if tokens:
