@@ -77,7 +77,7 @@ def asynchronous(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("walk", "most", "change"),
-    [("sft", 41, None), ("rl", 58, dict), ("async", 75, asynchronous)],
+    [("sft", 42, None), ("rl", 59, dict), ("async", 76, asynchronous)],
     ids=["sft", "rl", "async"],
 )
 def test_one_sample_goes_through_files_of_the_tour_alone(
