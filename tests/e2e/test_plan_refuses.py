@@ -1,4 +1,4 @@
-"""What training refuses at its start, or once it needs it, a plan refuses before: in the same words, without weights."""
+"""What training refuses at its start, or once it needs it, a plan refuses too: in the same words, without weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_is_refused_before_weights_are_loaded(
                 "checkpoint.keep_best": {"metric": "eval/pass@2", "mode": "max"},
             }
             | EVALUATED,
-            "Metrics: eval/failed, eval/pass@1, eval/pass@8, eval/reward, eval/rewards/brevity, eval/rewards/early,",
+            "Metrics: eval/failed, eval/pass@1, eval/reward, eval/rewards/brevity, eval/rewards/early,",
         ),
         (
             {"critic": {"optimizer": {"learning_rate": 1e-3, "groups": NOWHERE}}, "source.advantage": "gae"},
@@ -165,7 +165,7 @@ def test_weights_that_lack_one_are_refused_by_their_headers(base_config: Config,
 
 def test_a_reward_that_an_order_goes_by_must_be_one_of_the_environment(rl_config: Config) -> None:
     config = changed(rl_config, {"data.order": {"name": "reward_adaptive", "reward": "earl"}})
-    with pytest.raises(ConfigError, match="data.order.reward is 'earl', but the .* Did you mean 'early'"):
+    with pytest.raises(ConfigError, match=r"data\.order\.reward is 'earl', but the .* Did you mean 'early'"):
         load_config(config)
 
 
@@ -174,7 +174,7 @@ def test_a_run_dir_that_cannot_be_written_is_said_of_this_machine_alone(base_con
     plan = make_plan(load_config(base_config | {"run_dir": str(tmp_path / "file" / "run")}))
     assert plan.problems == []
     [line] = plan.sections["on this machine"]
-    assert f"{tmp_path}/file is no folder. To train here choose another" in line
+    assert f"{tmp_path}/file is no folder. To train here set another" in line
 
 
 def test_metrics_that_only_an_evaluation_tells_are_not_refused_before(base_config: Config) -> None:

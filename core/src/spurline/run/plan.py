@@ -153,9 +153,7 @@ def _run_dir_notes(config: RunConfig) -> list[str]:
     obstacle = RunDirectory(config.run_dir).obstacle()
     if obstacle is None:
         return []
-    return [
-        f"run_dir {config.run_dir} cannot be written: {obstacle}. To train here choose another with --set run_dir=PATH"
-    ]
+    return [f"run_dir {config.run_dir} cannot be written: {obstacle}. To train here set another"]
 
 
 def _check_weights(model: ModelConfig) -> None:
