@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from spurline.errors import DataError, ModelError, listing
 from spurline.model.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline.model.device_profile import DeviceProfile
 from spurline.model.streams.positions import rope_settings, rope_type
-from spurline.model.weight_files import safetensors_files
+from spurline.model.weight_files import DTYPES, safetensors_files
 
 _BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
@@ -147,6 +148,44 @@ def read_into(
         if not value.is_meta and not isinstance(value, DTensor) and value.untyped_storage().data_ptr() in mapped:
             value.data = value.data.clone()
     return found, loading
+
+
+def check_weights_fit(model: ModelConfig) -> None:
+    """Raise ModelError as loading does where the files of a folder lack weights, or have them in other shapes.
+
+    Reads headers alone, of files that `check_weight_files` has let pass. Models on the hub are not looked at.
+    """
+    if model.init == "random" or not Path(model.path).is_dir():
+        return
+    causal = build_without_memory(load_model_config(model), model, torch.float32)
+    slices: dict[str, Any] = {}
+    for path in safetensors_files(model):
+        with safe_open(path, "pt") as file:
+            slices |= {key: _Shape(file.get_slice(key)) for key in file.keys()}  # noqa: SIM118
+    try:
+        with quiet_loading():
+            found, loading = read_into(causal, slices, "meta")
+            type(causal)._finalize_model_loading(causal, loading, found)
+    except LOADING_ERRORS as error:
+        raise ModelError(_loading_failed(model, error)) from error
+    # What has no place is left out, which is said when weights are loaded.
+    check_loaded(model, found.missing_keys, found.mismatched_keys, ())
+
+
+class _Shape:
+    """What a slice of a file says of itself, in the place of the slice."""
+
+    def __init__(self, part: Any):
+        self._shape, self._dtype = part.get_shape(), part.get_dtype()
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return torch.empty(self._shape, dtype=DTYPES.get(self._dtype), device="meta")[place]
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return self._dtype
 
 
 class _Recorded:
