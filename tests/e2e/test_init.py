@@ -158,5 +158,8 @@ def test_a_file_that_is_there_stays(spurline: Spurline, spurline_tiny_model: Pat
     assert (code, "is YAML" in err, (tmp_path / "run.toml").exists()) == (2, True, False)
 
 
-def test_whoever_has_no_config_hears_of_it(spurline: Spurline, tmp_path: Path) -> None:
-    assert "`spurline init` writes one" in spurline("train", tmp_path / "run.yaml")[2]
+@pytest.mark.parametrize("command", ["train", "plan", "data", "doctor"])
+def test_whoever_has_no_config_hears_of_it(spurline: Spurline, tmp_path: Path, command: str) -> None:
+    for words in ((tmp_path / "run.yaml",), ()):
+        code, _, err = spurline(command, *words)
+        assert (code, "`spurline init` writes one" in err) == (2, True), err

@@ -30,7 +30,20 @@ if TYPE_CHECKING:
     from spurline.protocols.backend import Finding
     from spurline.run.run import RunResult
 
-ConfigArgument = Annotated[Path, typer.Argument(help="Run config: a YAML file, or TOML by suffix.")]
+
+def _no_config() -> Path:
+    raise UserError("which config? Give its file, such as run.yaml. `spurline init` writes one for a model and data.")
+
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="Run config: a YAML file, or TOML by suffix.",
+        default_factory=_no_config,
+        show_default=False,
+    ),
+]
 RunDirArgument = Annotated[Path, typer.Argument(help="Folder of a run, with its config.json.")]
 
 
